@@ -7,9 +7,9 @@ The trace is Mooncake's conversation trace: prompts are lists of hash ids, one f
 those of an exact cache that evicts leaves, least recently used first (`prefix_cache_oracles.json`); it is made again
 here and must come to the same counts, so that it can be asked about single requests and other numbers of them.
 
-1. The engine's own tiers (`core/tiers.py`), written through: a block is a token and a page, and requests are served one
-   at a time by a host that copies in an instant. An engine always computes the last block of a prompt, so the cache is
-   asked about the others. That must be equal, request for request.
+1. The engine's own tiers (`core/kv/tiers.py`), written through: a block is a token and a page, and requests are
+   served one at a time by a host that copies in an instant. An engine always computes the last block of a prompt, so
+   the cache is asked about the others. That must be equal, request for request.
 2. `lockstep simulate` on the beginning of the trace at its own rate, with as much host memory: prompts that come
    together cannot read each other's blocks before they are computed, answers take room, what runs is not evicted.
    Where the device is larger than the host, it finds more.
@@ -27,10 +27,9 @@ from typing import Any
 import numpy as np
 from recorded_data import CACHE_BLOCK_TOKENS, CACHE_TRACE, cache_oracles, cache_trace, data_folder
 
-from lockstep.core.commands import CopyToHost, LaunchBatch, LoadFromHost
-from lockstep.core.config import CacheTiers, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.commands import CopyToHost, LaunchBatch, LoadFromHost
+from lockstep.core.contract.config import CacheTiers, SchedConfig
+from lockstep.core.contract.events import (
     BatchFinished,
     HostCopyFinished,
     LaneReady,
@@ -39,8 +38,9 @@ from lockstep.core.events import (
     RequestArrived,
     TokenIds,
 )
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_model
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 DEVICE_PAGES = 500  # the longest prompt has 247 blocks
 MODEL, GPUS = "llama-3.1-8b", 4

@@ -42,10 +42,10 @@ import torch
 from calibration import calibrate
 
 from lockstep.core import SchedConfig
-from lockstep.core.commands import BatchPlan
-from lockstep.core.engine import Engine
-from lockstep.core.events import RequestArrived, TokenIds
-from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.events import RequestArrived, TokenIds
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchResult
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.runtime.bubbles import BubbleTimer

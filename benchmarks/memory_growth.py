@@ -27,7 +27,7 @@ from typing import Any
 
 from simulation_speed import GPU, MODEL, SETTINGS
 
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 BAR_BYTES = 1024
 

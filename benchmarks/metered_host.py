@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.core import Engine, JournalWriter, SchedConfig
-from lockstep.core.commands import BatchPlan, FinishRequest, Step, StreamTokens
-from lockstep.core.decode_run import DecodeRun
-from lockstep.core.events import BatchFinished, LaneReady, Observed, RequestArrived, RequestRetracted, TokenIds
-from lockstep.core.journal import JournalHeader
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, Step, StreamTokens
+from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, RequestRetracted, TokenIds
+from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.scheduler.decode_run import DecodeRun
 
 PHASES = ("arrival", "plan", "result", "record", "write", "runs")
 BATCH_US = 10_000  # by the host's own clock; no decision depends on it

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from simpy import Environment
 
-from lockstep.core.commands import Step, StreamTokens
-from lockstep.core.engine import Engine
-from lockstep.core.events import Observed
-from lockstep.sim.host import Arrivals, EngineHost
-from lockstep.sim.metrics import MetricsFold
-from lockstep.sim.simulate import NoJournal, Scenario, assemble
+from lockstep.core.contract.commands import Step, StreamTokens
+from lockstep.core.contract.events import Observed
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.host.host import Arrivals, EngineHost
+from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.run.simulate import NoJournal, Scenario, assemble
 
 WORKLOAD = "gen:n=600,rate=60,input=lognormal:200:0.5,output=lognormal:300:0.6"
 DEPTHS = (0, 1, 2)

@@ -26,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 from recorded_data import data_folder
 
+from lockstep.sim.calibrate.serving_points import CLIENTS, ENGINES, play, read_serving_points
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
-from lockstep.sim.serving_points import CLIENTS, ENGINES, play, read_serving_points
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
 ROWS_MAX = 4096

@@ -27,11 +27,11 @@ import numpy as np
 from calibration import calibrate, show
 from peers import load_workloads
 
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import LaneReady, RequestArrived, TokenIds
-from lockstep.core.ordering import Ordering
-from lockstep.core.requests import RequestState
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import LaneReady, RequestArrived, TokenIds
+from lockstep.core.requests.table import RequestState
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.ordering import Ordering
 
 QUEUES = (16, 64, 128)
 PAGE_TOKENS = 16

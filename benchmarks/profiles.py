@@ -22,9 +22,9 @@ from typing import Any
 
 from recorded_data import data_folder
 
-from lockstep.core.config import SchedConfig, profile_settings
-from lockstep.sim.metrics import Slo, meets_every
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.sim.metrics.metrics import Slo, meets_every
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 AZURE_CODE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from recorded_data import CACHE_BLOCK_TOKENS, CACHE_TRACE, cache_oracles, cache_trace
 
-from lockstep.core.radix import RadixCache
+from lockstep.core.kv.radix import RadixCache
 
 
 class Request(NamedTuple):

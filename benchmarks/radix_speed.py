@@ -20,7 +20,7 @@ import numpy as np
 from calibration import calibrate, show, slowdown
 from peers import load_workloads, packed
 
-from lockstep.core.radix import RadixCache
+from lockstep.core.kv.radix import RadixCache
 
 EVICT_TOKENS = 65_536
 PAGE_TOKENS = (1, 16, 64)

@@ -35,19 +35,19 @@ from numpy.typing import NDArray
 from recorded_data import data_folder
 from simpy import Environment
 
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig, profile_settings
-from lockstep.core.engine import Engine
-from lockstep.core.events import ObservedEvent
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CostModel, CpuModel, roofline
 from lockstep.sim.cost.calibration import Calibration, Correction, Residuals, Source
 from lockstep.sim.cost.roofline import RooflineModel
-from lockstep.sim.host import Arrivals, EngineHost
-from lockstep.sim.metrics import MetricsFold, RunData
-from lockstep.sim.simulate import NoJournal
-from lockstep.sim.token_runs import append_run
-from lockstep.sim.turns import Turn
+from lockstep.sim.host.host import Arrivals, EngineHost
+from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.run.simulate import NoJournal
+from lockstep.sim.workload.token_runs import append_run
+from lockstep.sim.workload.turns import Turn
 
 Floats = NDArray[np.float64]
 Row = dict[str, Any]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.calibrate import (
+from lockstep.sim.calibrate.calibrate import (
     MODELS_MIN,
     Trial,
     calibration_of_points,
@@ -33,8 +33,8 @@ from lockstep.sim.calibrate import (
     left_out_ratios,
     sha256_of,
 )
+from lockstep.sim.calibrate.serving_points import CLIENTS, play, read_serving_points
 from lockstep.sim.cost.calibration import COVERAGE, PROBABILITIES, Metric
-from lockstep.sim.serving_points import CLIENTS, play, read_serving_points
 
 Float64s = NDArray[np.float64]
 Figures = dict[str, Any]

@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 
 from calibration import calibrate
 
-from lockstep.sim.machine_code import is_available
-from lockstep.sim.simulate import Scenario, Setup, assemble, simulate
+from lockstep.sim.fast.machine_code import is_available
+from lockstep.sim.run.simulate import Scenario, Setup, assemble, simulate
 
 MODEL, GPU = "llama-3.1-8b", "a100"  # an 8B Llama on an A100: what Vidur's own example runs this workload on
 SETTINGS = {

@@ -21,7 +21,7 @@ import numpy as np
 from recorded_data import data_folder
 
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 MODELS = {"gpt-oss-120b": "gpt-oss-120b", "gpt-oss-20b": "gpt-oss-20b"}
 TABLE = "published/trtllm_perf_overview.csv"

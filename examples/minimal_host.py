@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.core import Engine, JournalWriter, SchedConfig
-from lockstep.core.commands import BatchPlan, FinishRequest, LaunchBatch, StreamTokens
-from lockstep.core.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
-from lockstep.core.journal import JournalHeader
-from lockstep.core.render import Names, decided_line, plan_text
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, LaunchBatch, StreamTokens
+from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
+from lockstep.core.contract.render import Names, decided_line, plan_text
+from lockstep.core.journal.journal import JournalHeader
 
 BATCH_US = 10_000
 

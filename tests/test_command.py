@@ -34,7 +34,7 @@ def interrupted(argv):
 
 def misconfigured(argv):
     """Refuse a setting."""
-    from lockstep.core.errors import ConfigError
+    from lockstep.core.contract.errors import ConfigError
     raise ConfigError("`page_size` must be a power of two, got `24`\\nhint: 16 and 32 are usual")
 
 def leave(argv):

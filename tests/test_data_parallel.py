@@ -13,13 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core import data_parallel, snapshot
-from lockstep.core.commands import LaunchBatch, ProposeBatch, SampleBatch
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig, refuse_simulated_only
-from lockstep.core.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, padding_of, situation_of
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError, InvariantError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import LaunchBatch, ProposeBatch, SampleBatch
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
+from lockstep.core.contract.events import (
     BatchFinished,
     Grammar,
     GrammarReady,
@@ -31,6 +28,10 @@ from lockstep.core.events import (
     TokenIds,
     Wish,
 )
+from lockstep.core.features import data_parallel
+from lockstep.core.features.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, padding_of, situation_of
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.rank_group import RankGroup, run_history
 from tests.support.served import Answer, Asked, serve
 

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core import disaggregation
-from lockstep.core.commands import ControlAnswered
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError, InvariantError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
+from lockstep.core.contract.events import (
     ChangeRole,
     ControlRequested,
     Drain,
@@ -39,7 +37,9 @@ from lockstep.core.events import (
     TransferAdvanced,
     UpdateWeights,
 )
-from lockstep.core.memory import Memory
+from lockstep.core.features import disaggregation
+from lockstep.core.kv.memory import Memory
+from lockstep.core.scheduler.engine import Engine
 from tests.support.fleet import Fleet, run_history
 from tests.support.served import Answer, Asked, serve
 
@@ -600,7 +600,7 @@ IMPOSSIBLE: dict[str, tuple[str, TransferAdvanced]] = {
 
 @pytest.mark.parametrize("message", IMPOSSIBLE)
 def test_impossible_fact_changes_nothing(message: str) -> None:
-    from lockstep.core import snapshot
+    from lockstep.core.journal import snapshot
 
     made = fleet()
     made.arrive(asked(0))
@@ -1156,7 +1156,7 @@ def test_history_that_found_something(seed: int, steps: int, plain: bool) -> Non
 
 def test_decode_steps_launched_uniformly_are_the_same() -> None:
     """A stretch of decodes taken in one go stops where a transfer is to be decided about."""
-    from lockstep.core.decode_run import DecodeRun
+    from lockstep.core.scheduler.decode_run import DecodeRun
 
     made = fleet(restores=False, bootstrap_timeout_us=None, transfer_timeout_us=None, pages=64)
     made.arrive(asked(0, max_new=20))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.config import SchedConfig
+from lockstep.core.contract.config import SchedConfig
 from tests.support.served import Asked, Moment, Served, serve
 
 SEEDS = 20

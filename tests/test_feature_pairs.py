@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import pytest
 
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import Control, Grammar, LoadAdapterControl, OpenSession, PromptSpan
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import Control, Grammar, LoadAdapterControl, OpenSession, PromptSpan
 from tests.support.featured import Abreast, Ask, Handover, Place, RefusedAtEntry, Solo, play
 from tests.support.served import Answer
 

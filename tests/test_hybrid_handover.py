@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.config import HybridMemory, SchedConfig
-from lockstep.core.errors import InvariantError
-from lockstep.core.events import ClockAdvanced, Pause, Resume, UpdateWeights
-from lockstep.core.hybrid import NONE, Coming, Hybrid, StatePool, WindowPool
-from lockstep.core.memory import Memory
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.contract.events import ClockAdvanced, Pause, Resume, UpdateWeights
+from lockstep.core.kv.hybrid import NONE, Coming, Hybrid, StatePool, WindowPool
+from lockstep.core.kv.memory import Memory
 from tests.support.fleet import Fleet, run_history
 from tests.support.served import Asked
 from tests.support.tagged_hybrid import HybridError

@@ -18,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.core.commands import FinishRequest, RejectRequest, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import FinishRequest, RejectRequest, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
     BatchFinished,
     LaneReady,
     Pause,
@@ -31,7 +30,8 @@ from lockstep.core.events import (
     Resume,
     TokenRuns,
 )
-from lockstep.core.radix import RadixCache
+from lockstep.core.kv.radix import RadixCache
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import CONTROLS, Action, Driver, run_actions
 
 README = Path(__file__).parent / "README.md"

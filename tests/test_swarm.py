@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from msgspec.structs import replace
 
-from lockstep.core.config import Batching
+from lockstep.core.contract.config import Batching
 from tests.support.driver import run_actions
 from tests.support.plants import PLANTS
 from tests.swarm import campaign, commit, history, hunt

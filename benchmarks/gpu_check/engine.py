@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.section import Section
-from lockstep.core.errors import ConfigError
-from lockstep.core.replay import replay
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.replay import replay
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.attention import make
 from lockstep.runtime.executor import Executor

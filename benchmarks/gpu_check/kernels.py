@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.timing import graph_time_us
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention import choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.attention.reference import ReferenceAttention

@@ -25,7 +25,7 @@ from benchmarks.gpu_check.kernels import FAR, Case, Mode, off, passes, reference
 from benchmarks.gpu_check.machine import COPY_BYTES, copy_gbs
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.timing import graph_time_us
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention import choose, make

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention import WRONG
 
 

@@ -16,11 +16,11 @@ from benchmarks.gpu_check.breakdown import DecodeProfile
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.shapes import PAGE_SIZE
 from benchmarks.gpu_check.timing import LaneTimes, Meter
-from lockstep.core.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import ObservedEvent, RequestArrived, TokenIds
-from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import ObservedEvent, RequestArrived, TokenIds
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.assembly import make_executor
 from lockstep.runtime.bubbles import BubbleTimer

@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu_check import shapes
 from benchmarks.gpu_check.decode import release
 from benchmarks.gpu_check.section import Section
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime import LLM, Params
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.memory import taken_bytes

@@ -140,7 +140,7 @@ def calibrate(section: Section, folder: Path, gpu: str) -> None:
             section.skip("calibration of journal", "the section bubbles wrote none")
             continue
         # Not by the command `lockstep`: it finds its subcommands in installed packages only.
-        call = "import sys; from lockstep.sim.calibrate_cli import calibrate; calibrate(sys.argv[1:])"
+        call = "import sys; from lockstep.sim.cli.calibrate import calibrate; calibrate(sys.argv[1:])"
         done = subprocess.run([sys.executable, "-c", call, *line[1:]], capture_output=True, text=True, timeout=60)
         said = (done.stdout + done.stderr).strip()
         if "ModuleNotFoundError" in said:

@@ -28,12 +28,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from simpy import Environment
 
-from lockstep.core.config import SchedConfig, profile_settings
-from lockstep.core.engine import Engine
-from lockstep.core.events import RequestArrived, RequestCancelled
-from lockstep.sim.host import Arrivals, EngineHost
-from lockstep.sim.metrics import Batches, MetricsFold, RunData
-from lockstep.sim.simulate import NoJournal, Scenario, assemble, simulate
+from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.events import RequestArrived, RequestCancelled
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.host.host import Arrivals, EngineHost
+from lockstep.sim.metrics.metrics import Batches, MetricsFold, RunData
+from lockstep.sim.run.simulate import NoJournal, Scenario, assemble, simulate
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results" / "profiles.json"

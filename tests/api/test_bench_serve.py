@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.sim.calibrate_cli import calibrate
-from lockstep.sim.cli import simulate
-from lockstep.sim.compare import compare, read_runs
-from lockstep.sim.stored_run import read_run
-from lockstep.sim.workload import open_workload
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.results.compare import compare, read_runs
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.bench import bench
 from lockstep.tools.replay import replay
 from tests.support.live_server import LiveServer, serving

@@ -16,7 +16,7 @@ pytest.importorskip("jinja2", reason="templates are not installed")
 from lockstep.api.answer_text import AnswerText
 from lockstep.api.chat_formats.driver import Answer, AnswerParser
 from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.text import StopTexts, Text
 from tests.api.test_chat_formats import RENDER, TOOLS
 from tests.support.words import word_tokenizer

@@ -127,7 +127,7 @@ def test_tokens_that_wait_are_limited(server: LiveServer) -> None:
 
 def test_limits_are_above_zero(tmp_path: Path) -> None:
     from lockstep.api.settings import read_settings
-    from lockstep.core.errors import ConfigError
+    from lockstep.core.contract.errors import ConfigError
 
     file = tmp_path / "serve.toml"
     file.write_text("emulate = 'qwen3-8b@h200'\n[limits]\nhead_s = 0\n")

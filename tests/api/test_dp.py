@@ -1,6 +1,6 @@
 """Several engines behind a router: who takes what, what an operator sees and does, and an engine that dies.
 
-What the router of a live server decided is in its journal, and is decided again by `lockstep.core.router`.
+What the router of a live server decided is in its journal, and is decided again by `lockstep.core.cluster.router`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from lockstep.api.wire import (  # noqa: E402
     Withdraw,
     WorkerLost,
 )
-from lockstep.core.dispatch import DispatchConfig  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.router import (  # noqa: E402
+from lockstep.core.cluster.dispatch import DispatchConfig  # noqa: E402
+from lockstep.core.cluster.router import (  # noqa: E402
     ROUTER_POLICIES,
     EngineChanged,
     RequestOffered,
     RouterConfig,
     RouterPolicy,
 )
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.router_journal import label_key, left_in_line, session_key, verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402

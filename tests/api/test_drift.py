@@ -18,14 +18,14 @@ from lockstep.api.engines import build_engine, check_names
 from lockstep.api.metrics import Metrics
 from lockstep.api.settings import ServeSettings
 from lockstep.api.wire import RATIOS, Gauges
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchFinished
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import fold
-from lockstep.sim.batch_times import of_journal, predict
-from lockstep.sim.calibrate_cli import calibrate
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import BatchFinished
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import UNCALIBRATED, Calibration, roofline
+from lockstep.sim.results.batch_times import of_journal, predict
 from tests.support.live_server import serving, until
 from tests.support.recorded import record_simulation
 

@@ -16,11 +16,10 @@ from click.testing import CliRunner
 from lockstep.api.drift import DriftMeter
 from lockstep.api.emulate import EmulatedExecutor, EmulatedShelf, Vocabulary, emulated_source
 from lockstep.api.serve import serve
-from lockstep.core.commands import FinishRequest, RejectRequest
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
     RequestArrived,
@@ -28,11 +27,12 @@ from lockstep.core.events import (
     SamplingParams,
     TokenIds,
 )
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterDesk
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
-from lockstep.sim.host import RowAdapters
-from lockstep.sim.links import Link
+from lockstep.sim.host.host import RowAdapters
+from lockstep.sim.host.links import Link
 
 WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)
 

@@ -14,7 +14,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from lockstep.api.errors import ApiError  # noqa: E402
 from lockstep.api.keys import UNLIMITED, Allowance, read_keys  # noqa: E402
 from lockstep.api.usage import Usage  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, serving, until  # noqa: E402
 
 NOON = 20_000 * 86_400 + 43_200.0

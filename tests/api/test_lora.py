@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.journal.replay import replay  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, serving, until  # noqa: E402
 
 OPERATOR = "sk-a-key-of-an-operator"

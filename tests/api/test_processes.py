@@ -21,7 +21,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 zmq = pytest.importorskip("zmq", reason="the server is not installed")
 
 from lockstep.api import launch  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, running, serving, until  # noqa: E402
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -16,8 +16,8 @@ pytest.importorskip("openai", reason="the OpenAI client is not installed")
 from click.testing import CliRunner  # noqa: E402
 
 from lockstep.api.serve import serve  # noqa: E402
-from lockstep.core.events import BatchFinished, EngineRestarted  # noqa: E402
-from lockstep.core.replay import fold  # noqa: E402
+from lockstep.core.contract.events import BatchFinished, EngineRestarted  # noqa: E402
+from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.quantization import KV_BYTES  # noqa: E402
 from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402

@@ -9,10 +9,17 @@ pytest.importorskip("zmq", reason="needs lockstep-api")
 
 from lockstep.api.request_times import EngineTimes, RequestTimes
 from lockstep.api.wire import ITERATION_TOKENS
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, LaneReady, ObservedEvent, RequestAdmitted, RequestArrived, TokenIds
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
+    BatchFinished,
+    LaneReady,
+    ObservedEvent,
+    RequestAdmitted,
+    RequestArrived,
+    TokenIds,
+)
+from lockstep.core.scheduler.engine import Engine
 
 
 def test_times_go_from_arrival_to_admission_to_tokens() -> None:

@@ -20,7 +20,7 @@ from lockstep.api.server import Server  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
 from lockstep.api.usage import Usage  # noqa: E402
 from lockstep.api.wire import Submit  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.api.test_wire import ABOUT, REQUEST  # noqa: E402
 
 USER, OPERATOR = "sk-a-key-of-a-user", "sk-a-key-of-an-operator"

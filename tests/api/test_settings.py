@@ -18,7 +18,7 @@ from lockstep.api.engines import HINTS
 from lockstep.api.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim import cost
 
 

@@ -25,9 +25,9 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from pydantic import BaseModel, Field  # noqa: E402
 
-from lockstep.core.commands import SampleBatch  # noqa: E402
-from lockstep.core.events import BatchFinished, EngineRestarted, GrammarReady, TokensForced  # noqa: E402
-from lockstep.core.replay import fold  # noqa: E402
+from lockstep.core.contract.commands import SampleBatch  # noqa: E402
+from lockstep.core.contract.events import BatchFinished, EngineRestarted, GrammarReady, TokensForced  # noqa: E402
+from lockstep.core.journal.replay import fold  # noqa: E402
 from tests.support.live_server import LiveServer, serving, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -26,7 +26,7 @@ from lockstep.api.serve import check
 from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
 from lockstep.api.wire import DraftFigures, Gauges
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from tests.support.browser import dom_of, needs_chromium
 from tests.support.live_server import EMULATED, LiveServer, serving, until
 

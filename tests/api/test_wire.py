@@ -13,7 +13,7 @@ pytest.importorskip("zmq", reason="the server is not installed")
 pytest.importorskip("fastapi", reason="the server is not installed")
 
 from lockstep.api import bridge, engine_process, routing, wire
-from lockstep.core.events import GetState, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.contract.events import GetState, RequestArrived, SamplingParams, TokenIds
 from lockstep.host.adapters import Entry, Known
 from lockstep.host.weights import WeightsRead
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core import snapshot
-from lockstep.core.commands import ControlAnswered
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import AdapterLoaded, ControlRequested, LoadAdapterControl
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import AdapterLoaded, ControlRequested, LoadAdapterControl
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 
 
 @pytest.mark.parametrize(

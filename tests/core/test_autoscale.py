@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.autoscale import SECOND_US, Autoscaler, LoadObserved, ScalingConfig, target_replicas
-from lockstep.core.errors import ConfigError, ContractError
+from lockstep.core.cluster.autoscale import SECOND_US, Autoscaler, LoadObserved, ScalingConfig, target_replicas
+from lockstep.core.contract.errors import ConfigError, ContractError
 
 PROMPT = {"target": 10.0, "maximum": 4, "interval_us": 10, "window_us": 0, "cooldown_us": 30, "start_us": 20}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.config import PROFILES, SchedConfig, profile_settings, refuse_simulated_only
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.config import PROFILES, SchedConfig, profile_settings, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ from itertools import product
 
 import pytest
 
-from lockstep.core import snapshot
-from lockstep.core.config import SchedConfig
-from lockstep.core.control import HANDLERS
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.admin.control import HANDLERS
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     CancelAll,
     CancelMany,
     ChangeRole,
@@ -35,7 +33,9 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.memory import Memory
+from lockstep.core.journal import snapshot
+from lockstep.core.kv.memory import Memory
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import CONTROLS, Action, Driver
 from tests.support.tagged_kv import KvError
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from lockstep.core.data_parallel import DELAYER, SITUATIONS, diagram, table_text
-from lockstep.core.events import DelaySituation
+from lockstep.core.contract.events import DelaySituation
+from lockstep.core.features.data_parallel import DELAYER, SITUATIONS, diagram, table_text
 
 GUIDE = Path(__file__).parents[2] / "docs" / "distributed.md"
 

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
-from lockstep.core.disaggregation import MEANINGS, RECEIVER, SENDER, Table, diagram, table_text
-from lockstep.core.events import TransferState
+from lockstep.core.contract.events import TransferState
+from lockstep.core.features.disaggregation import MEANINGS, RECEIVER, SENDER, Table, diagram, table_text
 
 GUIDE = Path(__file__).parents[2] / "docs" / "distributed.md"
 TABLES = {"SENDER": SENDER, "RECEIVER": RECEIVER}

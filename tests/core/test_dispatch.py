@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.router import (
+from lockstep.core.cluster.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
+from lockstep.core.cluster.router import (
     ROUTER_POLICIES,
     EngineChanged,
     EngineShare,
@@ -21,6 +20,7 @@ from lockstep.core.router import (
     RequestRouted,
     RouterConfig,
 )
+from lockstep.core.contract.errors import ConfigError, ContractError
 
 TENANTS = ("a", "b", "c")
 

@@ -12,11 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from lockstep.core import snapshot
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import (
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
     BatchFinished,
     CancelMany,
     Control,
@@ -28,12 +26,14 @@ from lockstep.core.events import (
     SetState,
     TokenIds,
 )
-from lockstep.core.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
-from lockstep.core.replay import fold, replay
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.replay import fold, replay
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host import durable
 from lockstep.host.durable import DurableJournal, Retention
-from lockstep.host.keeping import Keeper
 from lockstep.host.recovery import Probation, recover
+from lockstep.host.startup import Keeper
 from tests.support.driver import Driver, pressed_actions, pressed_config
 
 

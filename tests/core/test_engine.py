@@ -6,13 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core import snapshot
-from lockstep.core.commands import ControlAnswered, FinishRequest, RejectRequest, Step, StreamTokens
-from lockstep.core.config import SchedConfig
-from lockstep.core.digest import EMPTY_DIGEST, step_digest
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import ControlAnswered, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.digest import EMPTY_DIGEST, step_digest
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
@@ -40,6 +38,8 @@ from lockstep.core.events import (
     TokenRuns,
     TransferAdvanced,
 )
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.tagged_kv import TaggedKv
 
 CONFIG = SchedConfig(page_size=2, pages=16, overlap_depth=1)

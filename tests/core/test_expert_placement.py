@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core import snapshot
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import ExpertLoadMeasured
-from lockstep.core.expert_placement import (
+from lockstep.core.cluster.expert_placement import (
     _copies,
     _fullest,
     _heaviest_first,
@@ -26,6 +21,11 @@ from lockstep.core.expert_placement import (
     settled,
     unbalanced,
 )
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import ExpertLoadMeasured
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 
 
 @st.composite

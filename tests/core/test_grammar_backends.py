@@ -19,8 +19,8 @@ pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
 from tokenizers import Tokenizer
 
-from lockstep.core.commands import CompileGrammar, RowTaken
-from lockstep.core.events import Grammar
+from lockstep.core.contract.commands import CompileGrammar, RowTaken
+from lockstep.core.contract.events import Grammar
 from lockstep.host import grammars
 from lockstep.host.grammar_compiler import CompileLimits, GrammarHands, make_hands
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar

@@ -6,13 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core import grammars, snapshot
-from lockstep.core.commands import CompileGrammar, RejectRequest, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.decode_run import DecodeRun
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import CompileGrammar, RejectRequest, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     BatchFinished,
     Grammar,
     GrammarReady,
@@ -21,7 +18,11 @@ from lockstep.core.events import (
     RequestCancelled,
     TokenRuns,
 )
-from lockstep.core.grammars import GRAMMARS_REMEMBERED
+from lockstep.core.features import grammars
+from lockstep.core.features.grammars import GRAMMARS_REMEMBERED
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.decode_run import DecodeRun
+from lockstep.core.scheduler.engine import Engine
 
 CONFIG = SchedConfig(page_size=2, pages=64, overlap_depth=1)
 TOKEN = np.array([5], np.int32).tobytes()

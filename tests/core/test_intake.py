@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.core.commands import Mode
-from lockstep.core.errors import ConfigError
-from lockstep.core.intake import InputBlocker, ReceiveSkipper
+from lockstep.core.contract.commands import Mode
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.scheduler.intake import InputBlocker, ReceiveSkipper
 
 
 def looks(interval: int, launched: list[Mode | None]) -> list[int]:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.companions import HostPool
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError, InvariantError
-from lockstep.core.events import CompanionsFound, PrefetchFinished
-from lockstep.core.hybrid import StatePool, WindowPool
-from lockstep.core.radix import RadixCache, RadixNode
+from lockstep.core import invariants
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.errors import ContractError, InvariantError
+from lockstep.core.contract.events import CompanionsFound, PrefetchFinished
+from lockstep.core.journal import snapshot
+from lockstep.core.kv.block_tiers import HostPool
+from lockstep.core.kv.hybrid import StatePool, WindowPool
+from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import Driver
 
 Damage = Callable[[Engine], None]

@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core import journal as journal_module
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     BatchFinished,
     ClockAdvanced,
     ControlRequested,
@@ -39,7 +38,8 @@ from lockstep.core.events import (
     TokenRuns,
     TransferAdvanced,
 )
-from lockstep.core.journal import (
+from lockstep.core.journal import journal as journal_module
+from lockstep.core.journal.journal import (
     PAYLOAD_BYTES_MAX,
     EndRecord,
     EventRecord,
@@ -52,7 +52,7 @@ from lockstep.core.journal import (
     read_journal,
     segment_name,
 )
-from lockstep.core.replay import Divergence, event_line, fold, replay
+from lockstep.core.journal.replay import Divergence, event_line, fold, replay
 
 HEADER = JournalHeader(
     config=SchedConfig(page_size=4, pages=64, chunked_prefill_size=8),
@@ -421,9 +421,9 @@ def test_file_size_limit_leaves_a_valid_journal(tmp_path: Path) -> None:
     program = f"""
 import resource, sys
 sys.path[:0] = {sys.path!r}
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import LaneReady
-from lockstep.core.journal import JournalError, JournalHeader, JournalWriter
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import LaneReady
+from lockstep.core.journal.journal import JournalError, JournalHeader, JournalWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # Python ignores SIGXFSZ, so write() fails with EFBIG
 writer = JournalWriter.create({str(tmp_path)!r}, JournalHeader(config=SchedConfig()))
 try:
@@ -487,9 +487,9 @@ def test_killed_process_keeps_what_was_flushed(tmp_path: Path) -> None:
     program = f"""
 import os, signal, sys
 sys.path[:0] = {sys.path!r}
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import LaneReady
-from lockstep.core.journal import JournalHeader, JournalWriter
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import LaneReady
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
 writer = JournalWriter.create({str(tmp_path)!r}, JournalHeader(config=SchedConfig()), durability="group")
 for number in range(1000):
     writer.append(LaneReady(number), bytes(16))

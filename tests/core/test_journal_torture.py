@@ -18,9 +18,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import (
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     BatchFinished,
     GrammarReady,
     LaneReady,
@@ -30,7 +30,7 @@ from lockstep.core.events import (
     TokenIds,
     TokenRuns,
 )
-from lockstep.core.journal import (
+from lockstep.core.journal.journal import (
     HEADER_BYTES,
     KIND_EVENT,
     MAGIC,
@@ -45,7 +45,7 @@ from lockstep.core.journal import (
     find_record,
     read_journal,
 )
-from lockstep.core.replay import replay
+from lockstep.core.journal.replay import replay
 
 HEADER = JournalHeader(config=SchedConfig(), seed=3, host={"kind": "torture"})
 EVENTS: list[ObservedEvent] = [

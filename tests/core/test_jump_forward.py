@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from lockstep.core import snapshot
-from lockstep.core.commands import BatchPlan, SampleBatch, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, SampleBatch, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import (
     BatchFinished,
     Grammar,
     GrammarReady,
@@ -24,6 +22,8 @@ from lockstep.core.events import (
     TokenRuns,
     TokensForced,
 )
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import run_actions, under_grammars
 
 GRAMMAR = Grammar("regex", "g", b"g")

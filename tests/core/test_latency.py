@@ -7,11 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
-from lockstep.core.latency import PASSES_MIN, ExtendLatency, pairs_of
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.latency import PASSES_MIN, ExtendLatency, pairs_of
 
 BASE_US, TOKEN_US, PAIR_US = 400.0, 0.5, 0.001
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lockstep.core import media
-from lockstep.core.commands import EncodeMedia, Step
-from lockstep.core.events import PromptSpan
-from lockstep.core.media import EncoderCache, Placeholders
+from lockstep.core.contract.commands import EncodeMedia, Step
+from lockstep.core.contract.events import PromptSpan
+from lockstep.core.features import media
+from lockstep.core.features.media import EncoderCache, Placeholders
 
 CAT, DOG, EEL = b"cat", b"dog", b"eel"
 

@@ -10,12 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import HybridMemory, SchedConfig, refuse_simulated_only
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import HybridMemory, SchedConfig, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import (
     BatchFinished,
     CancelAll,
     ControlRequested,
@@ -30,7 +29,9 @@ from lockstep.core.events import (
     Resume,
     TokenRuns,
 )
-from lockstep.core.latency import ExtendLatency
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.latency import ExtendLatency
 from tests.support.driver import Action, Driver, pipelined, random_actions, random_config, run_actions
 
 TWO: dict[str, Any] = {"page_size": 2, "pages": 64, "overlap_depth": 0, "pp_size": 2}

@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core import ordering, snapshot
-from lockstep.core.config import SCHEDULE_POLICIES, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, PolicyError
-from lockstep.core.events import (
+from lockstep.core.contract.config import SCHEDULE_POLICIES, SchedConfig
+from lockstep.core.contract.errors import ConfigError, PolicyError
+from lockstep.core.contract.events import (
     BatchFinished,
     LaneReady,
     PromptSpan,
@@ -27,7 +25,10 @@ from lockstep.core.events import (
     TokenRuns,
     UpdateWeights,
 )
-from lockstep.core.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingLine
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler import ordering
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingLine
 from tests.support import guide
 from tests.support.driver import CONTROLS, Action, run_actions
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.pages import PagePool, PoolExhausted
+from lockstep.core.kv.pages import PagePool, PoolExhausted
 
 
 def test_a_fresh_pool_hands_out_pages_in_ascending_order() -> None:

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.preemption import fewest
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.preemption import fewest
 from tests.support.driver import Driver, pressed_actions
 
 

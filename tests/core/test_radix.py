@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
 
-from lockstep.core.errors import InvariantError
-from lockstep.core.radix import LockError, RadixCache, RadixNode
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.kv.radix import LockError, RadixCache, RadixNode
 
 ALL = 1 << 30  # more pages than any prompt here has
 

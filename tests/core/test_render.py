@@ -7,7 +7,7 @@ import typing
 import numpy as np
 import pytest
 
-from lockstep.core.commands import (
+from lockstep.core.contract.commands import (
     AfterBatch,
     BatchPlan,
     CancelTransfer,
@@ -30,9 +30,8 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     AdapterEvicted,
     AdapterLoaded,
     AdmissionDeferred,
@@ -74,7 +73,7 @@ from lockstep.core.events import (
     WeightsSwapped,
     Wish,
 )
-from lockstep.core.render import (
+from lockstep.core.contract.render import (
     Names,
     command_line,
     debug_header,
@@ -88,6 +87,7 @@ from lockstep.core.render import (
     runs,
     table_lines,
 )
+from lockstep.core.scheduler.engine import Engine
 
 
 def names() -> Names:

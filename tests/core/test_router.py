@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.router import (
+from lockstep.core.cluster.router import (
     ROUTER_POLICIES,
     EngineChanged,
     EngineShare,
@@ -24,6 +23,7 @@ from lockstep.core.router import (
     engine_of_room,
     prefix_keys,
 )
+from lockstep.core.contract.errors import ConfigError, ContractError
 
 
 class Told:

@@ -11,14 +11,14 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from lockstep.core import snapshot
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import DRAFT_SETTINGS, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
-from lockstep.core.latency import new_tokens_of, pairs_of
-from lockstep.core.speculation import Chances
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import DRAFT_SETTINGS, SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.features.speculation import Chances
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
 from tests.support.driver import run_actions
 from tests.support.served import Asked, Moment, serve
 

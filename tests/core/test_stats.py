@@ -6,11 +6,10 @@ import random
 
 import msgspec
 
-from lockstep.core import snapshot
-from lockstep.core.commands import ControlAnswered
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.admin.stats import Watched, healthy, stats, watch
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     BatchFinished,
     ClockAdvanced,
     ControlRequested,
@@ -20,7 +19,8 @@ from lockstep.core.events import (
     RequestArrived,
     TokenRuns,
 )
-from lockstep.core.stats import Watched, healthy, stats, watch
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import Driver, pressed_actions, pressed_config
 
 STALLED_US = 20_000_000

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import Grammar, RequestArrived, SamplingParams, TokenIds
-from lockstep.core.requests import BASE, Adapter
-from lockstep.core.support import Refused, accepted, cache_namespace, sample_of, samples_asked
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import Grammar, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.requests.table import BASE, Adapter
+from lockstep.core.requests.validation import Refused, accepted, cache_namespace, sample_of, samples_asked
 
 ISOLATED = SchedConfig(isolate_tenants=True)
 OPEN = SchedConfig()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.errors import InvariantError
-from lockstep.core.events import Decided, DecidedEvent, RequestArrived, RequestId, TokenRuns
-from lockstep.core.requests import BASE, TRANSITIONS, Request, RequestState
-from lockstep.core.support import Accepted
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.contract.events import Decided, DecidedEvent, RequestArrived, RequestId, TokenRuns
+from lockstep.core.requests.table import BASE, TRANSITIONS, Request, RequestState
+from lockstep.core.requests.validation import Accepted
 from tests.support.records import is_spelt_out
 from tests.support.scenario import Run, parse, play
 

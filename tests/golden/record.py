@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from lockstep.core.config import HybridMemory  # noqa: E402
+from lockstep.core.contract.config import HybridMemory  # noqa: E402
+from lockstep.tools.decision_text import decision_of, decisions_text  # noqa: E402
 from lockstep.tools.runs import Walk  # noqa: E402
 from lockstep.tools.strict import DECISIONS  # noqa: E402
-from lockstep.tools.words import decision_of, decisions_text  # noqa: E402
 from tests.support.recorded import (  # noqa: E402
     record_decode_rank,
     record_fleet,

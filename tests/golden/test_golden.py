@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core import engine, ordering
-from lockstep.core.errors import ConfigError, InvariantError
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import Divergence, replay
+from lockstep.core.contract.errors import ConfigError, InvariantError
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import Divergence, replay
+from lockstep.core.scheduler import engine, ordering
+from lockstep.tools.decision_text import decision_of, decisions_text, read_decisions
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk
 from lockstep.tools.strict import DECISIONS, parted
-from lockstep.tools.words import decision_of, decisions_text, read_decisions
 from tests.golden.record import FEATURES, FOLDER, record
 
 NAMES = sorted(path.name for path in FOLDER.iterdir() if (path / "journal").is_dir())

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import HybridMemory, SchedConfig
-from lockstep.core.decode_run import DecodeRun
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
+from lockstep.core import invariants
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.decode_run import DecodeRun
+from lockstep.core.scheduler.engine import Engine
 
 LAUNCHES = 400
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core import snapshot
-from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
-from lockstep.core.replay import replay
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.replay import replay
 from tests.support.driver import Driver, pressed_actions, pressed_config
 
 

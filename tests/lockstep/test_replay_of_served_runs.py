@@ -22,9 +22,9 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("zmq", reason="the server is not installed")
 
-from lockstep.core.events import RequestArrived, RequestCancelled, RequestFinished, RequestRetracted
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import fold, replay
+from lockstep.core.contract.events import RequestArrived, RequestCancelled, RequestFinished, RequestRetracted
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import fold, replay
 from tests.support.live_server import EMULATED, LiveServer, serving, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from simpy import Environment
 
-from lockstep.core import snapshot
-from lockstep.core.config import SchedConfig
-from lockstep.core.digest import step_digest
-from lockstep.core.engine import Engine
-from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.core.replay import fold, replay
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.digest import step_digest
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.replay import fold, replay
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CpuModel, roofline
-from lockstep.sim.host import Arrivals, EngineHost
-from lockstep.sim.metrics import MetricsFold, RunData
-from lockstep.sim.simulate import Scenario, assemble, simulate
-from lockstep.sim.workload import open_workload
+from lockstep.sim.host.host import Arrivals, EngineHost
+from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.workload.workload import open_workload
 
 WORKLOAD = (
     "gen:n=120,rate=40,turns=uniform:1:3,think=lognormal:200ms:1,shared_prefix=128x3,input=lognormal:150:0.8,"
@@ -135,7 +135,7 @@ def test_cancelled_requests_replay_strictly(depth: int, tmp_path: Path) -> None:
 
 def test_journals_are_equal_byte_by_byte_whatever_the_hash_seed(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from lockstep.sim.simulate import Scenario, assemble, simulate;"
+        "import sys; from pathlib import Path; from lockstep.sim.run.simulate import Scenario, assemble, simulate;"
         f"setup = assemble(Scenario(model='qwen3-0.6b', gpu='h200', workload={WORKLOAD!r}, settings={TINY!r}));"
         "simulate(setup, folder=Path(sys.argv[1]))"
     )

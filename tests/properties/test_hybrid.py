@@ -16,13 +16,11 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from lockstep.core import companions, invariants, tiers
-from lockstep.core.commands import CompanionFetch, LaunchBatch, PrefetchFromStorage
-from lockstep.core.companions import HostCompanions, Kind, Moved, in_storage
-from lockstep.core.config import HybridMemory, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, InvariantError
-from lockstep.core.events import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import CompanionFetch, LaunchBatch, PrefetchFromStorage
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.errors import ConfigError, InvariantError
+from lockstep.core.contract.events import (
     BatchFinished,
     CompanionsFound,
     LaneReady,
@@ -30,6 +28,9 @@ from lockstep.core.events import (
     RequestArrived,
     TokenRuns,
 )
+from lockstep.core.kv import block_tiers, tiers
+from lockstep.core.kv.block_tiers import HostCompanions, Kind, Moved, in_storage
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import Action, run_actions
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.tagged_hybrid import HybridError
@@ -107,7 +108,7 @@ def test_tokens_windows_states_and_books_hold_over_storage() -> None:
 
 def _one_key_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "companion_key", lambda kind, key: key)
-    monkeypatch.setattr(companions, "companion_key", lambda kind, key: key)
+    monkeypatch.setattr(block_tiers, "companion_key", lambda kind, key: key)
 
 
 def _stored_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:

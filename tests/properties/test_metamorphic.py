@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.config import SchedConfig
+from lockstep.core.contract.config import SchedConfig
 from tests.support.served import Answer, Asked, Moment, Served, serve
 
 STRANGER = 1000  # the key of the request that joins

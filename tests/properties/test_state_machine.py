@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from lockstep.core.events import PromptSpan
+from lockstep.core.contract.events import PromptSpan
 from tests.support.driver import CONTROLS, SESSIONS, STOP_TOKEN, Driver, random_config
 
 small = st.integers(min_value=0, max_value=25)

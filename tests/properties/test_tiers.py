@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import CopyToHost, LaunchBatch, LoadFromHost
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import CopyToHost, LaunchBatch, LoadFromHost
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import (
     BatchFinished,
     HostCopyFinished,
     LaneReady,
@@ -31,6 +30,8 @@ from lockstep.core.events import (
     RequestArrived,
     TokenRuns,
 )
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import Action, random_actions, random_config, run_actions
 from tests.support.tiered import moving, returning, tiered
 

@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("lockstep.sim", reason="the simulator is not installed")
 
 from lockstep.runtime import LLM, Params
-from lockstep.sim.acceptance import describe, read_verifications
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.metrics.acceptance import describe, read_verifications
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 DRAFTS = 3
 

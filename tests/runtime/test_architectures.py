@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.events import RequestRetracted  # noqa: E402
+from lockstep.core.contract.events import RequestRetracted  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from tests.runtime.test_models import SMALL, save_model  # noqa: E402
 

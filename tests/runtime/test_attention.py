@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="the runtime needs torch")
 
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import attention, triton_trial  # noqa: E402
 from lockstep.runtime.attention import choose, flashinfer_backend, make  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention, attend  # noqa: E402

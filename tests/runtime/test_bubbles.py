@@ -8,10 +8,17 @@ import pytest
 
 pytest.importorskip("lockstep.runtime", reason="the GPU runtime is not installed")
 
-from lockstep.core.commands import Step
-from lockstep.core.events import BatchFinished, LaneReady, RequestArrived, RequestFinished, RequestRejected, TokenRuns
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.events import (
+    BatchFinished,
+    LaneReady,
+    RequestArrived,
+    RequestFinished,
+    RequestRejected,
+    TokenRuns,
+)
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
-from lockstep.sim.metrics import MetricsFold
+from lockstep.sim.metrics.metrics import MetricsFold
 
 
 class Run:

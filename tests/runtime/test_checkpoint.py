@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,

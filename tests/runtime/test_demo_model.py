@@ -14,7 +14,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="the GPU runtime is not in
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime.demo_model import copy_demo_model, demo_model_folder, read_made  # noqa: E402
 from lockstep.runtime.demo_model.cli import demo_model  # noqa: E402
 from lockstep.runtime.demo_model.corpus import Passage, passages  # noqa: E402

@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import (  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
     RequestRetracted,
     SamplingParams,
 )
-from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
-from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.core.journal.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.commands import (  # noqa: E402
+from lockstep.core.contract.commands import (  # noqa: E402
     AfterBatch,
     BatchPlan,
     HybridChanges,
@@ -19,9 +19,9 @@ from lockstep.core.commands import (  # noqa: E402
     RowTaken,
     Speculation,
 )
-from lockstep.core.errors import ConfigError, ContractError  # noqa: E402
-from lockstep.core.events import Grammar, RequestArrived, RequestId  # noqa: E402
-from lockstep.core.requests import prompt_bytes  # noqa: E402
+from lockstep.core.contract.errors import ConfigError, ContractError  # noqa: E402
+from lockstep.core.contract.events import Grammar, RequestArrived, RequestId  # noqa: E402
+from lockstep.core.requests.table import prompt_bytes  # noqa: E402
 from lockstep.host.batches import ContextOf, RowContext  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.runtime import tables as tables_module  # noqa: E402

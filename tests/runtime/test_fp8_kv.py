@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.quantization import KV_BYTES  # noqa: E402
 from lockstep.runtime.assembly import page_bytes_of  # noqa: E402
 from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E402

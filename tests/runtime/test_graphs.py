@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import RequestRetracted  # noqa: E402
-from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import RequestRetracted  # noqa: E402
+from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.assembly import make_executor, make_pool  # noqa: E402

@@ -15,9 +15,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 
-from lockstep.core.commands import CancelTransfer, RejectRequest, RowTaken  # noqa: E402
-from lockstep.core.errors import ContractError  # noqa: E402
-from lockstep.core.events import (  # noqa: E402
+from lockstep.core.contract.commands import CancelTransfer, RejectRequest, RowTaken  # noqa: E402
+from lockstep.core.contract.errors import ContractError  # noqa: E402
+from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
     GetState,
     Grammar,
@@ -31,8 +31,8 @@ from lockstep.core.events import (  # noqa: E402
     SamplingParams,
     UpdateWeights,
 )
-from lockstep.core.journal import JournalError, JournalHeader, JournalWriter, UnsealedRecord, read_journal  # noqa: E402
-from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.core.journal.journal import JournalError, JournalHeader, JournalWriter, UnsealedRecord, read_journal  # noqa: E402
+from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.host.loop import HostClock, Int32s  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402

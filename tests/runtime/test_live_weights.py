@@ -26,13 +26,13 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from safetensors.torch import load_file, save, save_file  # noqa: E402
 from torch import distributed as dist  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import ControlRequested, ReleaseMemory, UpdateWeights, WeightsSwapped  # noqa: E402
-from lockstep.core.journal import JournalHeader  # noqa: E402
-from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import ControlRequested, ReleaseMemory, UpdateWeights, WeightsSwapped  # noqa: E402
+from lockstep.core.journal.journal import JournalHeader  # noqa: E402
+from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
-from lockstep.host.keeping import Keeper  # noqa: E402
 from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
+from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import (  # noqa: E402
     LLM,

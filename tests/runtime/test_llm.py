@@ -21,10 +21,10 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.core.commands import BatchPlan  # noqa: E402
-from lockstep.core.config import SchedConfig  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import (  # noqa: E402
+from lockstep.core.contract.commands import BatchPlan  # noqa: E402
+from lockstep.core.contract.config import SchedConfig  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
     GetState,
     RequestArrived,
@@ -32,8 +32,8 @@ from lockstep.core.events import (  # noqa: E402
     Resume,
     SamplingParams,
 )
-from lockstep.core.journal import read_journal  # noqa: E402
-from lockstep.core.replay import fold, replay  # noqa: E402
+from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402
 from lockstep.runtime import (  # noqa: E402

@@ -17,16 +17,16 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from lockstep.core.engine import Engine  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import RequestAdmitted, RequestArrived  # noqa: E402
-from lockstep.core.journal import read_journal  # noqa: E402
-from lockstep.core.replay import replay  # noqa: E402
-from lockstep.host.keeping import Keeper  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import RequestAdmitted, RequestArrived  # noqa: E402
+from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.replay import replay  # noqa: E402
+from lockstep.core.scheduler.engine import Engine  # noqa: E402
+from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params, executor  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
-from lockstep.runtime.lora.shelf import AdapterShelf  # noqa: E402
+from lockstep.runtime.lora.host_cache import AdapterShelf  # noqa: E402
 from lockstep.runtime.lora.slots import LoraSlots, lay_out, run_once  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402

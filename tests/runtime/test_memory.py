@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import memory  # noqa: E402
 from lockstep.runtime.memory import CPU_KV_BYTES, MIB, Use, as_asked, explained, fitted, size_pool  # noqa: E402
 

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime.models import Decoder, Parallel, build_model  # noqa: E402
 from lockstep.runtime.models.config_reader import ConfigReader  # noqa: E402
 from lockstep.runtime.models.rope import RopeSettings, read_rope  # noqa: E402

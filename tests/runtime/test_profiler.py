@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import Profile  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import Profile  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from tests.support.small_runtime import SmallRuntime  # noqa: E402

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.quantization import INT4_GROUP, WEIGHT_BYTES, int4_bytes, read_weight_format  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402

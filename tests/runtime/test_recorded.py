@@ -15,12 +15,12 @@ pytest.importorskip("simpy", reason="the simulator is not installed")
 
 from simpy import Environment  # noqa: E402
 
-from lockstep.core.config import SchedConfig  # noqa: E402
-from lockstep.core.engine import Engine  # noqa: E402
-from lockstep.core.errors import ConfigError, LockstepError  # noqa: E402
-from lockstep.core.events import BatchFinished, OpenSession, RequestRetracted  # noqa: E402
-from lockstep.core.journal import JournalHeader, JournalWriter  # noqa: E402
-from lockstep.core.replay import fold  # noqa: E402
+from lockstep.core.contract.config import SchedConfig  # noqa: E402
+from lockstep.core.contract.errors import ConfigError, LockstepError  # noqa: E402
+from lockstep.core.contract.events import BatchFinished, OpenSession, RequestRetracted  # noqa: E402
+from lockstep.core.journal.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal.replay import fold  # noqa: E402
+from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
 from lockstep.runtime import assembly  # noqa: E402
@@ -28,8 +28,8 @@ from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.recorded import Extent, make_runner  # noqa: E402
 from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
-from lockstep.sim.generate import generate, parse_spec  # noqa: E402
-from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost  # noqa: E402
+from lockstep.sim.host.host import EOS_TOKEN_ID, Arrivals, EngineHost  # noqa: E402
+from lockstep.sim.workload.generate import generate, parse_spec  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
     VOCABULARY,

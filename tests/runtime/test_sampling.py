@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import SamplingParams  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import SamplingParams  # noqa: E402
 from lockstep.runtime.sampling import Sampled, Sampler, SamplingTable, logprobs_of, numerics, philox  # noqa: E402
 from lockstep.runtime.sampling import processors as registry  # noqa: E402
 from lockstep.runtime.sampling.reference import BANNED  # noqa: E402

@@ -19,8 +19,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runtime needs torch")
 triton = pytest.importorskip("triton", reason="the kernels need triton")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import SamplingParams  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import SamplingParams  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable, philox, reference  # noqa: E402
 
 INSIDE = "SAMPLING_KERNELS_INSIDE"

@@ -32,10 +32,10 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from click.testing import CliRunner  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from lockstep.core.commands import BatchPlan, RowTaken  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
-from lockstep.core.replay import fold  # noqa: E402
+from lockstep.core.contract.commands import BatchPlan, RowTaken  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
+from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
 from lockstep.runtime import LLM, Answer, Params  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime import triton_trial  # noqa: E402
 from lockstep.runtime.assembly import choose_device  # noqa: E402
 from lockstep.runtime.models import elementwise  # noqa: E402

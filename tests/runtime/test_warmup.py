@@ -10,9 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.commands import BatchPlan  # noqa: E402
-from lockstep.core.errors import ConfigError  # noqa: E402
-from lockstep.core.replay import replay  # noqa: E402
+from lockstep.core.contract.commands import BatchPlan  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
+from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.models import Decoder  # noqa: E402

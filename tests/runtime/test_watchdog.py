@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.core.errors import ConfigError  # noqa: E402
+from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime import llm as llm_module  # noqa: E402

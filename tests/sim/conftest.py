@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.replay import replay
-from lockstep.sim import simulate as simulate_module
+from lockstep.core.journal.replay import replay
+from lockstep.sim.run import simulate as simulate_module
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim import acceptance
-from lockstep.sim.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
-from lockstep.sim.calibrate_cli import calibrate
+from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import CalibrationError
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.metrics import acceptance
+from lockstep.sim.metrics.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 WORKLOAD = "gen:n=40,rate=50,input=uniform:20:60,output=uniform:30:90,grammars=0.3x2"
 

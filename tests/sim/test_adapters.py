@@ -14,26 +14,26 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.commands import LaunchBatch, LoadAdapter, Step
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
-from lockstep.core.journal import read_journal
-from lockstep.sim.adapters import parse_adapters, parse_targets, with_adapters
+from lockstep.core.contract.commands import LaunchBatch, LoadAdapter, Step
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cli import simulate as simulate_command
-from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.compare import compare
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostModel, Duration, kv_capacity, roofline
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.plan.cli import plan
+from lockstep.sim.host.adapters import parse_adapters, parse_targets, with_adapters
 from lockstep.sim.plan.trial import Trial
-from lockstep.sim.simulate import Run, Scenario, Setup, assemble, simulate, write_run
-from lockstep.sim.stored_run import read_run
-from lockstep.sim.turns import Turns
-from lockstep.sim.workload import open_workload, workload_digest
+from lockstep.sim.results.compare import compare
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate, write_run
+from lockstep.sim.workload.turns import Turns
+from lockstep.sim.workload.workload import open_workload, workload_digest
 
 SMALL = "gen:n=60,rate=30,input=uniform:20:200,output=uniform:4:40"
 MODEL, H200 = load_model("qwen3-8b"), load_gpu("h200")

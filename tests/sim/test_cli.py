@@ -18,12 +18,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.config import SchedConfig, profile_settings
-from lockstep.core.journal import EndRecord, read_journal
-from lockstep.core.replay import replay
-from lockstep.sim import demo as demo_module
-from lockstep.sim.cli import SCHEDULER_OPTIONS, simulate
-from lockstep.sim.demo import answer, demo
+from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.journal.journal import EndRecord, read_journal
+from lockstep.core.journal.replay import replay
+from lockstep.sim.cli import demo as demo_module
+from lockstep.sim.cli.demo import answer, demo
+from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, simulate
 
 BASE = ["--model", "qwen3-0.6b", "--gpu", "h200"]
 SMALL = [*BASE, "--workload", "gen:n=20,rate=50,input=fixed:64,output=fixed:8"]
@@ -326,7 +326,7 @@ def test_a_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- bad ends
 
-PROGRAM = "from lockstep.sim.cli import simulate; simulate(prog_name='lockstep simulate')"
+PROGRAM = "from lockstep.sim.cli.simulate import simulate; simulate(prog_name='lockstep simulate')"
 LONG = [*BASE, "--workload", "gen:n=20000,rate=20,input=fixed:300,output=fixed:200"]
 
 
@@ -449,7 +449,8 @@ def test_the_demo_says_between_what_its_answer_lies(
 def test_help_imports_nothing_heavy() -> None:
     heavy = "numpy polars simpy rich torch"
     program = (
-        f"import sys, lockstep.sim.cli, lockstep.sim.demo; print([m for m in '{heavy}'.split() if m in sys.modules])"
+        "import sys, lockstep.sim.cli.simulate, lockstep.sim.cli.demo; "
+        f"print([m for m in '{heavy}'.split() if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
@@ -457,7 +458,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_the_simulator_never_imports_torch() -> None:
     program = (
-        "import sys, lockstep.sim.simulate, lockstep.sim.report, lockstep.sim.results; print('torch' in sys.modules)"
+        "import sys, lockstep.sim.run.simulate, lockstep.sim.report, lockstep.sim.results.results; "
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived
-from lockstep.sim.cli import simulate as command
-from lockstep.sim.closed_loop import ConcurrentSessions
-from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics import Slo
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
-from lockstep.sim.workload import Turns, open_workload
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestArrived
+from lockstep.sim.cli.simulate import simulate as command
+from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.workload.closed_loop import ConcurrentSessions
+from lockstep.sim.workload.workload import Turns, open_workload
 
 CHAT = "gen:n=300,turns=uniform:2:8,input=fixed:300,output=fixed:20,think=uniform:100ms:3s"
 SINGLE = "gen:n=50,input=fixed:300,output=fixed:20"
@@ -167,7 +167,7 @@ def test_an_engine_behind_a_router_sees_the_loop_that_it_sees_alone() -> None:
 
 @pytest.mark.parametrize("router", ["session_sticky", "least_requests"])
 def test_engines_that_run_ahead_see_what_those_see_that_are_advanced_at_every_arrival(router: str) -> None:
-    from lockstep.core.router import RouterConfig
+    from lockstep.core.cluster.router import RouterConfig
 
     scenario = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, concurrency=24, limit=300)
     asked = ClusterScenario(base=scenario, replicas=3, router=RouterConfig(policy=router), hop_us=300)  # type: ignore[arg-type]

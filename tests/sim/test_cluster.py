@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.journal import EventRecord, read_journal
-from lockstep.core.replay import replay
-from lockstep.core.router import ROUTER_POLICIES, RouterConfig
+from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.journal import EventRecord, read_journal
+from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
-from lockstep.sim.cluster import (
+from lockstep.sim.cli.settings import parse_setting
+from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     EngineGroup,
@@ -31,10 +32,9 @@ from lockstep.sim.cluster import (
     write_cluster_run,
 )
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
-from lockstep.sim.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
-from lockstep.sim.packed_rows import PackedRows
-from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.metrics.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
+from lockstep.sim.metrics.packed_rows import PackedRows
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -323,7 +323,7 @@ def test_a_spec_that_cannot_be_read_says_where(text: str, message: str) -> None:
 
 
 def test_the_command_line_writes_a_run_folder_that_its_own_command_repeats(tmp_path: Path) -> None:
-    from lockstep.sim.cli import simulate as command
+    from lockstep.sim.cli.simulate import simulate as command
 
     arguments = [
         *("--model", "qwen3-8b", "--engines", "2xh100,1xh200", "--router", "prefix_affinity"),
@@ -394,7 +394,7 @@ def test_commands_say_numbers_that_options_take() -> None:
     ],
 )
 def test_what_cannot_be_simulated_is_one_message(arguments: list[str], message: str) -> None:
-    from lockstep.sim.cli import simulate as command
+    from lockstep.sim.cli.simulate import simulate as command
 
     shown = CliRunner().invoke(command, ["--model", "qwen3-8b", "--workload", "gen:n=2", *arguments])
     assert shown.exit_code == 2
@@ -404,7 +404,7 @@ def test_what_cannot_be_simulated_is_one_message(arguments: list[str], message: 
 
 def test_interrupted_runs_leave_journals_that_replay(tmp_path: Path) -> None:
     """The signal handler sets `stop_requested`; here the progress callback does, in the middle."""
-    from lockstep.sim.cluster import Cluster
+    from lockstep.sim.cluster.cluster import Cluster
 
     seen: list[Cluster] = []
 

@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.replay import replay
-from lockstep.core.router import RouterConfig
-from lockstep.host.admission_words import admission_word, parse_admission
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.replay import replay
+from lockstep.host.admission_options import admission_word, parse_admission
 from lockstep.host.router_journal import FILE, verify_router
-from lockstep.sim.cluster import (
+from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     EngineGroup,
@@ -26,9 +26,9 @@ from lockstep.sim.cluster import (
     parse_scaling,
     simulate_cluster,
 )
-from lockstep.sim.metrics import Slo
-from lockstep.sim.mix import mix_of
-from lockstep.sim.simulate import Scenario
+from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.workload.mix import mix_of
 
 SPEC = "gen:n=150,rate=30,turns=uniform:1:3,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=SPEC, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -282,7 +282,7 @@ def test_options_that_do_nothing_here_are_refused() -> None:
 
 
 def test_the_command_line_says_what_replicas_cost_and_its_command_repeats_it(tmp_path: Path) -> None:
-    from lockstep.sim.cli import simulate as command
+    from lockstep.sim.cli.simulate import simulate as command
 
     arguments = [
         *("--model", "qwen3-8b", "--gpu", "h100", "--replicas", "3", "--router", "total_tokens"),

@@ -13,16 +13,16 @@ import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.bottleneck import bottleneck
-from lockstep.sim.cli import simulate
-from lockstep.sim.compare import Comparison, change, compare, headline, read_runs
-from lockstep.sim.compare_cli import compare as command
-from lockstep.sim.compare_text import COLUMNS, comparison_lines
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.compare import compare as command
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.metrics.bottleneck import bottleneck
 from lockstep.sim.report.compare_page import overlay, render_comparison
 from lockstep.sim.report.text import setting, span
-from lockstep.sim.results import show_us
-from lockstep.sim.stored_run import read_run
+from lockstep.sim.results.compare import Comparison, change, compare, headline, read_runs
+from lockstep.sim.results.compare_text import COLUMNS, comparison_lines
+from lockstep.sim.results.results import show_us
+from lockstep.sim.results.stored_run import read_run
 from tests.support.browser import dom_of, needs_chromium
 
 CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"

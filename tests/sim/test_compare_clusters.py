@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.cli import simulate
-from lockstep.sim.compare import Comparison, EngineRow, compare, engine_rows, read_runs, telling_rows
-from lockstep.sim.compare_cli import compare as command
-from lockstep.sim.compare_text import COLUMNS, comparison_lines
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.compare import compare as command
+from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.report.compare_page import render_comparison
-from lockstep.sim.stored_run import read_run
+from lockstep.sim.results.compare import Comparison, EngineRow, compare, engine_rows, read_runs, telling_rows
+from lockstep.sim.results.compare_text import COLUMNS, comparison_lines
+from lockstep.sim.results.stored_run import read_run
 from tests.support.browser import dom_of, needs_chromium
 
 CHAT = "gen:n=60,rate=90,shared_prefix=300x4,prefix_choice=zipf,input=lognormal:200:0.8,output=lognormal:30:0.5"

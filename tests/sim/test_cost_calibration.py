@@ -15,13 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lockstep.core.config import SchedConfig
-from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.sim.batch_times import of_journal
-from lockstep.sim.calibrate import calibration_of_batches, held_out, timed_batches
-from lockstep.sim.calibrate_cli import calibrate
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, timed_batches
 from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
-from lockstep.sim.cli import simulate
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.cost import (
     UNCALIBRATED,
     BatchShape,
@@ -44,6 +43,7 @@ from lockstep.sim.cost.calibration import (
 )
 from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.results.batch_times import of_journal
 from tests.support.shapes import shapes
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "serving_points.json"

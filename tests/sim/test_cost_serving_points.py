@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim.calibrate import Trial, calibration_of_points, fit_points
-from lockstep.sim.calibrate_cli import calibrate
-from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError
-from lockstep.sim.cost.calibration import Correction, Residuals
-from lockstep.sim.serving_points import (
+from lockstep.sim.calibrate.calibrate import Trial, calibration_of_points, fit_points
+from lockstep.sim.calibrate.serving_points import (
     CLIENTS,
     ENGINES,
     Client,
@@ -28,6 +24,10 @@ from lockstep.sim.serving_points import (
     read_serving_points,
     turns_of,
 )
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError
+from lockstep.sim.cost.calibration import Correction, Residuals
 
 DATA = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere")) / "published" / "serving_points.csv"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "serving_points.json"

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim.calibrate_cli import calibrate
 from lockstep.sim.catalogue import CatalogueError, load_gpu, load_model
-from lockstep.sim.cli import simulate
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.cost import (
     UNCALIBRATED,
     BatchShape,

@@ -13,14 +13,15 @@ import pytest
 from click.testing import CliRunner
 from simpy import Environment
 
-from lockstep.core.commands import BatchPlan, Ranks
-from lockstep.core.config import SchedConfig
-from lockstep.core.replay import replay
-from lockstep.core.router import RouterConfig
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.commands import BatchPlan, Ranks
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cli import simulate
-from lockstep.sim.cluster import (
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     EngineGroup,
@@ -28,16 +29,15 @@ from lockstep.sim.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
+from lockstep.sim.cluster.data_parallel import Pass, RankGroup, Share, pass_shape
+from lockstep.sim.cluster.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
-from lockstep.sim.data_parallel import Pass, RankGroup, Share, pass_shape
-from lockstep.sim.pipeline import Stages
-from lockstep.sim.plan.cli import plan
-from lockstep.sim.ranks import config_of_engine, settings_of_rank
-from lockstep.sim.simulate import Scenario
-from lockstep.sim.speculation import ModelDrafter
+from lockstep.sim.host.pipeline import Stages
+from lockstep.sim.host.speculation import ModelDrafter
+from lockstep.sim.run.simulate import Scenario
 from lockstep.tools.journal import journal
 
 DELAYING: dict[str, Any] = {"prefill_delayer": True}

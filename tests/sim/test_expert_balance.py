@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.expert_placement import balance, gpu_loads
+from lockstep.core.cluster.expert_placement import balance, gpu_loads
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, CapacityError
 from lockstep.sim.cost.expert_balance import fullest_of_gammas, spread_of
@@ -18,7 +18,7 @@ from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.cost.stages import stages_of
-from lockstep.sim.simulate import Scenario
+from lockstep.sim.run.simulate import Scenario
 
 MODEL, GPU = load_model("deepseek-v3"), load_gpu("h200")
 PLAIN = Parallelism(tp=8, ep=8, expert_cv=1.0)
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused_by_name(layout: dict[str, Any], message: str)
 
 
 def test_the_command_line_has_it_and_says_what_it_brings() -> None:
-    from lockstep.sim.cli import simulate as command
+    from lockstep.sim.cli.simulate import simulate as command
 
     options = {"expert_cv": 1.0, "eplb": True, "redundant_experts": 32, "expert_drift": 0.1}
     scenario = Scenario(

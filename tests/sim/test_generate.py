@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sim.generate import parse_spec
-from lockstep.sim.lengths import Exponential, Fixed, LogNormal, Uniform
-from lockstep.sim.workload import Turn, Workload, WorkloadError, open_workload
+from lockstep.sim.workload.generate import parse_spec
+from lockstep.sim.workload.lengths import Exponential, Fixed, LogNormal, Uniform
+from lockstep.sim.workload.workload import Turn, Workload, WorkloadError, open_workload
 
 ANCHOR = "gen:n=4000,rate=6.45,input=lognormal:900:0.75,output=lognormal:150:0.85,max_total=4096"
 SESSIONS = "gen:sessions=30,turns=uniform:2:5,shared_prefix=256x4,prefix_choice=zipf,input=uniform:10:90,think=fixed:2s"
@@ -136,7 +136,8 @@ def test_digest_of_a_known_spec_never_changes() -> None:
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_digest_does_not_depend_on_the_hash_seed_of_python(hash_seed: str) -> None:
     program = (
-        "import sys; from lockstep.sim.workload import open_workload; print(open_workload(sys.argv[1], seed=7).digest)"
+        "import sys; from lockstep.sim.workload.workload import open_workload; "
+        "print(open_workload(sys.argv[1], seed=7).digest)"
     )
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     printed = subprocess.run(

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 from simpy import Environment
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.replay import replay
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import verify_router
-from lockstep.sim.cli import simulate
-from lockstep.sim.cluster import (
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     EngineGroup,
@@ -24,8 +24,8 @@ from lockstep.sim.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
-from lockstep.sim.network import Links, later
-from lockstep.sim.simulate import Scenario
+from lockstep.sim.cluster.network import Links, later
+from lockstep.sim.run.simulate import Scenario
 from lockstep.tools.journal import journal
 
 

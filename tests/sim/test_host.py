@@ -12,11 +12,10 @@ import pytest
 from simpy import Environment
 
 from lockstep.core import invariants
-from lockstep.core.commands import BatchPlan, FinishRequest, LaunchBatch, LoadAdapter, Step, StreamTokens
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, LaunchBatch, LoadAdapter, Step, StreamTokens
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
     ClockAdvanced,
@@ -30,10 +29,11 @@ from lockstep.core.events import (
     RequestFinished,
     RequestRejected,
 )
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
-from lockstep.sim.host import EOS_TOKEN_ID, Arrivals, EngineHost
-from lockstep.sim.turns import Turn
-from lockstep.sim.workload import open_workload
+from lockstep.sim.host.host import EOS_TOKEN_ID, Arrivals, EngineHost
+from lockstep.sim.workload.turns import Turn
+from lockstep.sim.workload.workload import open_workload
 
 
 class Clockwork:

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.errors import ConfigError
-from lockstep.core.replay import replay
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cluster import ClusterRun, ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import PipelineModel, stages_of
-from lockstep.sim.host import state_copies
-from lockstep.sim.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
-from lockstep.sim.pipeline import PipelinedDevice
+from lockstep.sim.host.host import state_copies
+from lockstep.sim.host.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
+from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 AGAIN = "gen:n=40,rate=4,turns=uniform:2:4,think=lognormal:3s:1,input=lognormal:900:0.5,output=lognormal:60:0.5"
 
@@ -112,7 +112,7 @@ def test_each_stage_copies_the_states_of_its_layers(
             assert spent == pytest.approx(copies * sum(each), abs=1e-3), f"batch {plan.batch_id} has {copies} copies"
             copied += copies
 
-    monkeypatch.setattr("lockstep.sim.simulate.device_type_of", lambda cost: Counting)
+    monkeypatch.setattr("lockstep.sim.run.simulate.device_type_of", lambda cost: Counting)
     fields: dict[str, Any] = {"model": "qwen3-next-80b-a3b", "gpu": "h200", "tp": 2, "workload": AGAIN, "seed": 3}
     setup = assemble(Scenario(**fields, pp=2, settings=microbatches, tiers={"hybrid_memory": "on"}), {})
     each = state_copies_us(setup.model, setup.gpu, setup.split)

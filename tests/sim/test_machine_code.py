@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.sim import machine_code, plain_kernel
+from lockstep.sim.fast import kernel, machine_code
 
 pytest.importorskip("numba")
 
@@ -49,7 +49,7 @@ def test_what_is_old_goes(folders: list[Path], monkeypatch: pytest.MonkeyPatch) 
     (old,) = kept(folders[0])
     monkeypatch.setattr(machine_code, "_digest", lambda _llvm: "another")
     load()
-    assert [path.name for path in kept(folders[0])] == ["plain_kernel-another.ll"] != [old.name]
+    assert [path.name for path in kept(folders[0])] == ["kernel-another.ll"] != [old.name]
 
 
 def test_what_is_damaged_is_made_again(folders: list[Path]) -> None:
@@ -89,14 +89,14 @@ def test_the_digest_follows_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path
     import llvmlite.binding as llvm
 
     before = machine_code._digest(llvm)
-    other = tmp_path / "plain_kernel.py"
+    other = tmp_path / "kernel.py"
     other.write_text(machine_code.SOURCE.read_text() + "\n")
     monkeypatch.setattr(machine_code, "SOURCE", other)
     assert machine_code._digest(llvm) != before
 
 
 def test_arrays_must_lie_in_one_piece() -> None:
-    arrays = plain_kernel.Arrays(*[np.zeros((4, 4), np.int64)] * len(plain_kernel.Arrays._fields))
+    arrays = kernel.Arrays(*[np.zeros((4, 4), np.int64)] * len(kernel.Arrays._fields))
     table = machine_code.addresses(arrays)
     assert table.shape == (15, 5)
     assert table[3].tolist() == [arrays.cohort.ctypes.data, 4, 4, 1, 1]

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.commands import EncodeMedia
-from lockstep.core.errors import ConfigError
-from lockstep.core.journal import read_journal
+from lockstep.core.contract.commands import EncodeMedia
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.journal import read_journal
 from lockstep.sim.catalogue import load_encoders, load_gpu
-from lockstep.sim.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import CapacityError, CatalogueError
 from lockstep.sim.cost.encoder import AUDIO_SECONDS_MAX, Content, EncoderCost, Encoders
-from lockstep.sim.encoder_lane import EncoderLane
-from lockstep.sim.media import MediaSpec, parse_media, with_media
-from lockstep.sim.metrics import Slo
-from lockstep.sim.plan.cli import plan
+from lockstep.sim.host.encoder_lane import EncoderLane
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.question import Question
 from lockstep.sim.plan.trial import Trial
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate, write_run
-from lockstep.sim.token_runs import cut_runs
-from lockstep.sim.workload import WorkloadError, open_workload, workload_digest
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
+from lockstep.sim.workload.media import MediaSpec, parse_media, with_media
+from lockstep.sim.workload.token_runs import cut_runs
+from lockstep.sim.workload.workload import WorkloadError, open_workload, workload_digest
 
 SMALL = "gen:n=40,rate=20,input=fixed:64,output=fixed:6"
 IMAGES = "image=0.5x1..3:640x480/6"

@@ -23,12 +23,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core import invariants
-from lockstep.core.commands import StreamTokens
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import MediaEncoded, RequestArrived, RequestCancelled, RequestFinished, RequestRejected
+from lockstep.core.contract.commands import StreamTokens
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    MediaEncoded,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestRejected,
+)
 from lockstep.host.router_journal import NoRouterJournal
-from lockstep.sim.cli import simulate as simulate_command
-from lockstep.sim.cluster import (
+from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     ClusterSetup,
@@ -36,11 +42,11 @@ from lockstep.sim.cluster import (
     assemble_cluster,
     simulate_cluster,
 )
+from lockstep.sim.cluster.data_parallel import RankCluster
+from lockstep.sim.cluster.handover import HandoverCluster
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.data_parallel import RankCluster
-from lockstep.sim.encoder_lane import EncoderLane
-from lockstep.sim.handover import HandoverCluster
-from lockstep.sim.simulate import NoJournal, Run, Scenario, assemble, simulate
+from lockstep.sim.host.encoder_lane import EncoderLane
+from lockstep.sim.run.simulate import NoJournal, Run, Scenario, assemble, simulate
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.commands import BatchPlan, Command, LaunchBatch, Mode, Step, StreamTokens
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, Command, LaunchBatch, Mode, Step, StreamTokens
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     DecidedEvent,
@@ -35,8 +35,8 @@ from lockstep.core.events import (
     TokenIds,
     TokenRuns,
 )
-from lockstep.sim import metrics
-from lockstep.sim.metrics import BINS_MAX, MetricsFold, RunData, Slo, count_tokens
+from lockstep.sim.metrics import metrics
+from lockstep.sim.metrics.metrics import BINS_MAX, MetricsFold, RunData, Slo, count_tokens
 
 
 def int32s(values: Iterable[int]) -> np.ndarray:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core import microbatches
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import LaneReady
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import replay
-from lockstep.sim.cli import simulate as command
-from lockstep.sim.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics import StageTimes
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import LaneReady
+from lockstep.core.features import microbatches
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import replay
+from lockstep.sim.cli.simulate import simulate as command
+from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.metrics.metrics import StageTimes
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 DOC = Path(__file__).parents[2] / "docs" / "distributed.md"
 LOAD = "gen:n=48,rate=inf,input=fixed:900,output=fixed:60"

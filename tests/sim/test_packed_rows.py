@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sim.packed_rows import PackedRows
+from lockstep.sim.metrics.packed_rows import PackedRows
 
 INT64S = st.one_of(st.integers(-1, 5), st.integers(0, 300), st.integers(2**31 - 2, 2**33), st.integers(-(2**62), 2**62))
 ROWS = st.lists(st.tuples(INT64S, INT64S), max_size=12)

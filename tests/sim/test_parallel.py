@@ -16,13 +16,15 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import replay
-from lockstep.sim.calibrate_cli import calibrate
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cli import simulate as simulate_command
-from lockstep.sim.cluster import ClusterRun, ClusterScenario, assemble_cluster, parse_engines, simulate_cluster
+from lockstep.sim.cli.calibrate import calibrate
+from lockstep.sim.cli.plan import plan as plan_command
+from lockstep.sim.cli.settings import parse_setting
+from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, assemble_cluster, parse_engines, simulate_cluster
 from lockstep.sim.cost import (
     BatchShape,
     CalibrationError,
@@ -40,14 +42,12 @@ from lockstep.sim.cost.models import WEIGHT_BYTES, ceil_div
 from lockstep.sim.cost.roofline import fullest_shard
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.intervals import intervals_of
-from lockstep.sim.metrics import Slo
-from lockstep.sim.pipeline import PipelinedDevice
-from lockstep.sim.plan.cli import plan as plan_command
+from lockstep.sim.host.pipeline import PipelinedDevice
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare
-from lockstep.sim.settings import parse_setting
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.intervals import intervals_of
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
@@ -471,7 +471,7 @@ def test_batches_keep_the_order_of_stages_and_of_tokens(
         devices.append(Watched(*args, **more))
         return devices[-1]
 
-    monkeypatch.setattr("lockstep.sim.simulate.device_type_of", lambda cost: watch)
+    monkeypatch.setattr("lockstep.sim.run.simulate.device_type_of", lambda cost: watch)
     scenario = Scenario(
         model="qwen3-8b",
         gpu="h100",

@@ -15,18 +15,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
 
-from lockstep.core import admission
-from lockstep.core.config import SchedConfig
-from lockstep.core.router import ROUTER_POLICIES, EngineShare, RouterConfig
-from lockstep.sim import host, machine_code, plain_kernel, plain_run
-from lockstep.sim import simulate as simulate_module
-from lockstep.sim.cluster import ClusterRun, ClusterScenario, ClusterSetup, obstacle_of_cluster, simulate_cluster
+from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.scheduler import admission
+from lockstep.sim.cluster.cluster import (
+    ClusterRun,
+    ClusterScenario,
+    ClusterSetup,
+    obstacle_of_cluster,
+    simulate_cluster,
+)
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
-from lockstep.sim.metrics import MetricsFold, RunData, Slo
-from lockstep.sim.plain_run import PlainRun
-from lockstep.sim.simulate import Run, Scenario, Setup, assemble, simulate
-from lockstep.sim.turns import Turns, TurnsBuilder
+from lockstep.sim.fast import fast_path, kernel, machine_code
+from lockstep.sim.fast.fast_path import PlainRun
+from lockstep.sim.host import host
+from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.run import simulate as simulate_module
+from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate
+from lockstep.sim.workload.turns import Turns, TurnsBuilder
 
 pytest.importorskip("numba")
 
@@ -152,7 +159,7 @@ def assert_equal(ours: RunData, theirs: RunData) -> None:
 def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured is taken over every few batches."""
     for name, rows in (("FLUSH_ROWS", 20), ("FLUSH_ROWS_MIN", 5), ("FLUSH_ROWS_ALL", 40), ("GAPS", 1)):
-        monkeypatch.setattr(plain_run, name, rows)
+        monkeypatch.setattr(fast_path, name, rows)
 
 
 @pytest.mark.usefixtures("small_portions")
@@ -160,7 +167,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(LOADS, schedulers())
 def test_every_number_of_a_plain_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
     setup = load.setup(sched)
-    assert plain_run.obstacle(setup) == ""
+    assert fast_path.obstacle(setup) == ""
     theirs = simulate(setup, compiled=False)
     ours = simulate(setup, compiled=True)
     assert_equal(ours.data, theirs.data)
@@ -295,7 +302,7 @@ def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatc
 
     def asked_to_end(address: int, took_us: float) -> int:
         why = advance(address, took_us)
-        plain.stop_requested |= why == plain_kernel.LOST
+        plain.stop_requested |= why == kernel.LOST
         return why
 
     monkeypatch.setattr(machine_code, "load", lambda: asked_to_end)
@@ -344,36 +351,36 @@ NOT_FOLLOWED: dict[str, Any] = {
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_other_settings_are_left_to_the_core(name: str) -> None:
     setup = steady(20, {name: NOT_FOLLOWED[name]})
-    assert plain_run.obstacle(setup) == name
+    assert fast_path.obstacle(setup) == name
     assert simulate(setup, compiled=True).data.summary["requests"]["completed"] == 20
 
 
 def test_settings_are_told_apart() -> None:
     known = set(SchedConfig.__struct_fields__)
-    assert known > plain_run.FOLLOWED
-    assert known > plain_run.NEVER_ASKED
-    assert not plain_run.FOLLOWED & plain_run.NEVER_ASKED
+    assert known > fast_path.FOLLOWED
+    assert known > fast_path.NEVER_ASKED
+    assert not fast_path.FOLLOWED & fast_path.NEVER_ASKED
 
 
 def test_prompts_that_begin_alike_are_left_to_the_core() -> None:
     turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]))
     alike = replace(turns, run_first_token=np.zeros(2, np.int32))
-    assert plain_run.obstacle(setup_of(alike, {"pages": 64})) == "shared prefixes"
-    assert plain_run.obstacle(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
-    assert plain_run.obstacle(setup_of(turns, {"pages": 64})) == ""
+    assert fast_path.obstacle(setup_of(alike, {"pages": 64})) == "shared prefixes"
+    assert fast_path.obstacle(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
+    assert fast_path.obstacle(setup_of(turns, {"pages": 64})) == ""
 
 
 def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
     setup = steady(20)
     turns = replace(setup.workload.turns, tenants=("t0", "a\0b", "t2"))
     setup = replace(setup, workload=replace(setup.workload, turns=turns))
-    assert plain_run.obstacle(setup) == "tenants"
+    assert fast_path.obstacle(setup) == "tenants"
 
 
 def test_the_kernel_has_the_cores_constants() -> None:
-    assert plain_kernel.CLIP_MAX_NEW_TOKENS == admission.CLIP_MAX_NEW_TOKENS
-    assert plain_kernel.NEVER_US == host.NEVER_US
-    assert list(plain_kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
+    assert kernel.CLIP_MAX_NEW_TOKENS == admission.CLIP_MAX_NEW_TOKENS
+    assert kernel.NEVER_US == host.NEVER_US
+    assert list(kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 
 def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
@@ -383,15 +390,15 @@ def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
         {"pages": 60},
         {"pages": 2_000, "max_input_tokens": 500},
     ):
-        assert plain_run.obstacle(setup_of(turns, sched)) == "prompts that do not fit"
+        assert fast_path.obstacle(setup_of(turns, sched)) == "prompts that do not fit"
 
 
 def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     plain = simulate_module.PlainRun
-    monkeypatch.setattr(plain_run, "_requests", 0)
+    monkeypatch.setattr(fast_path, "_requests", 0)
     monkeypatch.setattr(simulate_module, "PlainRun", lambda *given: runs.append(len(runs)) or plain(*given))
-    half = steady(plain_run.REQUESTS_MIN // 2)
+    half = steady(fast_path.REQUESTS_MIN // 2)
     simulate(half)
     assert runs == []
     simulate(half)

@@ -22,12 +22,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.config import refuse_simulated_only
-from lockstep.core.errors import ConfigError
-from lockstep.core.router import RouterConfig
-from lockstep.sim.metrics import Slo
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.config import refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.plan import plan, usable_cores
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan import answer as answers
-from lockstep.sim.plan.cli import plan, usable_cores
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import (
@@ -56,7 +56,7 @@ from lockstep.sim.plan.search import (
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, crew_of
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
 TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)
@@ -342,7 +342,7 @@ def test_rates_of_sessions_are_sessions_begun() -> None:
 
 
 def test_the_winners_command_repeats_its_run() -> None:
-    from lockstep.sim.cli import simulate as command
+    from lockstep.sim.cli.simulate import simulate as command
 
     found = planned(question())
     winner = found.winner
@@ -867,7 +867,7 @@ def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path:
         pytest.skip("needs POSIX signals")
     whole = invoke("--jobs", "1", "--out", str(tmp_path / "whole"))
     of_all = len(list((tmp_path / "whole").glob("simulations/*.json")))
-    words = [sys.executable, "-c", "from lockstep.sim.plan.cli import plan; plan()", *ARGUMENTS, "--jobs", "2"]
+    words = [sys.executable, "-c", "from lockstep.sim.cli.plan import plan; plan()", *ARGUMENTS, "--jobs", "2"]
     folder = tmp_path / "parts"
     process = subprocess.Popen(
         [*words, "--out", str(folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

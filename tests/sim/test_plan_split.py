@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.cli import simulate
-from lockstep.sim.metrics import Slo
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan import answer as answers
-from lockstep.sim.plan.cli import plan
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import Candidate, hopeful, prepare, promising, prune, run_plan

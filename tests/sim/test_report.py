@@ -14,10 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.commands import BatchPlan, LaunchBatch, Step, StreamTokens
-from lockstep.core.events import BatchFinished, LaneReady, RequestAdmitted, RequestArrived, RequestFinished, TokenDigest
-from lockstep.sim.metrics import MetricsFold, RunData, Slo
-from lockstep.sim.packed_rows import PackedRows
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch, Step, StreamTokens
+from lockstep.core.contract.events import (
+    BatchFinished,
+    LaneReady,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    TokenDigest,
+)
+from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.payload import Spans, pack, timeline

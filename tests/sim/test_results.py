@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
-from lockstep.core.commands import BatchPlan, LaunchBatch, Mode, Step, StreamTokens
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch, Mode, Step, StreamTokens
+from lockstep.core.contract.events import (
     BatchFinished,
     LaneReady,
     RequestAdmitted,
@@ -24,9 +24,9 @@ from lockstep.core.events import (
     RequestRejected,
     TokenRuns,
 )
-from lockstep.sim.metrics import MetricsFold, RunData, Slo
-from lockstep.sim.perfetto import COUNTERS, ENGINE, GPU, write_trace
-from lockstep.sim.results import (
+from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.results.perfetto import COUNTERS, ENGINE, GPU, write_trace
+from lockstep.sim.results.results import (
     rates_table,
     requests_frame,
     show_rate,

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.commands import Step, StreamTokens
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import ObservedEvent, RequestArrived
-from lockstep.core.journal import read_journal
-from lockstep.core.router import RouterConfig
-from lockstep.host.admission_words import parse_admission
-from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.plan.cli import plan
-from lockstep.sim.samples import OpenSamples, measure_samples, parse_samples, sample_first_token, with_samples
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate, write_run
-from lockstep.sim.stored_run import read_run
-from lockstep.sim.workload import open_workload, workload_digest
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.commands import Step, StreamTokens
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ObservedEvent, RequestArrived
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.scheduler.engine import Engine
+from lockstep.host.admission_options import parse_admission
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
+from lockstep.sim.workload.samples import OpenSamples, measure_samples, parse_samples, sample_first_token, with_samples
+from lockstep.sim.workload.workload import open_workload, workload_digest
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import Walk
 

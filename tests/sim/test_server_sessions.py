@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.commands import Step
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import CloseSession, ControlRequested, ObservedEvent, OpenSession, RequestArrived
-from lockstep.core.router import RouterConfig
-from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.plan.cli import plan
-from lockstep.sim.server_sessions import with_server_sessions
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate, write_run
-from lockstep.sim.stored_run import read_run
-from lockstep.sim.token_runs import prompt_ids, runs_behind
-from lockstep.sim.turns import TurnsBuilder
-from lockstep.sim.workload import open_workload
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import CloseSession, ControlRequested, ObservedEvent, OpenSession, RequestArrived
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.cli.plan import plan
+from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
+from lockstep.sim.workload.server_sessions import with_server_sessions
+from lockstep.sim.workload.token_runs import prompt_ids, runs_behind
+from lockstep.sim.workload.turns import TurnsBuilder
+from lockstep.sim.workload.workload import open_workload
 
 CHAT = "gen:n=80,rate=20,turns=uniform:1:5,think=fixed:30ms,input=uniform:20:200,output=uniform:4:40"
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.replay import replay
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.pipeline import PipelinedDevice
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
-from lockstep.sim.speculation import Acceptance, ModelDrafter, NgramDrafter, expected_tokens, parse_rates
+from lockstep.sim.host.pipeline import PipelinedDevice
+from lockstep.sim.host.speculation import Acceptance, ModelDrafter, NgramDrafter, expected_tokens, parse_rates
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 EAGLE = {"speculative_method": "eagle", "num_speculative_tokens": 3}
 
@@ -52,7 +52,7 @@ def test_length_measured_is_the_length_the_rates_mean() -> None:
 
 
 def test_early_ends_and_clusters_work_with_drafts() -> None:
-    from lockstep.sim.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
 
     ended = run(EAGLE, max_new_tokens=256)
     assert ended.data.summary["requests"]["by_finish_reason"] == {"stop": 40}
@@ -125,7 +125,7 @@ def test_the_last_of_several_stages_drafts(monkeypatch: pytest.MonkeyPatch) -> N
             super().launch(plan, shape, handed_over_us)
             passes.append((plan, shape, self.queue[-1]))
 
-    monkeypatch.setattr("lockstep.sim.simulate.device_type_of", lambda cost: Watched)
+    monkeypatch.setattr("lockstep.sim.run.simulate.device_type_of", lambda cost: Watched)
     setup = assemble(
         Scenario(
             model="qwen3-8b", gpu="h200", pp=2, concurrency=1, workload="gen:n=3,input=fixed:300,output=fixed:40",
@@ -217,7 +217,7 @@ def test_rates_are_read() -> None:
 def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from lockstep.sim.plan.cli import plan
+    from lockstep.sim.cli.plan import plan
 
     words = "--model qwen3-8b --gpus h200 --workload gen:input=fixed:64,output=fixed:12 --load sessions --sessions 2"
     words += " --search speculative_method=none,mtp --acceptance 0.9 --slo tpot_p90=1s --quick --requests 10 --all"
@@ -232,7 +232,7 @@ def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path:
 def test_a_plan_compares_microbatches_with_drafts(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
-    from lockstep.sim.plan.cli import plan
+    from lockstep.sim.cli.plan import plan
 
     words = "--model qwen3-8b --gpus h200 --workload gen:input=fixed:64,output=fixed:12 --load sessions --sessions 2"
     words += " --pp 2 --search pp_size=1,2 --search speculative_method=none,ngram --slo tpot_p90=1s --quick"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.cli import simulate
-from lockstep.sim.compare import compare, read_runs
-from lockstep.sim.stored_run import read_run
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.results.compare import compare, read_runs
+from lockstep.sim.results.stored_run import read_run
 from lockstep.tools.replay import replay
 
 DENSE = ["--model", "qwen3-0.6b"]

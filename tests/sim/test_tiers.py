@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.core.commands import (
+from lockstep.core.contract.commands import (
     CancelPrefetch,
     CompanionFetch,
     CompanionStore,
@@ -20,16 +20,16 @@ from lockstep.core.commands import (
     PrefetchFromStorage,
     WriteToStorage,
 )
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import CompanionsFound, PrefetchFinished
-from lockstep.core.replay import replay
-from lockstep.sim.cache_tiers import PageBytes, TierLinks
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import CompanionsFound, PrefetchFinished
+from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.host_tiers import HostTiers, host_tiers
-from lockstep.sim.links import Link
+from lockstep.sim.host.cache_tiers import PageBytes, TierLinks
+from lockstep.sim.host.links import Link
+from lockstep.sim.host.tier_options import HostTiers, host_tiers
 from lockstep.sim.plan.question import parse_search
-from lockstep.sim.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 AGAIN = "gen:n=60,rate=3,turns=uniform:3:5,think=lognormal:4s:1,input=lognormal:1500:0.5,output=lognormal:60:0.5"
 SMALL = {"pages": 1200, "page_size": 16}

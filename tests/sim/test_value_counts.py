@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sim import value_counts
-from lockstep.sim.value_counts import ValueCounts, ValueCountsBuilder
+from lockstep.sim.metrics import value_counts
+from lockstep.sim.metrics.value_counts import ValueCounts, ValueCountsBuilder
 
 VALUES = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 10**9), st.sampled_from([0.5, 10 / 3, 1e6 / 7])))
 

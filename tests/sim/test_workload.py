@@ -14,8 +14,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sim.token_runs import TOKEN_IDS, FreshTokens, append_run, prompt_ids
-from lockstep.sim.workload import Workload, WorkloadError, open_workload
+from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run, prompt_ids
+from lockstep.sim.workload.workload import Workload, WorkloadError, open_workload
 
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim.fit import Row, burstiness, compare, fit, rank_correlation
-from lockstep.sim.fitted import WorkloadModel, draw_model, parse_model, write_model
-from lockstep.sim.reuse import hit_ratio
-from lockstep.sim.turns import Turns
-from lockstep.sim.workload import WorkloadError, open_workload
-from lockstep.sim.workload_cli import workload as command
+from lockstep.sim.cli.workload import workload as command
+from lockstep.sim.workload.fit import Row, burstiness, compare, fit, rank_correlation
+from lockstep.sim.workload.fitted import WorkloadModel, draw_model, parse_model, write_model
+from lockstep.sim.workload.reuse import hit_ratio
+from lockstep.sim.workload.turns import Turns
+from lockstep.sim.workload.workload import WorkloadError, open_workload
 
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"

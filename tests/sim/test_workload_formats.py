@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from lockstep.sim.arrivals import TimeWindow
-from lockstep.sim.token_runs import FreshTokens, fresh_tokens, prompt_ids
-from lockstep.sim.workload import Workload, WorkloadError, open_workload
+from lockstep.sim.workload.arrivals import TimeWindow
+from lockstep.sim.workload.token_runs import FreshTokens, fresh_tokens, prompt_ids
+from lockstep.sim.workload.workload import Workload, WorkloadError, open_workload
 
 AGENTIC = "traces/agentic/agentic_developers.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"

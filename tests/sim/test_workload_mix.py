@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim.cli import simulate
-from lockstep.sim.mix import mix_of, mix_turns
-from lockstep.sim.simulate import Scenario, assemble
-from lockstep.sim.token_runs import prompt_ids
-from lockstep.sim.turns import Turn, Turns, TurnsBuilder
-from lockstep.sim.workload import WorkloadError, open_workload
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.run.simulate import Scenario, assemble
+from lockstep.sim.workload.mix import mix_of, mix_turns
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.turns import Turn, Turns, TurnsBuilder
+from lockstep.sim.workload.workload import WorkloadError, open_workload
 
 CONSTANT = "gen:n=4,arrivals=constant,rate=1,input=fixed:10,output=fixed:5"
 SESSIONS = "gen:n=6,turns=fixed:3,arrivals=constant,rate=0.5,input=fixed:7,output=fixed:3,think=fixed:1s"

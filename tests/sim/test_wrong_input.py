@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.core.command import main
-from lockstep.sim import intervals
-from lockstep.sim.out_paths import check_file, check_folder
+from lockstep.sim.cli.out_paths import check_file, check_folder
+from lockstep.sim.run import intervals
 
 SIMULATE = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h100", "--workload", "gen:n=2", "--no-intervals"]
 POINTS_HEADER = "engine,model,gpu,tp,precision,isl,osl,concurrency,ttft_ms,tpot_ms"
@@ -198,7 +198,7 @@ def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str], monkeypat
     def assemble(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1 TiB")
 
-    monkeypatch.setattr("lockstep.sim.simulate.assemble", assemble)
+    monkeypatch.setattr("lockstep.sim.run.simulate.assemble", assemble)
     said = refused(capsys, *SIMULATE, status=1)
     assert said == "MemoryError: Unable to allocate 1 TiB\nhint: lower --limit, --pages or --request-rows\n"
 
@@ -220,7 +220,7 @@ def test_an_interrupt_behind_the_run_keeps_the_run_and_says_what_is_missing(
 SAYS_WHEN_IT_IS_UP = """
 import sys
 from lockstep.core.command import main
-from lockstep.sim import workload
+from lockstep.sim.workload import workload
 opened = workload.open_workload
 def open_workload(*arguments, **options):
     print("up", flush=True)

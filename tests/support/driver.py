@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import (
     BatchPlan,
     CompileGrammar,
     ControlAnswered,
@@ -39,9 +39,8 @@ from lockstep.core.commands import (
     SwapWeights,
     WriteToStorage,
 )
-from lockstep.core.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.config import SCHEDULE_POLICIES, Batching, Reserve, SchedConfig
+from lockstep.core.contract.events import (
     AdapterEvicted,
     AdapterLoaded,
     AdmissionDeferred,
@@ -94,9 +93,11 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.requests import Request, RequestState
-from lockstep.core.retraction import importance
-from lockstep.core.support import samples_asked
+from lockstep.core.journal import snapshot
+from lockstep.core.requests.table import Request, RequestState
+from lockstep.core.requests.validation import samples_asked
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.retraction import importance
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import TaggedTiers

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from lockstep.core.batching import InFlight
-from lockstep.core.commands import Command, LaunchBatch, ProposeBatch, Ranks, Step
-from lockstep.core.data_parallel import Rounds
-from lockstep.core.events import Observed, RanksAgreed
+from lockstep.core.contract.commands import Command, LaunchBatch, ProposeBatch, Ranks, Step
+from lockstep.core.contract.events import Observed, RanksAgreed
+from lockstep.core.features.data_parallel import Rounds
+from lockstep.core.scheduler.batching import InFlight
 from tests.support.tagged_kv import TaggedKv
 
 

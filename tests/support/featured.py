@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from lockstep.core import invariants
-from lockstep.core.commands import (
+from lockstep.core.contract.commands import (
     CompileGrammar,
     EncodeMedia,
     FinishRequest,
@@ -33,9 +33,8 @@ from lockstep.core.commands import (
     Step,
     StreamTokens,
 )
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     AdapterLoaded,
     Control,
     ControlRequested,
@@ -52,6 +51,7 @@ from lockstep.core.events import (
     TokenIds,
     TurnStarted,
 )
+from lockstep.core.scheduler.engine import Engine
 from tests.support.fleet import Fleet
 from tests.support.fleet import Member as FleetMember
 from tests.support.rank_group import Member as RankMember

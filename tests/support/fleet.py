@@ -25,8 +25,8 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import (
     CancelTransfer,
     CompileGrammar,
     ControlAnswered,
@@ -40,10 +40,8 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import CacheTiers, Role, SchedConfig, WritePolicy
-from lockstep.core.disaggregation import TOUCHED
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.config import CacheTiers, Role, SchedConfig, WritePolicy
+from lockstep.core.contract.events import (
     AdapterLoaded,
     ChangeRole,
     ClockAdvanced,
@@ -76,6 +74,9 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
+from lockstep.core.features.disaggregation import TOUCHED
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import Exchange, seen_by_device
 from tests.support.hybrids import pools, splitting

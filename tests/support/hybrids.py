@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from lockstep.core.config import HybridMemory, SchedConfig
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from tests.support.driver import (
     Action,
     crowded_actions,

@@ -14,18 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core import delivery, grammars, ordering, preemption
-from lockstep.core.adapters import Adapters
-from lockstep.core.admission import PrefillBudget
-from lockstep.core.batching import InFlight
-from lockstep.core.commands import PageDeltas, SampleBatch, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Decodes, Engine, Fit, Obstacle
-from lockstep.core.hybrid import Hybrid, StatePool, WindowPool
-from lockstep.core.memory import Lease, Memory
-from lockstep.core.microbatches import Microbatches
-from lockstep.core.radix import Found, Inserted, RadixCache, RadixNode
-from lockstep.core.requests import Cohort, Int32s, Request
+from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.features import grammars
+from lockstep.core.features.adapters import Adapters
+from lockstep.core.features.microbatches import Microbatches
+from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
+from lockstep.core.kv.memory import Lease, Memory
+from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.requests.table import Cohort, Int32s, Request
+from lockstep.core.scheduler import delivery, ordering, preemption
+from lockstep.core.scheduler.admission import PrefillBudget
+from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.scheduler.engine import Decodes, Engine, Fit, Obstacle
 
 Plant = AbstractContextManager[None]
 Original = Callable[..., Any]

@@ -24,9 +24,8 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.batching import InFlight
-from lockstep.core.commands import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import (
     BatchPlan,
     CompileGrammar,
     ControlAnswered,
@@ -42,11 +41,9 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import CacheTiers, SchedConfig, WritePolicy
-from lockstep.core.data_parallel import Rounds, draft_passes_of
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ContractError
-from lockstep.core.events import (
+from lockstep.core.contract.config import CacheTiers, SchedConfig, WritePolicy
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
     ClockAdvanced,
@@ -71,6 +68,10 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
+from lockstep.core.features.data_parallel import Rounds, draft_passes_of
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import seen_by_device
 from tests.support.fleet import random_asked

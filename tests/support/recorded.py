@@ -10,11 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lockstep.core.config import HybridMemory, SchedConfig
-from lockstep.core.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
-from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.tools.story import Story
-from lockstep.tools.telling import wait_by_cause
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.tools.narration import wait_by_cause
+from lockstep.tools.request_timeline import Story
 from lockstep.tools.waits import Waited
 from tests.support.fleet import Fleet, Wire
 from tests.support.rank_group import RankGroup
@@ -92,7 +92,7 @@ def record_simulation(
     folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, pp: int = 1, **settings: Any
 ) -> Path:
     """Simulate a small model and write the run's journal."""
-    from lockstep.sim.simulate import Scenario, assemble, simulate
+    from lockstep.sim.run.simulate import Scenario, assemble, simulate
 
     scenario = Scenario(
         model="qwen3-0.6b",

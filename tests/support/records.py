@@ -24,11 +24,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.core import commands, events, invariants, snapshot
-from lockstep.core.commands import BatchPlan, LaunchBatch, ProposeBatch, SampleBatch, StartTransfer
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, Decided, LaneReady, Observed, RanksAgreed, TransferAdvanced
+from lockstep.core import invariants
+from lockstep.core.contract import commands, events
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch, ProposeBatch, SampleBatch, StartTransfer
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import BatchFinished, Decided, LaneReady, Observed, RanksAgreed, TransferAdvanced
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
 from tests.support.scenario import RULE, config_of, parse
 
 CONFIG = "config "

@@ -73,8 +73,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.core import invariants, snapshot
-from lockstep.core.commands import (
+from lockstep.core import invariants
+from lockstep.core.contract.commands import (
     BatchPlan,
     FinishRequest,
     LaunchBatch,
@@ -85,9 +85,8 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.config import CacheTiers, HybridMemory, SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
+from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
     CancelAll,
@@ -132,7 +131,7 @@ from lockstep.core.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.render import (
+from lockstep.core.contract.render import (
     Names,
     adapter_lines,
     command_line,
@@ -149,7 +148,9 @@ from lockstep.core.render import (
     table_lines,
     tree_lines,
 )
-from lockstep.core.support import sample_label, samples_asked
+from lockstep.core.journal import snapshot
+from lockstep.core.requests.validation import sample_label, samples_asked
+from lockstep.core.scheduler.engine import Engine
 from tests.support.tagged_kv import TaggedKv, pure_token
 from tests.support.tagged_tiers import TaggedTiers
 
@@ -284,7 +285,7 @@ class Run:
 
     def _note_transitions(self, states: dict[RequestId, Any], step: Step) -> None:
         """Which (state, decided event) pairs happened; for the test that all of TRANSITIONS is reached."""
-        from lockstep.core.requests import TRANSITIONS, RequestState
+        from lockstep.core.requests.table import TRANSITIONS, RequestState
 
         for decided in step.decided:
             request_id = getattr(decided, "request_id", None)

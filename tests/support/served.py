@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.core import invariants
-from lockstep.core.commands import FinishRequest, RejectRequest, StreamTokens
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.commands import FinishRequest, RejectRequest, StreamTokens
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     LaneReady,
     Observed,
     PagesEvicted,
@@ -26,6 +25,7 @@ from lockstep.core.events import (
     RequestRetracted,
     TokenIds,
 )
+from lockstep.core.scheduler.engine import Engine
 from tests.support.tagged_kv import TaggedKv
 
 STOP_TOKEN = 7

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.core import invariants
-from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, RowTaken, Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, RejectRequest, RowTaken, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import RowContext
 from lockstep.host.loop import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.runtime.canary import Canary

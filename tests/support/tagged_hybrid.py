@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.core.commands import BatchPlan, HybridChanges
-from lockstep.core.config import HybridMemory
+from lockstep.core.contract.commands import BatchPlan, HybridChanges
+from lockstep.core.contract.config import HybridMemory
 
 NOTHING, GARBAGE, ZEROS = -1, -2, -3
 AS_IT_IS = -2  # the source of a slot to which nothing is done

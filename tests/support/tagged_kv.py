@@ -37,7 +37,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import (
+from lockstep.core.contract.commands import (
     BatchPlan,
     ControlAnswered,
     EncodeMedia,
@@ -50,8 +50,8 @@ from lockstep.core.commands import (
     Step,
     SwapWeights,
 )
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import (
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
     BatchId,
@@ -74,7 +74,7 @@ from lockstep.core.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.requests import Int32s, prompt_bytes
+from lockstep.core.requests.table import Int32s, prompt_bytes
 from tests.support.tagged_hybrid import TaggedHybrid
 
 Sample = Callable[[RequestId, int], int]

@@ -13,10 +13,16 @@ from typing import Any
 
 import msgspec
 
-from lockstep.core.commands import CancelPrefetch, CopyToHost, LoadFromHost, PrefetchFromStorage, Step, WriteToStorage
-from lockstep.core.companions import in_storage
-from lockstep.core.config import CacheTiers
-from lockstep.core.events import (
+from lockstep.core.contract.commands import (
+    CancelPrefetch,
+    CopyToHost,
+    LoadFromHost,
+    PrefetchFromStorage,
+    Step,
+    WriteToStorage,
+)
+from lockstep.core.contract.config import CacheTiers
+from lockstep.core.contract.events import (
     EngineRestarted,
     HostCopyFinished,
     Observed,
@@ -25,6 +31,7 @@ from lockstep.core.events import (
     TierOperationEnded,
     TierOperationStarted,
 )
+from lockstep.core.kv.block_tiers import in_storage
 from tests.support.tagged_kv import GARBAGE, KvError, TaggedKv
 
 Move = CopyToHost | LoadFromHost | PrefetchFromStorage | WriteToStorage

@@ -9,8 +9,8 @@ import random
 
 from msgspec.structs import replace
 
-from lockstep.core.config import CacheTiers, SchedConfig
-from lockstep.core.events import Flush, ReleaseMemory, UpdateWeights
+from lockstep.core.contract.config import CacheTiers, SchedConfig
+from lockstep.core.contract.events import Flush, ReleaseMemory, UpdateWeights
 from tests.support.driver import CONTROLS, LETTING_GO, PRIORITIES, Action
 
 

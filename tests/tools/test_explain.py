@@ -10,20 +10,20 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from lockstep.core.cluster.dispatch import DispatchConfig, Dispatcher
+from lockstep.core.cluster.router import EngineShare, RequestEnded, RequestOffered, RouterConfig
 from lockstep.core.command import main
-from lockstep.core.config import SchedConfig
-from lockstep.core.dispatch import DispatchConfig, Dispatcher
-from lockstep.core.engine import Engine
-from lockstep.core.render import Names
-from lockstep.core.router import EngineShare, RequestEnded, RequestOffered, RouterConfig
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.render import Names
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.router_journal import RouterJournal, label_key, set_aside
-from lockstep.sim.stored_run import read_run
+from lockstep.sim.results.stored_run import read_run
 from lockstep.tools.explain import explain, measured, told
 from lockstep.tools.journal import journal
+from lockstep.tools.narration import sentences, story_text
+from lockstep.tools.request_timeline import Chronicle, Story
 from lockstep.tools.runs import find_request
-from lockstep.tools.story import Chronicle, Story
-from lockstep.tools.telling import sentences, story_text
-from lockstep.tools.timeline import lanes, picture, text_lines
+from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
 from tests.support.fleet import Fleet
 from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.replay import fold
+from lockstep.core.journal.replay import fold
 from lockstep.tools.explain import measured
 from lockstep.tools.export import TABLES, export
 from tests.support.recorded import SCENARIOS, record_scenario, record_simulation

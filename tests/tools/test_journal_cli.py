@@ -15,11 +15,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import LaneReady, ObservedEvent, RequestArrived, RequestCancelled, TokenIds
-from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.core.replay import replay
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestArrived, RequestCancelled, TokenIds
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.replay import replay
 from lockstep.tools import journal as tool
 
 Lockstep = Callable[..., Result]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.token_runs import prompt_ids
-from lockstep.sim.workload import open_workload
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import live
 from lockstep.tools.http_stream import Client, Target
 from lockstep.tools.replay import replay

@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.commands import BatchPlan, Mode
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import fold
-from lockstep.sim.batch_times import BatchTime, Measured, line_of, of_journal, outliers, predict, read_batch_times
-from lockstep.sim.calibrate_cli import calibrate
+from lockstep.core.contract.commands import BatchPlan, Mode
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline
+from lockstep.sim.results.batch_times import (
+    BatchTime,
+    Measured,
+    line_of,
+    of_journal,
+    outliers,
+    predict,
+    read_batch_times,
+)
 from lockstep.tools.replay import replay
 from tests.support.recorded import record_simulation
 
@@ -232,8 +240,8 @@ def test_no_run_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
 
 def test_a_journal_without_batches_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
-    from lockstep.core.config import SchedConfig
-    from lockstep.core.journal import JournalHeader, JournalWriter
+    from lockstep.core.contract.config import SchedConfig
+    from lockstep.core.journal.journal import JournalHeader, JournalWriter
 
     JournalWriter.create(tmp_path, JournalHeader(config=SchedConfig(pages=8))).close()
     result = on_hardware(tmp_path)
@@ -277,7 +285,7 @@ def test_calibrating_from_a_file_finds_what_was_planted_and_says_how_far_it_was_
 
 def test_held_out_batches_are_predicted_by_a_fit_that_did_not_see_them(tmp_path: Path) -> None:
     """One tenth takes ten times as long: were it in its own fit, the fit would come to meet it."""
-    from lockstep.sim.calibrate import held_out, timed_batches
+    from lockstep.sim.calibrate.calibrate import held_out, timed_batches
     from lockstep.sim.cost.tables import base_cost_model
 
     planted(tmp_path / "measured.jsonl")

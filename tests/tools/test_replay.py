@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core import engine, snapshot
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import AdmissionDeferred, RequestRetracted
-from lockstep.core.replay import fold
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import AdmissionDeferred, RequestRetracted
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.replay import fold
+from lockstep.core.scheduler import engine
 from lockstep.tools import stepping
 from lockstep.tools.conditions import Condition
+from lockstep.tools.decision_text import read_decisions
 from lockstep.tools.replay import Hand, replay
 from lockstep.tools.runs import Walk
 from lockstep.tools.stepping import Stepper
-from lockstep.tools.words import read_decisions
 from tests.support.recorded import record_simulation
 
 WORKLOAD = "gen:n=40,rate=400,shared_prefix=64x2,input=lognormal:150:0.8,output=lognormal:40:0.8,max_total=700"

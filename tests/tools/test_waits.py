@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.core.events import RequestArrived, RequestId
-from lockstep.core.support import samples_asked
-from lockstep.sim.simulate import Scenario, assemble, simulate
+from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.core.requests.validation import samples_asked
+from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.tools.narration import OBSTACLES, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
+from lockstep.tools.request_timeline import NOBODY, Cause, Chronicle
 from lockstep.tools.runs import Walk
-from lockstep.tools.story import NOBODY, Cause, Chronicle
-from lockstep.tools.telling import OBSTACLES, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.waits import Waited, WaitFold
 from tests.support.recorded import waited_by
 

@@ -13,17 +13,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.command import main
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
-from lockstep.core.journal import JournalHeader, JournalWriter, read_journal
-from lockstep.core.requests import prompt_bytes
-from lockstep.host.admission_words import parse_admission
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
+from lockstep.core.journal.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.scheduler.engine import Engine
+from lockstep.host.admission_options import parse_admission
 from lockstep.host.router_journal import engines_of
-from lockstep.sim.simulate import Scenario, assemble, open_load, simulate, write_run
-from lockstep.sim.stored_run import read_run
-from lockstep.sim.turns import WorkloadError
-from lockstep.sim.workload import open_workload
+from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.run.simulate import Scenario, assemble, open_load, simulate, write_run
+from lockstep.sim.workload.turns import WorkloadError
+from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
 from lockstep.tools.explain import told

@@ -1,7 +1,7 @@
 """`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
 
-Who sends what and when is what a simulation of the same command line has (`sim/simulate.py: arrivals_of_load`); it is
-sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
+Who sends what and when is what a simulation of the same command line has (`sim/run/simulate.py: arrivals_of_load`);
+it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.cli import refusals
-from lockstep.sim.progress import terminal_bar
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
-    from lockstep.sim.simulate import Scenario
+    from lockstep.sim.run.simulate import Scenario
     from lockstep.tools.bench_run import BenchRun
     from lockstep.tools.live import Asking, Sender
 
@@ -101,9 +101,8 @@ def serve(
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=500 --concurrency 16
     """
     with refusals():
-        from lockstep.sim.metrics import Slo
-        from lockstep.sim.mix import mix_of
-        from lockstep.sim.simulate import (
+        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.run.simulate import (
             Scenario,
             arrivals_of_load,
             check_load,
@@ -113,6 +112,7 @@ def serve(
             prepare_folder,
             workload_line,
         )
+        from lockstep.sim.workload.mix import mix_of
         from lockstep.tools.bench_run import measure, write_run
         from lockstep.tools.http_stream import HttpError, Target
         from lockstep.tools.live import Sender, check_timeout
@@ -163,7 +163,7 @@ class _Server:
     """What a server says of itself."""
 
     def __init__(self, model: str, vocabulary: int | None, context_tokens_max: int | None) -> None:
-        from lockstep.sim.turns import LENGTH_TOKENS_MAX
+        from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
         self.model, self.vocabulary = model, vocabulary
         self.prompt_tokens_max = LENGTH_TOKENS_MAX if context_tokens_max is None else context_tokens_max - 1
@@ -261,7 +261,7 @@ def _command(
     body: str | None,
 ) -> str:
     """The command line that runs this again."""
-    from lockstep.sim.simulate import number_word, option_of
+    from lockstep.sim.run.simulate import number_word, option_of
 
     words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
     if scenario.model:

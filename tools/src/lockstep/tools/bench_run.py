@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from lockstep.core.commands import Step, StreamTokens
-from lockstep.core.events import (
+from lockstep.core.contract.commands import Step, StreamTokens
+from lockstep.core.contract.events import (
     ClockAdvanced,
     DecidedEvent,
     FinishReason,
@@ -40,8 +40,8 @@ from lockstep.core.events import (
     RequestRejected,
     TokenRuns,
 )
-from lockstep.sim.metrics import MetricsFold, RunData, describe
-from lockstep.sim.results import (
+from lockstep.sim.metrics.metrics import MetricsFold, RunData, describe
+from lockstep.sim.results.results import (
     METRICS_FORMAT,
     METRICS_VERSION,
     latency_table,
@@ -52,8 +52,8 @@ from lockstep.sim.results import (
     write_metrics_json,
     write_requests,
 )
-from lockstep.sim.simulate import Scenario, code_commit, code_version, describe_load, whole
-from lockstep.sim.workload import Workload
+from lockstep.sim.run.simulate import Scenario, code_commit, code_version, describe_load, whole
+from lockstep.sim.workload.workload import Workload
 from lockstep.tools.live import Sender, Sent, TokenIds
 
 LATE_SHARE = 0.05  # of the median TTFT: a generator that is later than this, and than LATE_US, measures itself

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from lockstep.core.commands import Step
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import Decided, DecidedEvent, ObservedEvent
-from lockstep.core.render import Names
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import Decided, DecidedEvent, ObservedEvent
+from lockstep.core.contract.render import Names
+from lockstep.core.scheduler.engine import Engine
 
 TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in get_args(DecidedEvent)}
 FIELDS = {field.name for type_ in TYPES.values() for field in msgspec.structs.fields(type_)} - {"time_us", "request_id"}

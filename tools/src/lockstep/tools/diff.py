@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.report.text import setting
+from lockstep.tools.decision_text import Decision
 from lockstep.tools.drift import Drift, Parting, drift
+from lockstep.tools.narration import clock
 from lockstep.tools.runs import JSON, engine_runs, print_json, refusals
-from lockstep.tools.telling import clock
-from lockstep.tools.words import Decision
 
 EXIT_DIFFERENT = 1
 LINES_SHOWN = 24  # of one decision

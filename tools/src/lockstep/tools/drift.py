@@ -17,17 +17,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import LaneReady, ObservedEvent, RequestAdmitted, RequestId
-from lockstep.core.render import Names, in_flight_lines, pages_line, queue_line, table_lines
-from lockstep.core.replay import event_line
-from lockstep.sim.compare import match_requests
-from lockstep.sim.compare_text import show_change
-from lockstep.sim.metrics import MetricsFold, Requests
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestAdmitted, RequestId
+from lockstep.core.contract.render import Names, in_flight_lines, pages_line, queue_line, table_lines
+from lockstep.core.journal.replay import event_line
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.metrics.metrics import MetricsFold, Requests
+from lockstep.sim.results.compare import match_requests
+from lockstep.sim.results.compare_text import show_change
+from lockstep.tools.decision_text import Decision, decision_of, logical_words
 from lockstep.tools.runs import Walk, walked
-from lockstep.tools.words import Decision, decision_of, logical_words
 
 TABLE_LINES = 12  # of the state before
 TIMES = {"queue": "queue_us", "ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us"}

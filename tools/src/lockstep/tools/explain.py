@@ -14,16 +14,16 @@ from typing import Any
 import click
 import numpy as np
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestId
-from lockstep.core.render import shown
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestId
+from lockstep.core.contract.render import shown
 from lockstep.host.router_journal import LeftLine, label_key
-from lockstep.sim.metrics import MetricsFold, Requests
+from lockstep.sim.metrics.metrics import MetricsFold, Requests
 from lockstep.sim.report.text import count, duration, percent
+from lockstep.tools.narration import Metric, clock, headline, sentences, story_text, wait_by_cause
+from lockstep.tools.request_timeline import Chronicle, Story
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
-from lockstep.tools.story import Chronicle, Story
-from lockstep.tools.telling import Metric, clock, headline, sentences, story_text, wait_by_cause
-from lockstep.tools.timeline import text_lines, write_page
+from lockstep.tools.timeline_picture import text_lines, write_page
 from lockstep.tools.why_step import StepReason, why_step
 
 COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}

@@ -19,12 +19,12 @@ import click
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import BatchPlan, Step
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, Decided, DecidedEvent, ObservedEvent
-from lockstep.core.render import Names
-from lockstep.sim.metrics import MetricsFold
-from lockstep.sim.out_paths import check_folder
+from lockstep.core.contract.commands import BatchPlan, Step
+from lockstep.core.contract.events import BatchFinished, Decided, DecidedEvent, ObservedEvent
+from lockstep.core.contract.render import Names
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.cli.out_paths import check_folder
+from lockstep.sim.metrics.metrics import MetricsFold
 from lockstep.tools.runs import RUN, Walk, print_json, refusals
 
 TABLES = ("steps", "decisions", "batches", "parts", "requests")

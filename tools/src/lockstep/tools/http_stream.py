@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200

@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from lockstep.core.config import SchedConfig
-from lockstep.core.journal import (
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.journal.journal import (
     EndRecord,
     EventRecord,
     HeaderRecord,
@@ -35,7 +35,7 @@ from lockstep.core.journal import (
     UnsealedRecord,
     read_journal,
 )
-from lockstep.core.replay import Divergence, event_line, replay
+from lockstep.core.journal.replay import Divergence, event_line, replay
 from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, engine_runs, json_line, print_json
 
 EXIT_TORN = 1

@@ -31,14 +31,14 @@ import click
 import msgspec
 import numpy as np
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived, RequestId
-from lockstep.sim.closed_loop import ConcurrentSessions
-from lockstep.sim.host import NEVER_US, Arrivals
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.sim.host.host import NEVER_US, Arrivals
 from lockstep.sim.report.text import count, duration
-from lockstep.sim.token_runs import prompt_ids
-from lockstep.sim.turns import Turn, Turns
-from lockstep.sim.workload import open_workload
+from lockstep.sim.workload.closed_loop import ConcurrentSessions
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.turns import Turn, Turns
+from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.http_stream import Client, HttpError, Target
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import print_json, refusals

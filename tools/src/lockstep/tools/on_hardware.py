@@ -16,10 +16,16 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.journal import CORE_VERSION, read_journal
-from lockstep.core.replay import fold
-from lockstep.sim.batch_times import (
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.journal.journal import CORE_VERSION, read_journal
+from lockstep.core.journal.replay import fold
+from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+from lockstep.sim.cli.out_paths import check_file
+from lockstep.sim.cli.progress import terminal_bar
+from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
+from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.report.text import duration
+from lockstep.sim.results.batch_times import (
     OUTLIER,
     BatchTime,
     Durations,
@@ -32,12 +38,6 @@ from lockstep.sim.batch_times import (
     outliers,
     predict,
 )
-from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
-from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.out_paths import check_file
-from lockstep.sim.progress import terminal_bar
-from lockstep.sim.report.text import duration
 from lockstep.tools.runs import JSON, RUN, Refused, engine_journal, print_json, refusals
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """The requests of a journal, read back as a workload that can be simulated again.
 
-A run that `lockstep simulate` wrote says how to get its workload, which is exact (sim/asked.py). Of any other journal
-the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose prompt
-begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that answer
-has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.
+A run that `lockstep simulate` wrote says how to get its workload, which is exact (sim/run/options.py). Of any other
+journal the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose
+prompt begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that
+answer has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.
 
 Prompts spelt out as ids are told as runs of made-up ids that are equal exactly where the ids were, behind equal ones.
 """
@@ -21,16 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.commands import StreamTokens
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived, RequestFinished, RequestId, RequestRejected, TokenDigest, TokenRuns
-from lockstep.core.radix import RadixCache
-from lockstep.core.requests import prompt_bytes
-from lockstep.core.support import samples_asked
-from lockstep.sim.samples import with_counts
-from lockstep.sim.token_runs import append_run
-from lockstep.sim.turns import Turns, TurnsBuilder, WorkloadError
-from lockstep.sim.workload import Workload, workload_digest
+from lockstep.core.contract.commands import StreamTokens
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestRejected,
+    TokenDigest,
+    TokenRuns,
+)
+from lockstep.core.kv.radix import RadixCache
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.requests.validation import samples_asked
+from lockstep.sim.workload.samples import with_counts
+from lockstep.sim.workload.token_runs import append_run
+from lockstep.sim.workload.turns import Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.workload import Workload, workload_digest
 from lockstep.tools.runs import Walk
 
 COMPLETE = ("length", "stop", "text_stop", "grammar")  # ends behind which a conversation goes on

@@ -20,13 +20,13 @@ from types import TracebackType
 
 import msgspec
 
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import RequestId
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import RequestId
 from lockstep.host.router_journal import FILE as ROUTER_FILE
 from lockstep.host.router_journal import Route, engines_of, routes_of
-from lockstep.sim.aside import end_processes, fresh_processes
-from lockstep.sim.cluster import DECODE
-from lockstep.sim.simulate import collecting_seldom
+from lockstep.sim.cluster.cluster import DECODE
+from lockstep.sim.run.process_pool import end_processes, fresh_processes
+from lockstep.sim.run.simulate import collecting_seldom
 from lockstep.tools.runs import Walk, engine_runs
 from lockstep.tools.waits import Waited, WaitFold
 

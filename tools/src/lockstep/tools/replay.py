@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import ClockAdvanced, HostTimeClamped, LaneReady
-from lockstep.core.render import (
+from lockstep.core.admin.stats import stats
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ClockAdvanced, HostTimeClamped, LaneReady
+from lockstep.core.contract.render import (
     adapter_lines,
     decided_line,
     in_flight_lines,
@@ -28,16 +29,15 @@ from lockstep.core.render import (
     table_lines,
     tree_lines,
 )
-from lockstep.core.replay import Divergence, event_line
-from lockstep.core.stats import stats
+from lockstep.core.journal.replay import Divergence, event_line
 from lockstep.tools.conditions import Condition
+from lockstep.tools.decision_text import decision_of, decisions_text, exact_words
 from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
+from lockstep.tools.narration import clock
 from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, engine_journal, print_json, refusals
 from lockstep.tools.stepping import Done, Stepper
-from lockstep.tools.telling import clock
 from lockstep.tools.why_step import short_plan, why_step
-from lockstep.tools.words import decision_of, decisions_text, exact_words
 
 HELP = """step [N], back [N]      go N steps forward or back (1)
 goto N                  stand before step N

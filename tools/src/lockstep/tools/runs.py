@@ -16,15 +16,15 @@ from typing import IO, Any, NamedTuple
 import click
 import msgspec
 
-from lockstep.core.commands import Step
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import ObservedEvent, RequestArrived, RequestId
-from lockstep.core.journal import JournalError, JournalHeader, read_journal
-from lockstep.core.render import CONTROLS, Names
-from lockstep.core.replay import Divergence, engine_at_start, fold
-from lockstep.core.support import sample_label, samples_asked
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId
+from lockstep.core.contract.render import CONTROLS, Names
+from lockstep.core.journal.journal import JournalError, JournalHeader, read_journal
+from lockstep.core.journal.replay import Divergence, engine_at_start, fold
+from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.host.router_journal import FILE, LeftLine, has_line, label_key, left_in_line, routes_of
-from lockstep.sim.turns import WorkloadError
+from lockstep.sim.workload.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
 EXIT_DIVERGED = 3

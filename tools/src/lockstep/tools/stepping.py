@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.core import snapshot
-from lockstep.core.commands import Step
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import ObservedEvent
-from lockstep.core.journal import EventRecord, read_journal
-from lockstep.core.render import Names
-from lockstep.core.replay import Divergence
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.contract.render import Names
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import EventRecord, read_journal
+from lockstep.core.journal.replay import Divergence
+from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.conditions import Condition
 from lockstep.tools.runs import engine_journal
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import BatchFinished
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import Divergence
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import BatchFinished
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import Divergence
+from lockstep.tools.decision_text import Decision, decision_of, read_decisions
 from lockstep.tools.diff import decision_lines
 from lockstep.tools.drift import state_lines
 from lockstep.tools.runs import Walk, walked
-from lockstep.tools.words import Decision, decision_of, read_decisions
 
 DECISIONS = "decisions.txt"
 

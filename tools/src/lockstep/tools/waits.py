@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
-from lockstep.core.commands import Step, StreamTokens
-from lockstep.core.engine import Engine
-from lockstep.core.events import (
+from lockstep.core.contract.commands import Step, StreamTokens
+from lockstep.core.contract.events import (
     AdmissionDeferred,
     Observed,
     RequestAdmitted,
@@ -27,9 +26,10 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.support import samples_asked
-from lockstep.tools.story import NOBODY, line_cause, why_waits
-from lockstep.tools.telling import cause_key
+from lockstep.core.requests.validation import samples_asked
+from lockstep.core.scheduler.engine import Engine
+from lockstep.tools.narration import cause_key
+from lockstep.tools.request_timeline import NOBODY, line_cause, why_waits
 
 OWN_REASONS = ("prefix", "adapter")
 """Of those who stand in the line: `story.why_waits` asks who was given one of these whether it still holds."""

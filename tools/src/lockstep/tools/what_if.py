@@ -21,37 +21,37 @@ import click
 import msgspec
 import numpy as np
 
-from lockstep.core.config import DRAFT_SETTINGS, profile_settings
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestId
-from lockstep.core.journal import JournalHeader, read_journal
-from lockstep.core.render import shown
-from lockstep.core.router import RequestRouted, RouterConfig
+from lockstep.core.cluster.router import RequestRouted, RouterConfig
+from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestId
+from lockstep.core.contract.render import shown
+from lockstep.core.journal.journal import JournalHeader, read_journal
 from lockstep.host.router_journal import Route
-from lockstep.sim.adapters import RECORDED
-from lockstep.sim.asked import asked_by_command
-from lockstep.sim.cli import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
-from lockstep.sim.cluster import (
+from lockstep.sim.cli.out_paths import check_file
+from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.cluster.cluster import (
     REPORTING,
     ClusterScenario,
     assemble_cluster,
     simulate_cluster,
     write_cluster_run,
 )
-from lockstep.sim.compare import compare, match_requests
-from lockstep.sim.compare_text import comparison_lines, show_change
 from lockstep.sim.cost.parallel import BESIDES_TP
-from lockstep.sim.out_paths import check_file
+from lockstep.sim.host.adapters import RECORDED
 from lockstep.sim.report.compare_page import write_comparison
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.text import duration
-from lockstep.sim.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
-from lockstep.sim.stored_run import StoredRun, read_run
-from lockstep.sim.workload import Workload, WorkloadError
+from lockstep.sim.results.compare import compare, match_requests
+from lockstep.sim.results.compare_text import comparison_lines, show_change
+from lockstep.sim.results.stored_run import StoredRun, read_run
+from lockstep.sim.run.options import asked_by_command
+from lockstep.sim.run.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
+from lockstep.sim.workload.workload import Workload, WorkloadError
+from lockstep.tools.narration import key_text
 from lockstep.tools.recorded import journal_workload, output_limit, scaled
 from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
-from lockstep.tools.telling import key_text
 from lockstep.tools.waits import Waited, WaitFold
 
 TOLD = 3  # requests that lost most, and as many that won

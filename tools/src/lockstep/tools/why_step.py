@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.commands import BatchPlan, Command, ProposeBatch, Step, StreamTokens
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, Command, ProposeBatch, Step, StreamTokens
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
     AdmissionDeferred,
     DecodeSkipped,
     LaneReady,
@@ -26,13 +25,14 @@ from lockstep.core.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.render import Names, command_line, decided_line, observed_line, pages_line, plan_text, runs
-from lockstep.core.replay import event_line
-from lockstep.core.requests import RequestState
+from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, pages_line, plan_text, runs
+from lockstep.core.journal.replay import event_line
+from lockstep.core.requests.table import RequestState
+from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.report.text import count
+from lockstep.tools.narration import OBSTACLES, cause_text, clock, named
+from lockstep.tools.request_timeline import NOBODY, Cause, why_waits
 from lockstep.tools.runs import Walk
-from lockstep.tools.story import NOBODY, Cause, why_waits
-from lockstep.tools.telling import OBSTACLES, cause_text, clock, named
 
 SPANS_SHOWN = 6  # of a plan
 LINE_SHOWN = 12  # requests of the waiting line

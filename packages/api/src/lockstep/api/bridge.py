@@ -54,9 +54,9 @@ from lockstep.api.wire import (
     encode,
     read_by_worker,
 )
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import Control, RequestArrived
-from lockstep.core.requests import prompt_length
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import Control, RequestArrived
+from lockstep.core.requests.table import prompt_length
 from lockstep.host.adapters import Known
 
 log = logging.getLogger("lockstep.worker")

@@ -31,7 +31,7 @@ from lockstep.api.generation import Generation
 from lockstep.api.schemas import TemplateOptions
 from lockstep.api.settings import Limits
 from lockstep.api.structured_output import READERS
-from lockstep.core.events import Grammar
+from lockstep.core.contract.events import Grammar
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 LETTERS = string.ascii_letters + string.digits

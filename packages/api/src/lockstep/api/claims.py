@@ -16,14 +16,14 @@ import msgspec
 
 from lockstep.api.engines import both
 from lockstep.api.wire import OVER
-from lockstep.core.commands import FinishRequest
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import CancelMany, RequestArrived, RequestId
-from lockstep.core.journal import JournalError
-from lockstep.core.render import shown
-from lockstep.host.keeping import Keeper
+from lockstep.core.contract.commands import FinishRequest
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import CancelMany, RequestArrived, RequestId
+from lockstep.core.contract.render import shown
+from lockstep.core.journal.journal import JournalError
 from lockstep.host.loop import RuntimeHost, Sink, Untold
 from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
+from lockstep.host.startup import Keeper
 
 log = logging.getLogger("lockstep.engine")
 

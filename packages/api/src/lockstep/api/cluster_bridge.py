@@ -34,10 +34,10 @@ from lockstep.api.wire import (
     encode,
     read_routed,
 )
-from lockstep.core.dispatch import DispatchConfig
-from lockstep.core.events import RequestArrived
-from lockstep.core.requests import prompt_bytes
-from lockstep.core.router import RouterConfig, prefix_keys
+from lockstep.core.cluster.dispatch import DispatchConfig
+from lockstep.core.cluster.router import RouterConfig, prefix_keys
+from lockstep.core.contract.events import RequestArrived
+from lockstep.core.requests.table import prompt_bytes
 from lockstep.host.router_journal import label_key, session_key
 
 FULL = "so many requests wait at the router that no more are taken"

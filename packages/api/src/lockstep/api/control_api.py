@@ -1,8 +1,8 @@
 """Endpoints about the engine itself: sessions, which users have, and what only an operator may do.
 
-Each is a control request of `lockstep.core.control`, put by `bridge.ask`, or a message of its own where the scheduler
-has no say in it. With several engines an operator's go to all of them, or with `?engine=N` to one. What this runtime
-has no hands for is refused by name with 501, before anything is changed.
+Each is a control request of `lockstep.core.admin.control`, put by `bridge.ask`, or a message of its own where the
+scheduler takes no part. With several engines an operator's go to all of them, or with `?engine=N` to one. What this
+runtime has no hands for is refused by name with 501, before anything is changed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from lockstep.api.schemas import (
 )
 from lockstep.api.server import Call, Server
 from lockstep.api.wire import Answered
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import (
+from lockstep.core.admin.maintenance import MEMORY_TAGS
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
     CancelAll,
     CloseSession,
     Control,
@@ -59,7 +60,6 @@ from lockstep.core.events import (
     SlowDown,
     UpdateWeights,
 )
-from lockstep.core.maintenance import MEMORY_TAGS
 from lockstep.host.weights import Folder, Group, SharedMemory, Source, stamp_of, write_source
 
 MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from lockstep.api.wire import RATIOS, BatchDrift
-from lockstep.core.commands import BatchPlan, Step
-from lockstep.core.events import BatchFinished, EngineRestarted, ObservedEvent
-from lockstep.sim.batch_times import Durations
+from lockstep.core.contract.commands import BatchPlan, Step
+from lockstep.core.contract.events import BatchFinished, EngineRestarted, ObservedEvent
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import RowAdapters, extend_shape_of
+from lockstep.sim.host.host import RowAdapters, extend_shape_of
+from lockstep.sim.results.batch_times import Durations
 
 
 class DriftMeter:

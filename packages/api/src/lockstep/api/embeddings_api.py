@@ -14,7 +14,7 @@ from lockstep.api.http import JsonResponse, unless_left
 from lockstep.api.schemas import EmbeddingBody, Sampling
 from lockstep.api.server import Call, Server
 from lockstep.api.wire import About
-from lockstep.core.events import RequestKind
+from lockstep.core.contract.events import RequestKind
 from lockstep.host.batches import Float32s
 
 NOTHING = Sampling()

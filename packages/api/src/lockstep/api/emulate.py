@@ -25,16 +25,16 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lockstep.api.plain_text import Texts
-from lockstep.core.commands import BatchPlan, RowTaken
-from lockstep.core.errors import ConfigError, ContractError
-from lockstep.core.events import BatchId, RequestId
+from lockstep.core.contract.commands import BatchPlan, RowTaken
+from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf, Int32s, RowContext
 from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host import RowAdapters, extend_shape_of, standard_normal
-from lockstep.sim.links import Link
+from lockstep.sim.host.host import RowAdapters, extend_shape_of, standard_normal
+from lockstep.sim.host.links import Link
 
 UInt64s = NDArray[np.uint64]
 

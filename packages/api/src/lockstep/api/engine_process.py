@@ -59,12 +59,12 @@ from lockstep.api.wire import (
     encode,
     read_by_engine,
 )
-from lockstep.core.commands import ControlAnswered
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import GetState
-from lockstep.core.journal import JournalError
-from lockstep.core.replay import Divergence
-from lockstep.core.support import samples_asked
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import GetState
+from lockstep.core.journal.journal import JournalError
+from lockstep.core.journal.replay import Divergence
+from lockstep.core.requests.validation import samples_asked
 from lockstep.host.errors import EngineStopped
 from lockstep.host.router_journal import session_key
 

@@ -19,20 +19,20 @@ from lockstep.api.chat_formats.tables import ChatFormats, choose
 from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.api.settings import ServeSettings, for_scheduler
 from lockstep.api.wire import About, BatchDrift, JoinGroup, LeaveGroup
-from lockstep.core.commands import Step
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import ObservedEvent, RequestArrived
-from lockstep.core.journal import JournalHeader
-from lockstep.core.requests import prompt_bytes
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import ObservedEvent, RequestArrived
+from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterDesk, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
-from lockstep.host.keeping import Keeper
 from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
 from lockstep.host.recovery import Death
+from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text
 from lockstep.host.weights import WeightsLog, WeightsRead
 
@@ -95,7 +95,7 @@ def preload(settings: ServeSettings) -> None:
             check_names(settings)
             import lockstep.api.drift
             import lockstep.api.emulate
-            import lockstep.sim.simulate  # noqa: F401
+            import lockstep.sim.run.simulate  # noqa: F401
 
 
 def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:
@@ -398,7 +398,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
         from lockstep.sim.cost.lora import LoraSpec
         from lockstep.sim.cost.tables import base_cost_model
-        from lockstep.sim.host import RowAdapters
+        from lockstep.sim.host.host import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
         if calibration.gpu != gpu.name:
@@ -439,13 +439,13 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
     from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, EmulatedShelf, Script, emulated_source
-    from lockstep.sim.adapters import RECORDED, adapter_link, lora_of
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
-    from lockstep.sim.host import RowAdapters
-    from lockstep.sim.simulate import Scenario, configure
+    from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
+    from lockstep.sim.host.host import RowAdapters
+    from lockstep.sim.run.simulate import Scenario, configure
 
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")

@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lockstep.core.commands import BatchPlan, Step
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchId, ObservedEvent, RequestArrived, RequestId
-from lockstep.core.requests import prompt_bytes
+from lockstep.core.contract.commands import BatchPlan, Step
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import BatchId, ObservedEvent, RequestArrived, RequestId
+from lockstep.core.requests.table import prompt_bytes
 from lockstep.host.batches import BatchExecutor, BatchResult, ContextOf
 from lockstep.host.loop import JournalSink, RuntimeHost
 

@@ -28,8 +28,8 @@ from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Sampling
 from lockstep.api.settings import Limits
 from lockstep.api.wire import About, Ended
-from lockstep.core.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
-from lockstep.core.support import STOP_TOKENS_MAX
+from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
+from lockstep.core.requests.validation import STOP_TOKENS_MAX
 
 AT_ONCE_CHARACTERS = 4096
 """Text up to so long is tokenised in the event loop, in well under a millisecond; longer one in a thread."""

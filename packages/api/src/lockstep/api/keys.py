@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 log = logging.getLogger("lockstep.worker")
 

@@ -36,14 +36,14 @@ from typing import Literal
 import zmq
 
 from lockstep.api import children
-from lockstep.api.lives import Alive, Began, End, Over
+from lockstep.api.engine_messages import Alive, Began, End, Over
 from lockstep.api.metrics_folder import FOLDER as METRICS_FOLDER
 from lockstep.api.routing import Dispatcher, RouterThread
 from lockstep.api.settings import ServeSettings
 from lockstep.api.sockets import engine_folder, fresh_folder, router_address, writer
 from lockstep.api.supervisor import GRACE_S, YOUNG_S, Child, Said, Supervisor, end_orphan, status_text
 from lockstep.api.wire import EngineLost, Stop, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.inbox import Inbox
 
 log = logging.getLogger("lockstep.serve")

@@ -37,7 +37,7 @@ from lockstep.api.openai_api import chat_prompt, prompt_logprobs, prompt_top_log
 from lockstep.api.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from lockstep.api.server import Call, Server
 from lockstep.api.structured_output import grammar_asked
-from lockstep.core.events import RequestKind
+from lockstep.core.contract.events import RequestKind
 
 PROBE_S = 20.0  # a token that takes longer does not come
 PROBE_HOLDS_S = 1.0

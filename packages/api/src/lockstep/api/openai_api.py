@@ -54,7 +54,7 @@ from lockstep.api.server import Call, Server
 from lockstep.api.settings import Limits
 from lockstep.api.structured_output import grammar_asked
 from lockstep.api.wire import About
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 MARK = "\ue000here\ue000"  # of no model name or id
 Shaped = TypeVar("Shaped")

@@ -27,9 +27,9 @@ from lockstep.api.wire import (
     ToWorker,
     encode,
 )
-from lockstep.core.commands import FinishRequest, RejectRequest
-from lockstep.core.engine import Engine
-from lockstep.core.stats import stats
+from lockstep.core.admin.stats import stats
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import Known
 from lockstep.host.batches import Float32s
 from lockstep.host.drafts import DraftCounts

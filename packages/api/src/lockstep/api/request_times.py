@@ -11,9 +11,9 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from lockstep.api.wire import ITERATION_TOKENS
-from lockstep.core.commands import BatchPlan, LaunchBatch, Step
-from lockstep.core.events import Observed, RequestAdmitted, RequestArrived, RequestId, RequestRejected
-from lockstep.core.support import samples_asked
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch, Step
+from lockstep.core.contract.events import Observed, RequestAdmitted, RequestArrived, RequestId, RequestRejected
+from lockstep.core.requests.validation import samples_asked
 
 
 class RequestTimes(NamedTuple):

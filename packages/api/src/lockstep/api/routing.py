@@ -1,4 +1,4 @@
-"""The router of a server with several engines: `lockstep.core.router`, with a mailbox.
+"""The router of a server with several engines: `lockstep.core.cluster.router`, with a mailbox.
 
     worker ──Offer──> router ──Routed──> worker ──Submit──> the engine        tokens never pass here
     worker ──Over───> router                                                  so it counts exactly what is open
@@ -12,9 +12,9 @@ An engine that died comes back with its requests, which its journal has: until t
 new, and its requests go on counting. Sessions are an engine's own: whoever has one open takes its turns, whatever the
 policy says, and says which it has whenever it begins.
 
-With `--admission` requests wait in a line in front of the router, which is `lockstep.core.dispatch`: what the line
-decides, about whomever, is told to the worker that offered it. What a worker was told is never taken back, so nothing
-is sent again when an engine is lost: who had tokens of it would get others.
+With `--admission` requests wait in a line in front of the router, which is `lockstep.core.cluster.dispatch`: what the
+line decides, about whomever, is told to the worker that offered it. What a worker was told is never taken back, so
+nothing is sent again when an engine is lost: who had tokens of it would get others.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from lockstep.api.wire import (
     WorkerLost,
     read_by_router,
 )
-from lockstep.core import dispatch
-from lockstep.core.router import (
+from lockstep.core.cluster import dispatch
+from lockstep.core.cluster.router import (
     EngineChanged,
     EngineShare,
     EngineState,

@@ -16,8 +16,8 @@ import msgspec
 
 from lockstep.api.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
-from lockstep.core.errors import ConfigError
-from lockstep.core.router import ROUTER_POLICIES
+from lockstep.core.cluster.router import ROUTER_POLICIES
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import named_folders
 
 log = logging.getLogger("lockstep.serve")

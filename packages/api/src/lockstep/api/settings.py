@@ -16,11 +16,11 @@ import msgspec
 
 from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.api.logs import LogFormat
-from lockstep.core.config import SchedConfig, refuse_simulated_only
-from lockstep.core.dispatch import DispatchConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.router import RouterConfig, RouterPolicy
-from lockstep.host.admission_words import parse_admission
+from lockstep.core.cluster.dispatch import DispatchConfig
+from lockstep.core.cluster.router import RouterConfig, RouterPolicy
+from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.admission_options import parse_admission
 
 LOOPBACK = ("localhost",)
 OF_A_MODEL = (

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from lockstep.api.wire import MESSAGE_BYTES_MAX
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 PATH_BYTES_MAX = 100  # of the 107 that Linux has for the name of a socket, 103 elsewhere
 RECONNECT_MS = 5  # at first, to a reader that is not there yet

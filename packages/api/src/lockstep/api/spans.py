@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.api.served import Served
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 SECONDS_NS = 1_000_000_000
 HINT = 'pip install "lockstep-api[otel]"'

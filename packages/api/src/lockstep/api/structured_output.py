@@ -22,7 +22,7 @@ import msgspec
 from lockstep.api.errors import ApiError
 from lockstep.api.schemas import empty
 from lockstep.api.settings import Limits
-from lockstep.core.events import Grammar
+from lockstep.core.contract.events import Grammar
 from lockstep.host.grammars import make_grammar
 
 ANY_OBJECT = {"type": "object"}

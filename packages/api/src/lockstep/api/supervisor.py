@@ -22,8 +22,8 @@ from typing import Literal
 
 import zmq
 
-from lockstep.api import children, lives
-from lockstep.api.lives import Alive, Began, Begin, End
+from lockstep.api import children, engine_messages
+from lockstep.api.engine_messages import Alive, Began, Begin, End
 from lockstep.api.outbox import Writers
 from lockstep.api.settings import ServeSettings
 from lockstep.api.sockets import engine_address, writer
@@ -63,7 +63,7 @@ class Said:
     """A nursery or its engine said something."""
 
     engine: int
-    report: lives.Report
+    report: engine_messages.Report
 
 
 class Supervisor:
@@ -188,7 +188,7 @@ class Supervisor:
     def _start_nursery(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         number = theirs.fileno()
-        arguments = ["-m", "lockstep.api.nursery", str(self.folder), str(number), str(self.number)]
+        arguments = ["-m", "lockstep.api.fork_server", str(self.folder), str(number), str(self.number)]
         self.nursery = self._start(arguments, (number,))
         theirs.close()
         if self._control is not None:
@@ -199,19 +199,19 @@ class Supervisor:
     def _hear(self, control: socket.socket) -> None:
         """Pass on what the nursery and its engine say."""
         with contextlib.suppress(OSError):  # closed
-            while frame := control.recv(lives.MESSAGE_BYTES_MAX):
-                self._happened(Said(self.number, lives.read_report(frame)))
+            while frame := control.recv(engine_messages.MESSAGE_BYTES_MAX):
+                self._happened(Said(self.number, engine_messages.read_report(frame)))
 
     def _begin_engine(self, death: Death | None) -> None:
         self.life = Life(self.next_generation, heard_s=time.monotonic())
         self.tell_nursery(Begin(self.next_generation, death, tuple(self._workers())))
         self.next_generation += 1
 
-    def tell_nursery(self, command: lives.Command) -> None:
+    def tell_nursery(self, command: engine_messages.Command) -> None:
         """Begin a life, or end one."""
         assert self._control is not None
         with contextlib.suppress(OSError):  # it has ended, and we shall hear of it
-            self._control.send(lives.encode(command))
+            self._control.send(engine_messages.encode(command))
 
     def tell_engine(self, message: ToEngine) -> None:
         """Say something to the engine, if it listens."""

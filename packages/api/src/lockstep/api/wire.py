@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import Control, RequestArrived
-from lockstep.core.stats import Stats
+from lockstep.core.admin.stats import Stats
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import Control, RequestArrived
 from lockstep.host.adapters import Known
 from lockstep.host.weights import WeightsRead
 
@@ -196,7 +196,7 @@ class Offer(ToRouter, frozen=True):
     worker: int
     number: int
     prompt_tokens: int
-    prefix: tuple[int, ...] = ()  # `lockstep.core.router.prefix_keys`
+    prefix: tuple[int, ...] = ()  # `lockstep.core.cluster.router.prefix_keys`
     session: str = ""
     what: Literal["request", "open", "close"] = "request"  # a request; a session that is to be opened, or closed
     parent: str = ""  # a session that is to be continued in another one

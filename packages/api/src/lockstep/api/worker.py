@@ -33,7 +33,7 @@ from lockstep.api.settings import ServeSettings
 from lockstep.api.spans import Spans
 from lockstep.api.stored_responses import StoredResponses
 from lockstep.api.usage import Usage
-from lockstep.core.errors import LockstepError
+from lockstep.core.contract.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
 

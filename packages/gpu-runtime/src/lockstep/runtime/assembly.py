@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.commands import RowTaken
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import SamplingParams
+from lockstep.core.contract.commands import RowTaken
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations

@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from lockstep.core.commands import Step
-from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestFinished, RequestRejected
-from lockstep.core.support import samples_asked
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestFinished, RequestRejected
+from lockstep.core.requests.validation import samples_asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.errors import InvariantError
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.errors import InvariantError
 from lockstep.runtime.forward import ForwardBatch
 
 EMPTY = -1  # the tag of a slot that was never written

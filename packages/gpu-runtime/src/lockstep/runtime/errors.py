@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.core.errors import ContractError, LockstepError
+from lockstep.core.contract.errors import ContractError, LockstepError
 from lockstep.host.errors import EngineStopped as EngineStopped
 
 

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.commands import BatchPlan, HiddenSpan, RowTaken
-from lockstep.core.delivery import step_numbers
-from lockstep.core.errors import ContractError
-from lockstep.core.events import BatchId, RequestId, RequestKind
+from lockstep.core.contract.commands import BatchPlan, HiddenSpan, RowTaken
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import BatchId, RequestId, RequestKind
+from lockstep.core.scheduler.delivery import step_numbers
 from lockstep.host.batches import (
     NO_CONTEXT,
     BatchResult,

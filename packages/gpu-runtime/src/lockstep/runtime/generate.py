@@ -31,8 +31,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.journal import JournalError
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.journal.journal import JournalError
 from lockstep.host.adapters import named_folders
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.memory import MIB, taken_bytes

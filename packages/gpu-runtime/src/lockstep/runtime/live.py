@@ -25,7 +25,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.weights import Folder, Group, SharedMemory, Source, WeightsRead, check_stamp, named, read_source
 from lockstep.runtime.checkpoint import Checkpoint, CheckpointError, Staged, TensorFile, Tensors, stage
 from lockstep.runtime.executor import Executor

@@ -34,11 +34,12 @@ from typing import Annotated, Any, Literal, Self, cast
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import FinishRequest, RejectRequest
-from lockstep.core.config import SchedConfig, refuse_simulated_only
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import (
+from lockstep.core.admin.maintenance import MEMORY_TAGS
+from lockstep.core.admin.stats import Stats
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
+from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import (
     Control,
     GetState,
     Profile,
@@ -50,11 +51,10 @@ from lockstep.core.events import (
     TokenIds,
     UpdateWeights,
 )
-from lockstep.core.journal import JournalHeader, JournalWriter
-from lockstep.core.maintenance import MEMORY_TAGS
-from lockstep.core.requests import prompt_bytes
-from lockstep.core.stats import Stats
-from lockstep.core.support import SAMPLES_MAX, samples_asked, stop_tokens_of
+from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.requests.validation import SAMPLES_MAX, samples_asked, stop_tokens_of
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterDesk, source_of
 from lockstep.host.batches import Float32s
 from lockstep.host.drafts import DraftCounts
@@ -62,9 +62,9 @@ from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
-from lockstep.host.keeping import Keeper
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 from lockstep.host.quantization import Fp8Activations
+from lockstep.host.startup import Keeper
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -85,7 +85,7 @@ from lockstep.runtime.graphs import (
     check_graph_mode,
 )
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.shelf import AdapterShelf, LocalAdapters
+from lockstep.runtime.lora.host_cache import AdapterShelf, LocalAdapters
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 CPU_KV_BYTES = 256 << 20  # where nobody says how many pages there shall be
 MIB = 1 << 20

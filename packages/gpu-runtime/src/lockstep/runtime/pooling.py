@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 PoolingMode = Literal["mean", "last"]
 MODES: dict[str, PoolingMode] = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}

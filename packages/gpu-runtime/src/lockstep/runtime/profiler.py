@@ -24,8 +24,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.errors import ConfigError
 
 log = logging.getLogger("lockstep.runtime")
 

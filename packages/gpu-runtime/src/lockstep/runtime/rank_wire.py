@@ -21,9 +21,9 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig
-from lockstep.core.events import BatchId
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import BatchId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.attention.base import Numerics

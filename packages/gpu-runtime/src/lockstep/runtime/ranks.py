@@ -49,16 +49,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.core.commands import BatchPlan, RowTaken
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchId, RequestId
+from lockstep.core.contract.commands import BatchPlan, RowTaken
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.host.batches import NO_CONTEXT, BatchResult, ContextOf
 from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.shelf import AdapterShelf, answering
+from lockstep.runtime.lora.host_cache import AdapterShelf, answering
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (

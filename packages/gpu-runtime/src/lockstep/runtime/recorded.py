@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from lockstep.core.commands import BatchPlan
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers, choose_backend, make_backend
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations

@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.commands import BatchPlan, PageDeltas, RowTaken
-from lockstep.core.delivery import step_numbers
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.commands import BatchPlan, PageDeltas, RowTaken
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.scheduler.delivery import step_numbers
 from lockstep.runtime.errors import PlanError
 
 Int32s = NDArray[np.int32]

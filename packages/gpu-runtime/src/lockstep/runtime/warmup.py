@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.core.commands import FinishRequest, RejectRequest
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor
 from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
 

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import BatchId
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import BatchId
 
 TIMEOUT_S = 300.0  # the first batch may compile kernels
 LOOK_S = 0.5

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.checkpoint import DTYPES, Stored
 
 Backend = Literal["gloo", "nccl"]

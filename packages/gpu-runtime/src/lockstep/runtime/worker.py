@@ -31,17 +31,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep.core.commands import RowTaken
-from lockstep.core.config import SchedConfig
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import RequestId
+from lockstep.core.contract.commands import RowTaken
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestId
 from lockstep.host.loop import HostClock
 from lockstep.runtime.assembly import assemble
 from lockstep.runtime.collectives import CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.shelf import AdapterShelf
+from lockstep.runtime.lora.host_cache import AdapterShelf
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
     AboutAdapters,

@@ -10,7 +10,8 @@ The whole host, simulated or real:
             host.perform(command)               # sim: a timeout; runtime: kernels on a stream
 
 Public names, loaded when first asked for: `Engine`, `SchedConfig`, `Step`, the errors, `JournalWriter`, `read_journal`.
-Events are in `lockstep.core.events`, commands in `lockstep.core.commands`, replay in `lockstep.core.replay`.
+Events are in `lockstep.core.contract.events`, commands in `lockstep.core.contract.commands`, replay of a journal in
+`lockstep.core.journal.replay`.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.core.commands import Step as Step
-    from lockstep.core.config import SchedConfig as SchedConfig
-    from lockstep.core.engine import Engine as Engine
-    from lockstep.core.errors import ConfigError as ConfigError
-    from lockstep.core.errors import ContractError as ContractError
-    from lockstep.core.errors import InvariantError as InvariantError
-    from lockstep.core.errors import LockstepError as LockstepError
-    from lockstep.core.journal import JournalWriter as JournalWriter
-    from lockstep.core.journal import read_journal as read_journal
+    from lockstep.core.contract.commands import Step as Step
+    from lockstep.core.contract.config import SchedConfig as SchedConfig
+    from lockstep.core.contract.errors import ConfigError as ConfigError
+    from lockstep.core.contract.errors import ContractError as ContractError
+    from lockstep.core.contract.errors import InvariantError as InvariantError
+    from lockstep.core.contract.errors import LockstepError as LockstepError
+    from lockstep.core.journal.journal import JournalWriter as JournalWriter
+    from lockstep.core.journal.journal import read_journal as read_journal
+    from lockstep.core.scheduler.engine import Engine as Engine
 
 _HOME = {
-    "Engine": "engine",
-    "SchedConfig": "config",
-    "Step": "commands",
-    "ConfigError": "errors",
-    "ContractError": "errors",
-    "InvariantError": "errors",
-    "LockstepError": "errors",
-    "JournalWriter": "journal",
-    "read_journal": "journal",
+    "Engine": "scheduler.engine",
+    "SchedConfig": "contract.config",
+    "Step": "contract.commands",
+    "ConfigError": "contract.errors",
+    "ContractError": "contract.errors",
+    "InvariantError": "contract.errors",
+    "LockstepError": "contract.errors",
+    "JournalWriter": "journal.journal",
+    "read_journal": "journal.journal",
 }
 
 

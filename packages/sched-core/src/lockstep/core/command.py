@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 GROUP = "lockstep.commands"
 ABOUT = "Lockstep: LLM serving whose scheduler is a deterministic function of a journal."

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from msgspec import UNSET
 
-from lockstep.core import speculation
-from lockstep.core.adapters import NO_SLOT
-from lockstep.core.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
-from lockstep.core.disaggregation import TOUCHED, comes_after_another
-from lockstep.core.errors import InvariantError
-from lockstep.core.events import TransferState
-from lockstep.core.hybrid import everybody
-from lockstep.core.requests import BASE, RequestState
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.contract.events import TransferState
+from lockstep.core.features import speculation
+from lockstep.core.features.adapters import NO_SLOT
+from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
+from lockstep.core.features.disaggregation import TOUCHED, comes_after_another
+from lockstep.core.kv.hybrid import everybody
+from lockstep.core.requests.table import BASE, RequestState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lockstep.core.engine import Engine
-    from lockstep.core.hybrid import StatePool, WindowPool
-    from lockstep.core.radix import RadixNode
-    from lockstep.core.tiers import Operation, Tiers
+    from lockstep.core.kv.hybrid import StatePool, WindowPool
+    from lockstep.core.kv.radix import RadixNode
+    from lockstep.core.kv.tiers import Operation, Tiers
+    from lockstep.core.scheduler.engine import Engine
 
 
 HOLDING: tuple[TransferState, ...] = ("bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready")

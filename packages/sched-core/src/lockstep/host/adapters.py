@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from lockstep.core.commands import ControlAnswered
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import ControlRequested, LoadAdapterControl, ObservedEvent, UnloadAdapterControl
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ControlRequested, LoadAdapterControl, ObservedEvent, UnloadAdapterControl
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.weights import Folder, read_source, stamp_of_files, write_source
 
 if TYPE_CHECKING:

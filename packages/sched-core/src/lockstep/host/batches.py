@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.commands import NO_ROWS as NONE
-from lockstep.core.commands import BatchPlan, RowTaken
-from lockstep.core.events import BatchId, RequestId, RequestKind
+from lockstep.core.contract.commands import NO_ROWS as NONE
+from lockstep.core.contract.commands import BatchPlan, RowTaken
+from lockstep.core.contract.events import BatchId, RequestId, RequestKind
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]

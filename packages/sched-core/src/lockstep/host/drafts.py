@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.core.commands import BatchPlan
+from lockstep.core.contract.commands import BatchPlan
 from lockstep.host.batches import Int32s
 
 

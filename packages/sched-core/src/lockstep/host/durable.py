@@ -21,13 +21,20 @@ from typing import Literal
 
 import msgspec
 
-from lockstep.core import snapshot
-from lockstep.core.config import SchedConfig
-from lockstep.core.engine import Engine
-from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, TokenDigest, TokensForced
-from lockstep.core.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
-from lockstep.core.requests import prompt_bytes
-from lockstep.core.support import samples_asked
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
+    BatchFinished,
+    ObservedEvent,
+    RequestArrived,
+    RequestId,
+    TokenDigest,
+    TokensForced,
+)
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.core.requests.validation import samples_asked
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.weights import WeightsLog
 

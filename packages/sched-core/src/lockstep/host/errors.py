@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.core.errors import LockstepError
+from lockstep.core.contract.errors import LockstepError
 
 
 class EngineStopped(LockstepError):

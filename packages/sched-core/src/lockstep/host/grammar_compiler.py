@@ -28,8 +28,8 @@ from typing import IO
 
 import msgspec
 
-from lockstep.core.commands import CompileGrammar
-from lockstep.core.events import Grammar
+from lockstep.core.contract.commands import CompileGrammar
+from lockstep.core.contract.events import Grammar
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend
 
 log = logging.getLogger("lockstep.host")

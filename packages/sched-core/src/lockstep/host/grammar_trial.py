@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import Grammar
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import Grammar
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
 from lockstep.host.grammars import GrammarBackend, GrammarError, make_backend
 

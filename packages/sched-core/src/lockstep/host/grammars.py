@@ -21,9 +21,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from lockstep.core.commands import RowTaken
-from lockstep.core.errors import ConfigError, LockstepError
-from lockstep.core.events import Grammar, RequestId
+from lockstep.core.contract.commands import RowTaken
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import Grammar, RequestId
 from lockstep.host.batches import Int32s
 
 log = logging.getLogger("lockstep.host")

@@ -18,8 +18,8 @@ import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import Grammar
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import Grammar
 from lockstep.host.batches import Int32s
 from lockstep.host.grammars import GrammarError, short
 

@@ -35,7 +35,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from lockstep.core.commands import (
+from lockstep.core.contract.commands import (
     BatchPlan,
     Command,
     CompileGrammar,
@@ -56,9 +56,8 @@ from lockstep.core.commands import (
     StreamTokens,
     SwapWeights,
 )
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError, ContractError, LockstepError
-from lockstep.core.events import (
+from lockstep.core.contract.errors import ConfigError, ContractError, LockstepError
+from lockstep.core.contract.events import (
     AdapterLoaded,
     BatchFinished,
     BatchId,
@@ -80,8 +79,9 @@ from lockstep.core.events import (
     TokensForced,
     WeightsSwapped,
 )
-from lockstep.core.requests import Request
-from lockstep.core.support import sample_of, samples_asked
+from lockstep.core.requests.table import Request
+from lockstep.core.requests.validation import sample_of, samples_asked
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterHands, AdaptersLog, Known
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.drafts import DraftCounts
@@ -96,7 +96,7 @@ NOBODY_WATCHES = nullcontext()
 
 
 class JournalSink(Protocol):
-    """What the host needs of a journal; `lockstep.core.journal.JournalWriter` is one."""
+    """What the host needs of a journal; `lockstep.core.journal.journal.JournalWriter` is one."""
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Record one event and the digest of its Step."""

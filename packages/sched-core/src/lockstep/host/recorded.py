@@ -27,11 +27,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from lockstep.core.batching import InFlight
-from lockstep.core.commands import BatchPlan, LaunchBatch, RowTaken, SampleBatch
-from lockstep.core.engine import Engine
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import (
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch, RowTaken, SampleBatch
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import (
     BatchFinished,
     EngineRestarted,
     RequestArrived,
@@ -40,9 +38,11 @@ from lockstep.core.events import (
     RequestKind,
     RequestRejected,
 )
-from lockstep.core.journal import read_journal
-from lockstep.core.replay import fold
-from lockstep.core.support import sample_of, samples_asked
+from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.replay import fold
+from lockstep.core.requests.validation import sample_of, samples_asked
+from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
 from lockstep.host.loop import row_context
 

@@ -25,13 +25,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from lockstep.core import snapshot
-from lockstep.core.commands import BatchPlan, FinishRequest, RejectRequest, Step, StreamTokens
-from lockstep.core.delivery import sent_to
-from lockstep.core.engine import Engine
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, SetState
-from lockstep.core.journal import (
+from lockstep.core.contract.commands import BatchPlan, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, SetState
+from lockstep.core.journal import snapshot
+from lockstep.core.journal.journal import (
     EventRecord,
     Journal,
     JournalError,
@@ -43,9 +41,11 @@ from lockstep.core.journal import (
     opening_snapshot,
     read_journal,
 )
-from lockstep.core.replay import Divergence, refuse_unreplayable
-from lockstep.core.requests import Request, prompt_length
-from lockstep.core.support import samples_asked
+from lockstep.core.journal.replay import Divergence, refuse_unreplayable
+from lockstep.core.requests.table import Request, prompt_length
+from lockstep.core.requests.validation import samples_asked
+from lockstep.core.scheduler.delivery import sent_to
+from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import Float32s, Int32s
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
 from lockstep.host.loop import RuntimeHost, sampled_spans

@@ -22,11 +22,8 @@ from typing import IO, Literal, NamedTuple
 
 import msgspec
 
-from lockstep.core.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
-from lockstep.core.errors import LockstepError
-from lockstep.core.events import RequestId
-from lockstep.core.journal import JournalError
-from lockstep.core.router import (
+from lockstep.core.cluster.dispatch import DispatchConfig, Dispatcher, DispatchFact, ProbeAnswered
+from lockstep.core.cluster.router import (
     EngineShare,
     RequestEnded,
     RequestOffered,
@@ -35,6 +32,9 @@ from lockstep.core.router import (
     RouterConfig,
     RouteReason,
 )
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import RequestId
+from lockstep.core.journal.journal import JournalError
 
 FILE = "router.jsonl"
 FORMAT = 1

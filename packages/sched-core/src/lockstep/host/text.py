@@ -24,7 +24,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 Message = Mapping[str, Any]
 

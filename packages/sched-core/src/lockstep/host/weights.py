@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lockstep.core.engine import Engine
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import ControlRequested, ObservedEvent, RequestId, UpdateWeights, WeightsSwapped
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ControlRequested, ObservedEvent, RequestId, UpdateWeights, WeightsSwapped
+from lockstep.core.scheduler.engine import Engine
 
 # ------------------------------------------------------------------------------------------------------- where they lie
 

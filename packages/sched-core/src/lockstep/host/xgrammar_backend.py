@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import Grammar
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import Grammar
 from lockstep.host.batches import Int32s
 from lockstep.host.grammars import FORCED_MAX, GrammarError, short
 

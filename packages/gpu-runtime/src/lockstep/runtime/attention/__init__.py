@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend, Numerics
 from lockstep.runtime.kv_pool import KvPool

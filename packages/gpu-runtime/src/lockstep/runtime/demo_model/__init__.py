@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 MADE = "made.json"  # says from what a demo model was made; marks a folder as one
 COMMITTED = Path(__file__).with_name("files")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, Fp8Activations
 from lockstep.runtime.checkpoint import DTYPES as FLOATS
 from lockstep.runtime.checkpoint import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 COUNT_MAX = 2**31 - 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Wanted
 from lockstep.runtime.forward import ForwardBatch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, Activations, Fp8Activations, WeightFormat
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import Split, Wanted

@@ -16,7 +16,7 @@ from typing import get_args
 
 import torch
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FP8_CAPABILITY, Activations, Fp8Activations, WeightFormat, rounds_rows
 from lockstep.runtime import triton_trial
 

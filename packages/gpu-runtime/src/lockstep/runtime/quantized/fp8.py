@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime.checkpoint import FP8_STD, RANDOM_STD, Wanted
 from lockstep.runtime.quantized.matrices import Matrix, Quantized

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, WeightFormat
 from lockstep.runtime.checkpoint import RANDOM_STD, WHOLE, Split, Wanted
 from lockstep.runtime.quantized.matrices import Matrix, Quantized

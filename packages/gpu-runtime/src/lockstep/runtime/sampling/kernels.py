@@ -492,7 +492,7 @@ def check_and_time(samples: int, vocab: int, device: str = "cuda", repeats: int 
     Returns: microseconds by kernel; 0 each on a CPU, where only the comparison is made.
     Raises: AssertionError naming the kernel that differs.
     """
-    from lockstep.core.events import SamplingParams
+    from lockstep.core.contract.events import SamplingParams
 
     kinds = (
         SamplingParams(),

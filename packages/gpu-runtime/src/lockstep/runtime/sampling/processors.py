@@ -21,8 +21,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import SamplingParams
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import SamplingParams
 
 GROUP = "lockstep.logit_processors"
 

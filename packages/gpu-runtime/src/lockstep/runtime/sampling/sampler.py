@@ -49,7 +49,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime import triton_trial
 from lockstep.runtime.sampling import reference
 from lockstep.runtime.sampling.logprobs import Logprobs, logprobs_of

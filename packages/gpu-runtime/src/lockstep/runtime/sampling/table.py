@@ -27,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
-from lockstep.core.events import SamplingParams
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import SamplingParams
 from lockstep.runtime.sampling.numerics import SHARE_BITS
 from lockstep.runtime.sampling.philox import split_seed
 from lockstep.runtime.sampling.processors import Arguments, asked

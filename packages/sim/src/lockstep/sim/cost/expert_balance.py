@@ -1,9 +1,9 @@
 """What placing experts by their load (EPLB) changes: how full the fullest rank is, and what moving them costs.
 
 Popularities of LAYERS_DRAWN layers are drawn as `experts.py` takes them to be, placed by the balancer that an engine
-would use, `lockstep.core.expert_placement`, and measured under the traffic of the interval that follows, in which a
-share `expert_drift` of the experts has a popularity drawn anew. What comes of it goes back into the formulas of
-`experts.py` as two numbers: the coefficients of variation with which experts placed at random would fill the fullest
+would use, `lockstep.core.cluster.expert_placement`, and measured under the traffic of the interval that follows,
+in which a share `expert_drift` of the experts has a popularity drawn anew. What comes of it goes back into the formulas
+of `experts.py` as two numbers: the coefficients of variation with which experts placed at random would fill the fullest
 rank as much (`load_cv`), and with which slots are chosen (`slot_cv`). So chance, which no placement removes, stays in.
 
 Each `eplb_interval` passes the new placement is fetched, GPU by GPU, renamed so that much of it is there already. Loads
@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from lockstep.core.expert_placement import balance, fetched, gpu_loads, settled
+from lockstep.core.cluster.expert_placement import balance, fetched, gpu_loads, settled
 from lockstep.sim.cost.experts import Float64s
 from lockstep.sim.cost.models import Experts
 from lockstep.sim.cost.parallel import Parallelism

@@ -16,14 +16,14 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from lockstep.core.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
+from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import Trial, TrialResult
-from lockstep.sim.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.simulate import code_commit, code_version, number_word, option_of
+from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
+from lockstep.sim.run.simulate import code_commit, code_version, number_word, option_of
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics import Requests, Slo, per_request
+from lockstep.sim.metrics.metrics import Requests, Slo, per_request
 
 Float64s = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult
 
 FOLDER = "simulations"

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from lockstep.core.config import TRANSFER_SETTINGS
-from lockstep.core.errors import ConfigError
-from lockstep.core.router import ROUTER_POLICIES, RouterConfig
-from lockstep.sim.closed_loop import CONCURRENCY_MAX
-from lockstep.sim.cluster import parse_scaling
+from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
+from lockstep.core.contract.config import TRANSFER_SETTINGS
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.settings import field_of, parse_setting, parse_tier
+from lockstep.sim.cluster.cluster import parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
-from lockstep.sim.encoding import gpus_of_a_scheduler
-from lockstep.sim.generate import PREFIX
-from lockstep.sim.host_tiers import TIER_KEYS
-from lockstep.sim.metrics import Slo
-from lockstep.sim.mix import MIX_PREFIX, parse_mix
+from lockstep.sim.host.encoding import gpus_of_a_scheduler
+from lockstep.sim.host.tier_options import TIER_KEYS
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, Split, all_splits, parse_split
-from lockstep.sim.settings import field_of, parse_setting, parse_tier
-from lockstep.sim.workload import Workload, open_workload
+from lockstep.sim.workload.closed_loop import CONCURRENCY_MAX
+from lockstep.sim.workload.generate import PREFIX
+from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
+from lockstep.sim.workload.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 ROWS_KEY = "fp8_activations"

@@ -30,16 +30,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from lockstep.core.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
-from lockstep.core.errors import ConfigError
-from lockstep.sim.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
+from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.catalogue import load_gpu
-from lockstep.sim.cluster import assemble_cluster
+from lockstep.sim.cluster.cluster import assemble_cluster
+from lockstep.sim.cluster.ranks import config_of_engine
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.generate import PREFIX
-from lockstep.sim.host_tiers import HYBRID_KEYS, TIER_KEYS
-from lockstep.sim.hybrid_memory import TransferBytes, window_tokens_of
-from lockstep.sim.metrics import Slo
+from lockstep.sim.cost.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
+from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
+from lockstep.sim.host.tier_options import HYBRID_KEYS, TIER_KEYS
+from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import Ledger
 from lockstep.sim.plan.question import (
@@ -57,9 +57,9 @@ from lockstep.sim.plan.question import (
 from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, Split, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import Crew
-from lockstep.sim.ranks import config_of_engine
-from lockstep.sim.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
-from lockstep.sim.workload import Workload, WorkloadError, WorkloadSummary
+from lockstep.sim.run.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
+from lockstep.sim.workload.generate import PREFIX
+from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
 
 NARROW_RATIO = 1.2  # short runs stop when the largest rate is known to this factor
 NARROW_STEPS_MAX = 14

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.cluster import REPLICAS_MAX, EngineGroup
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cluster.cluster import REPLICAS_MAX, EngineGroup
 
 MIXED = "mixed"
 AUTO = "auto"

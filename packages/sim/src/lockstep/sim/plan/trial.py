@@ -16,22 +16,29 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.core.router import RouterConfig
-from lockstep.sim.adapters import ALL_TARGETS
-from lockstep.sim.cluster import Cluster, ClusterRun, ClusterScenario, assemble_cluster, parse_scaling, simulate_cluster
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.sim.cluster.cluster import (
+    Cluster,
+    ClusterRun,
+    ClusterScenario,
+    assemble_cluster,
+    parse_scaling,
+    simulate_cluster,
+)
+from lockstep.sim.cluster.data_parallel import RankCluster
+from lockstep.sim.cluster.handover import HandoverCluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
-from lockstep.sim.data_parallel import RankCluster
-from lockstep.sim.encoding import gpus_of_a_scheduler
-from lockstep.sim.handover import HandoverCluster
-from lockstep.sim.metrics import RunData, Slo
+from lockstep.sim.host.adapters import ALL_TARGETS
+from lockstep.sim.host.encoding import gpus_of_a_scheduler
+from lockstep.sim.metrics.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import Split, parse_split
-from lockstep.sim.simulate import Scenario, open_load
-from lockstep.sim.workload import Workload
+from lockstep.sim.run.simulate import Scenario, open_load
+from lockstep.sim.workload.workload import Workload
 
 NO_SCALING = "none"
 

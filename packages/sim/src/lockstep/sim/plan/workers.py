@@ -16,9 +16,9 @@ from concurrent.futures.process import BrokenProcessPool
 from types import TracebackType
 from typing import Any, Protocol
 
-from lockstep.core.errors import ConfigError
-from lockstep.sim.aside import end_processes, fresh_processes
+from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult, decode_result, encode_trial, run_encoded, run_trial
+from lockstep.sim.run.process_pool import end_processes, fresh_processes
 
 RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection, and to greet
 RAY_JOIN_TIMEOUT_S = 30.0  # for Ray to be loaded and to have joined: 14 s were seen on a machine with much else to do

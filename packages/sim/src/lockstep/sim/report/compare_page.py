@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.compare import (
+from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
+from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
+from lockstep.sim.report.page import whole_page
+from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
+from lockstep.sim.report.payload import Json
+from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
+from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
+from lockstep.sim.results.compare import (
     ChangedRequest,
     Comparison,
     Figure,
@@ -28,15 +35,8 @@ from lockstep.sim.compare import (
     routing,
     telling_rows,
 )
-from lockstep.sim.compare_text import show_ratio
-from lockstep.sim.report.answer import LOGO, bottleneck_html, slo_list
-from lockstep.sim.report.comparison import comparison_charts, comparison_payload, comparison_table
-from lockstep.sim.report.page import whole_page
-from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
-from lockstep.sim.report.payload import Json
-from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
-from lockstep.sim.stored_run import StoredRun
+from lockstep.sim.results.compare_text import show_ratio
+from lockstep.sim.results.stored_run import StoredRun
 
 DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per request
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs

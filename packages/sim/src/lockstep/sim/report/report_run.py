@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.bottleneck import Bottleneck, bottleneck
-from lockstep.sim.metrics import RunData
+from lockstep.sim.metrics.bottleneck import Bottleneck, bottleneck
+from lockstep.sim.metrics.metrics import RunData
 from lockstep.sim.report.text import duration
 
 METRIC_NAMES = {

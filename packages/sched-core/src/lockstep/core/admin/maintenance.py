@@ -1,0 +1,207 @@
+"""Work on the device itself: new weights, and memory given back for a while. One job at a time, in the order asked.
+
+    queued --its turn--> begun --nothing in its way--> ordered --the host's answer--> answered
+                           |                                                             |
+       nobody is admitted from here on; "in_place", "retract", "cancel": nothing is launched either
+
+A job is ordered only once nothing is in flight and no adapter is being loaded, so that no batch runs on two versions of
+the weights and nothing is written to memory that is gone; "wait" and the release of memory wait until nobody holds a
+row as well. Nothing is launched, and no load is begun, before the answer.
+
+**Weights and KV.** The version is part of the key under which KV is cached (`Memory.keyed`), so nobody reads KV of
+other weights. What nobody holds is evicted at the swap. What rows still hold ("in_place") is evicted as they leave;
+their KV mixes versions and is never published.
+
+**Memory.** Releasing kv_cache voids what is cached; weights must be there for any launch, and with them go the slots of
+adapters, which are loaded again when somebody waits for them. While anything is released nothing is launched, and
+requests wait. New weights leave the slots alone: an adapter is what is added to them, whatever they are.
+
+A restart undoes an order that was not answered: the job is ordered again under the new generation. It does not undo
+what was done: the host brings up the weights of the newest version, and leaves released memory released.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory, ResumeDeviceMemory, Step, SwapWeights
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
+from lockstep.core.requests import prerequisites
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+
+MEMORY_TAGS = ("kv_cache", "weights")
+
+
+class Job(msgspec.Struct):
+    """One control request about the device, until it is answered."""
+
+    control_id: int
+    control: UpdateWeights | ReleaseMemory | ResumeMemory
+    begun: bool = False  # its turn has come, and its mode was applied to those that ran
+    ordered: bool = False  # the host was told and has not answered
+
+    @property
+    def lets_run(self) -> bool:
+        """Whether running requests go on to their end before it."""
+        return not isinstance(self.control, UpdateWeights) or self.control.mode == "wait"
+
+
+class Maintenance(msgspec.Struct):
+    """The jobs of one engine, the first one first, and what is released."""
+
+    jobs: list[Job] = []
+    released: tuple[str, ...] = ()
+    still: bool = False  # nothing may be launched
+    admits: bool = True  # requests may start
+
+    def newest_version(self, engine: Engine) -> int:
+        """Of the weights there are and those asked for."""
+        asked = [job.control.version for job in self.jobs if isinstance(job.control, UpdateWeights)]
+        return asked[-1] if asked else engine.memory.weights_version
+
+    def advance(self, engine: Engine, step: Step) -> None:
+        """Begin and order what can be; answer jobs that have nothing to do. Called after every event."""
+        self._advance(engine, step)
+        head = self.jobs[0] if self.jobs else None
+        self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
+        self.admits = not self.jobs and not self.released
+        self.tell_tiers(engine)
+
+    def tell_tiers(self, engine: Engine) -> None:
+        """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
+        if engine.memory.tiers is not None:
+            engine.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+
+    def _advance(self, engine: Engine, step: Step) -> None:
+        while self.jobs and not self.jobs[0].ordered:
+            job = self.jobs[0]
+            refused = self._refusal(job)
+            if refused or self._is_done(job):
+                self._answer(step, refused)
+                continue
+            if not job.begun:
+                job.begun = True
+                self._make_way(job, engine, step)
+            adapters = engine.memory.adapters
+            if engine.in_flight or (job.lets_run and engine.active) or (adapters is not None and adapters.loading):
+                return
+            if job.lets_run and engine.transfers is not None and engine.transfers.holds_pages:
+                return
+            if engine.memory.tiers is not None and engine.memory.tiers.device_busy:
+                return
+            self._order(job, engine, step)
+
+    def swapped(self, engine: Engine, event: WeightsSwapped, step: Step) -> None:
+        """The host loaded the weights, or kept those before."""
+        if event.generation < engine.generation:
+            engine.now_us = event.time_us  # from before a restart: void
+            return
+        control = self._ordered(engine, event)
+        if not isinstance(control, UpdateWeights) or control.version != event.version:
+            raise ContractError(f"weights {event.version} were swapped, but {control} was ordered")
+        engine.now_us = event.time_us
+        if not event.error:
+            engine.sessions.lose_kv(engine)
+            engine.memory.change_weights(event.version, step)
+            for request in engine.requests.values():
+                if request.row < 0:
+                    request.namespace = engine.memory.keyed(request.namespace)
+                    request.matched = None
+            prerequisites.weights_changed(engine, step)
+            if engine.transfers is not None:
+                engine.transfers.weights_changed(engine, step)
+        self._answer(step, event.error)
+        self.advance(engine, step)
+
+    def switched(self, engine: Engine, event: MemorySwitched, step: Step) -> None:
+        """The host gave memory back or took it again, or could not."""
+        if event.generation < engine.generation:
+            engine.now_us = event.time_us  # from before a restart: void
+            return
+        control = self._ordered(engine, event)
+        expected = ReleaseMemory if event.released else ResumeMemory
+        if not isinstance(control, expected) or event.tags != self._to_switch(control):
+            raise ContractError(f"memory of {event.tags} was switched, but {control} was ordered")
+        engine.now_us = event.time_us
+        if not event.error:
+            left = [tag for tag in self.released if tag not in event.tags]
+            self.released = (*left, *event.tags) if event.released else tuple(left)
+        self._answer(step, event.error)
+        self.advance(engine, step)
+
+    def restarted(self) -> None:
+        """The device is new: what it was told and did not answer is told again."""
+        for job in self.jobs:
+            job.ordered = False
+
+    def _ordered(
+        self, engine: Engine, event: WeightsSwapped | MemorySwitched
+    ) -> UpdateWeights | ReleaseMemory | ResumeMemory:
+        """The order that the event answers, if it can."""
+        if event.generation > engine.generation:
+            raise ContractError(f"{type(event).__name__} of generation {event.generation}, this is {engine.generation}")
+        if not self.jobs or not self.jobs[0].ordered:
+            raise ContractError(f"{type(event).__name__}, but nothing of the kind was ordered")
+        return self.jobs[0].control
+
+    def _make_way(self, job: Job, engine: Engine, step: Step) -> None:
+        """Do to those that run what the job's mode asks for."""
+        if isinstance(job.control, UpdateWeights) and job.control.mode == "retract":
+            engine.retract_all("weights", step)
+        elif isinstance(job.control, UpdateWeights) and job.control.mode == "cancel":
+            engine.cancel_all(list(engine.requests.values()), step)
+
+    def _refusal(self, job: Job) -> str:
+        if isinstance(job.control, UpdateWeights) and "weights" in self.released:
+            return "the memory of the weights is released; resume it first"
+        return ""
+
+    def _is_done(self, job: Job) -> bool:
+        """Whether there is nothing left to do for it."""
+        return not isinstance(job.control, UpdateWeights) and not self._to_switch(job.control)
+
+    def _order(self, job: Job, engine: Engine, step: Step) -> None:
+        """Tell the host."""
+        generation = engine.generation
+        match job.control:
+            case UpdateWeights(version, source):
+                step.commands.append(SwapWeights(version, source, generation))
+            case ReleaseMemory():
+                tags = self._to_switch(job.control)
+                if "kv_cache" in tags:
+                    engine.sessions.lose_kv(engine)
+                    engine.memory.empty_cache("release", step)
+                if "weights" in tags and engine.memory.adapters is not None:
+                    engine.memory.adapters.void()
+                step.commands.append(ReleaseDeviceMemory(tags, generation))
+            case ResumeMemory():
+                step.commands.append(ResumeDeviceMemory(self._to_switch(job.control), generation))
+        job.ordered = True
+
+    def _to_switch(self, control: ReleaseMemory | ResumeMemory) -> tuple[str, ...]:
+        """Of the tags asked for, those that are not that way already."""
+        released = isinstance(control, ReleaseMemory)
+        return tuple(tag for tag in dict.fromkeys(control.tags) if (tag in self.released) != released)
+
+    def _answer(self, step: Step, refused: str) -> None:
+        step.commands.append(ControlAnswered(self.jobs.pop(0).control_id, not refused, refused))
+
+
+def objection(engine: Engine, control: UpdateWeights | ReleaseMemory | ResumeMemory) -> str:
+    """Why a job can never be done as asked, or nothing."""
+    if isinstance(control, UpdateWeights):
+        newest = engine.maintenance.newest_version(engine)
+        if control.version <= newest:
+            return f"`version` is {control.version}; it must be above {newest}, the newest weights there are or to come"
+        return "" if control.source else "`source` is empty; name what to load"
+    if not control.tags:
+        return f"`tags` is empty; name {' or '.join(MEMORY_TAGS)}"
+    for tag in control.tags:
+        if tag not in MEMORY_TAGS:
+            return f"`tags` has {tag!r}; known are {', '.join(MEMORY_TAGS)}"
+    return ""

@@ -1,0 +1,146 @@
+"""How an engine stands and what it has done so far, and whether it still gets anywhere.
+
+`stats(engine)` is computed when somebody asks. What cannot be read off the state then is counted in `Counts`, which
+folds decided events: in a steady decode nothing is decided and nothing is counted.
+
+    watched = watch(watched, stats(engine), now_us)         after any event, or once a second
+    health = 200 if healthy(watched, now_us, stalled_us) else 503
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from lockstep.core.contract.events import (
+    Decided,
+    PagesEvicted,
+    RequestAdmitted,
+    RequestFinished,
+    RequestRejected,
+    RequestRetracted,
+)
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+
+
+class Counts(msgspec.Struct):
+    """Totals since the engine began."""
+
+    admitted: int = 0
+    cached_tokens: int = 0  # found in the radix cache at admissions, those after a retraction included
+    new_tokens: int = 0  # still to be computed at admissions
+    retractions: int = 0
+    pages_evicted: int = 0
+    finished: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
+    rejected: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
+
+    def fold(self, decided: Iterable[Decided]) -> None:
+        """Count what one step decided."""
+        for event in decided:
+            if type(event) is RequestAdmitted:
+                self.admitted += 1
+                self.cached_tokens += event.cached_tokens
+                self.new_tokens += event.new_tokens
+            elif type(event) is RequestFinished:
+                self.finished[event.reason] = self.finished.get(event.reason, 0) + 1
+            elif type(event) is PagesEvicted:
+                self.pages_evicted += event.pages
+            elif type(event) is RequestRetracted:
+                self.retractions += 1
+            elif type(event) is RequestRejected:
+                self.rejected[event.reason] = self.rejected.get(event.reason, 0) + 1
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine at one moment. Pages of the radix cache are held by requests, by sessions only, or by nobody."""
+
+    time_us: int
+    waiting: int  # in the line
+    held: int  # accepted, and not in the line yet
+    prefilling: int  # with a prompt that is not launched to its end
+    running: int  # past that, their last token not delivered
+    in_flight: int  # batches
+    pages: int
+    pages_free: int
+    pages_cached: int  # held by nobody: they can be had at once
+    pages_session_held: int
+    token_usage: float  # share of the pool that cannot be had at once
+    cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
+    new_token_ratio: float
+    sessions: int
+    paused: bool
+    draining: bool
+    weights_version: int
+    memory_released: tuple[str, ...]
+    idle: bool  # nothing waits, runs or is in flight
+    progress: int  # rises with every launch, result, admission, retraction and end
+    launches: int
+    decode_launches: int
+    tokens_discarded: int
+    counts: Counts
+
+
+def stats(engine: Engine) -> Stats:
+    """How the engine stands now. The counts are a copy."""
+    memory, counts = engine.memory, engine.counts
+    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    free, pages = memory.pool.free_count, engine.config.pages
+    prefilling = int(engine.prefilling is not None)
+    looked_up = counts.cached_tokens + counts.new_tokens
+    ended = sum(counts.finished.values()) + sum(counts.rejected.values())
+    results = engine.next_batch_id - len(engine.in_flight)  # delivered, or lost in a restart
+    return Stats(
+        time_us=engine.now_us,
+        waiting=len(engine.waiting),
+        held=len(engine.held),
+        prefilling=prefilling,
+        running=engine.active - prefilling,
+        in_flight=len(engine.in_flight),
+        pages=pages,
+        pages_free=free,
+        pages_cached=cached,
+        pages_session_held=engine.sessions.pages_held_alone(),
+        token_usage=(pages - free - cached) / pages,
+        cache_hit_ratio=counts.cached_tokens / looked_up if looked_up else 0.0,
+        new_token_ratio=engine.ratio.value,
+        sessions=len(engine.sessions.open),
+        paused=engine.paused,
+        draining=engine.draining,
+        weights_version=memory.weights_version,
+        memory_released=engine.maintenance.released,
+        idle=not engine.requests and not engine.in_flight,
+        progress=engine.next_batch_id + results + counts.admitted + counts.retractions + ended,
+        launches=engine.next_batch_id,
+        decode_launches=(
+            engine.decode_launches if engine.microbatches is None else engine.microbatches.decode_launches(engine)
+        ),
+        tokens_discarded=engine.tokens_discarded,
+        counts=msgspec.structs.replace(counts, finished=dict(counts.finished), rejected=dict(counts.rejected)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- watchdog
+
+
+class Watched(NamedTuple):
+    """What a watchdog remembers between two looks."""
+
+    progress: int
+    moved_us: int  # when the engine was last seen to have moved, or to have nothing to do
+
+
+def watch(before: Watched | None, now: Stats, now_us: int) -> Watched:
+    """Look at an engine: it is well when it moved since the last look, rests, or was told to stand still."""
+    at_rest = now.idle or now.paused or bool(now.memory_released)
+    if before is None or at_rest or now.progress != before.progress:
+        return Watched(now.progress, now_us)
+    return before
+
+
+def healthy(watched: Watched, now_us: int, stalled_us: int) -> bool:
+    """Whether the engine moved within the last `stalled_us`. It counts batches, so a long prompt in chunks is well."""
+    return now_us - watched.moved_us <= stalled_us

@@ -1,0 +1,188 @@
+"""How many replicas there should be, and which come and go: a pure function of the load a router saw.
+
+    scaler = Autoscaler(ScalingConfig(target=24, maximum=8))
+    for changed in scaler.step(LoadObserved(time_us=15_000_000, open=(30, 0), open_tokens=90_000, arrived=41)):
+        router.step(changed)                     # an EngineChanged: up, draining, down
+
+    off -> starting -> up -> draining -> off     paid for from `starting` on until `off`
+     starting -> off                              not needed any more before it was ready
+    draining -> up                               needed again: it takes requests at once
+
+`target_replicas` is the policy: load over what one replica should have. What surrounds it is as in the Horizontal Pod
+Autoscaler of Kubernetes: a tolerance, within which nothing changes, and the largest answer of the last `cooldown_us`
+counts, so that replicas come at once and leave late. Who drains gets nothing new, and goes when its last
+request has ended: nothing is ever cut off. Those with the fewest requests drain first, of equals the highest numbers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import ceil, isfinite
+from typing import Literal, get_args
+
+import msgspec
+
+from lockstep.core.cluster.router import ENGINES_MAX, EngineChanged
+from lockstep.core.contract.errors import ConfigError, ContractError
+
+ScalingPolicy = Literal["open_requests", "open_tokens", "arrival_rate"]
+SCALING_POLICIES: tuple[ScalingPolicy, ...] = get_args(ScalingPolicy)
+"""What `target` is of one replica: requests open at a time, tokens of them, or requests that come per second."""
+
+ReplicaState = Literal["off", "starting", "up", "draining"]
+SECOND_US = 1_000_000
+
+
+class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When replicas come and go. Raises ConfigError for what cannot work."""
+
+    policy: ScalingPolicy = "open_requests"
+    target: float  # of one replica; see SCALING_POLICIES
+    minimum: int = 1
+    maximum: int
+    start_us: int = 60 * SECOND_US  # from the decision until a new replica takes requests
+    interval_us: int = 15 * SECOND_US  # between two decisions: HPA's sync period
+    window_us: int = 30 * SECOND_US  # that the load is averaged over
+    cooldown_us: int = 300 * SECOND_US  # before replicas are taken away: HPA's downscale stabilization
+    tolerance: float = 0.1  # of the load, within which nothing changes: HPA's
+
+    def __post_init__(self) -> None:
+        if self.policy not in SCALING_POLICIES:
+            raise ConfigError(f"`policy` must be one of {', '.join(SCALING_POLICIES)}, got `{self.policy}`")
+        if not (isfinite(self.target) and self.target > 0):
+            raise ConfigError(f"`target` must be above 0 and finite, got `{self.target}`")
+        for name, least, most in (("minimum", 1, ENGINES_MAX), ("maximum", self.minimum, ENGINES_MAX)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"`{name}` must be a whole number from {least} to {most}, got `{value}`")
+        for name, least in (("start_us", 0), ("interval_us", 1), ("window_us", 0), ("cooldown_us", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"`{name}` must be at least {least} us, got `{value}`")
+        if not 0.0 <= self.tolerance < 1.0:
+            raise ConfigError(f"`tolerance` must be at least 0 and below 1, got `{self.tolerance}`\nhint: 0.1 is usual")
+
+
+class LoadObserved(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router knows at one moment."""
+
+    time_us: int
+    open: tuple[int, ...]  # requests, by replica
+    open_tokens: int  # of all of them, and of those that wait
+    arrived: int  # requests since the beginning
+    waiting: int = 0  # at the router
+
+
+def target_replicas(config: ScalingConfig, load: float, replicas: int) -> int:
+    """The policy: how many replicas there should be under a load in the unit of `target`, if there are so many now."""
+    wanted = load / config.target
+    if abs(wanted - replicas) <= config.tolerance * replicas:
+        return min(max(replicas, config.minimum), config.maximum)
+    return min(max(ceil(wanted), config.minimum), config.maximum)
+
+
+class Autoscaler:
+    """Follows the load. Replicas 0 to `minimum` - 1 are up from the beginning; feed it every moment in order."""
+
+    def __init__(self, config: ScalingConfig) -> None:
+        self.config = config
+        up = config.minimum
+        self.state: list[ReplicaState] = ["up" if replica < up else "off" for replica in range(config.maximum)]
+        self.now_us = 0
+        self.starts = 0  # replicas that were started
+        self.most = up  # paid for at once
+        self._ready_us = [0] * config.maximum
+        self._since_us = [0] * config.maximum  # paid for from then on, unless off
+        self._paid_us = 0  # for those that were given back
+        self._decide_us = config.interval_us
+        self._samples: deque[tuple[int, float]] = deque()  # load, by time
+        self._arrived: deque[tuple[int, int]] = deque([(0, 0)])  # requests so far, by time
+        self._answers: deque[tuple[int, int]] = deque()  # of the policy, by time
+
+    @property
+    def next_us(self) -> int:
+        """When it wants to look again: to decide, or because a replica is ready."""
+        starting = [us for us, state in zip(self._ready_us, self.state, strict=True) if state == "starting"]
+        return min([self._decide_us, *starting])
+
+    def paid_us(self, until_us: int) -> int:
+        """Replica-microseconds that were paid for up to a moment, which must not lie behind the last step."""
+        running = [us for us, state in zip(self._since_us, self.state, strict=True) if state != "off"]
+        return self._paid_us + sum(max(until_us - us, 0) for us in running)
+
+    def step(self, fact: LoadObserved) -> tuple[EngineChanged, ...]:
+        """Look at the load; return what the router must be told. Before `next_us` only empty replicas go.
+
+        Raises ContractError for time that runs backwards, and for another number of replicas.
+        """
+        if fact.time_us < self.now_us:
+            raise ContractError(f"time ran backwards: {fact.time_us} us after {self.now_us} us; the host must clamp")
+        if len(fact.open) != len(self.state):
+            raise ContractError(f"load of {len(fact.open)} replicas, and there are {len(self.state)}")
+        now_us = self.now_us = fact.time_us
+        out: list[EngineChanged] = []
+        for replica, state in enumerate(self.state):
+            if state == "starting" and self._ready_us[replica] <= now_us:
+                self._become(replica, "up", out)
+            elif state == "draining" and not fact.open[replica]:
+                self._become(replica, "off", out)
+        if now_us >= self._decide_us:
+            self._decide_us = now_us - now_us % self.config.interval_us + self.config.interval_us
+            self._follow(fact, out)
+        return tuple(out)
+
+    def _follow(self, fact: LoadObserved, out: list[EngineChanged]) -> None:
+        now_us, config = fact.time_us, self.config
+        active = [replica for replica, state in enumerate(self.state) if state in ("starting", "up")]
+        self._answers.append((now_us, target_replicas(config, self._load(fact), len(active))))
+        while self._answers[0][0] < now_us - config.cooldown_us:
+            self._answers.popleft()
+        newest = self._answers[-1][1]
+        wanted = newest if newest > len(active) else min(max(answer for _, answer in self._answers), len(active))
+        for _ in range(wanted - len(active)):
+            self._add(now_us, out)
+        if wanted < len(active):
+            last = sorted(active, key=lambda replica: (self.state[replica] == "up", fact.open[replica], -replica))
+            for replica in last[: len(active) - wanted]:
+                idle = self.state[replica] == "starting" or not fact.open[replica]
+                self._become(replica, "off" if idle else "draining", out)
+
+    def _load(self, fact: LoadObserved) -> float:
+        """The mean over the window, in the unit of the target."""
+        now_us, config = fact.time_us, self.config
+        since_us = now_us - config.window_us
+        if config.policy == "arrival_rate":
+            while len(self._arrived) > 1 and self._arrived[1][0] <= since_us:
+                self._arrived.popleft()
+            then_us, arrived = self._arrived[0]
+            self._arrived.append((now_us, fact.arrived))
+            return (fact.arrived - arrived) / max(now_us - then_us, 1) * SECOND_US
+        load = float(fact.open_tokens if config.policy == "open_tokens" else sum(fact.open) + fact.waiting)
+        self._samples.append((now_us, load))
+        while self._samples[0][0] < since_us:
+            self._samples.popleft()
+        return sum(load for _, load in self._samples) / len(self._samples)
+
+    def _add(self, now_us: int, out: list[EngineChanged]) -> None:
+        """One more: one that drains if there is any, else the first that is off."""
+        for wanted in ("draining", "off"):
+            for replica, state in enumerate(self.state):
+                if state == wanted:
+                    if state == "off":
+                        self._since_us[replica] = now_us
+                        self._ready_us[replica] = now_us + self.config.start_us
+                        self.starts += 1
+                    starts = state == "off" and self.config.start_us > 0
+                    self._become(replica, "starting" if starts else "up", out)
+                    self.most = max(self.most, sum(state != "off" for state in self.state))
+                    return
+
+    def _become(self, replica: int, state: ReplicaState, out: list[EngineChanged]) -> None:
+        before, self.state[replica] = self.state[replica], state
+        if state == "off":
+            self._paid_us += self.now_us - self._since_us[replica]
+            if before == "starting":
+                return  # the router never heard of it
+        if state != "starting":
+            told = "down" if state == "off" else state
+            out.append(EngineChanged(time_us=self.now_us, engine=replica, state=told))

@@ -1,0 +1,565 @@
+"""Which engine of a cluster takes a request: a pure function of what the router was told, like the engines' own core.
+
+    router = Router(RouterConfig(policy="prefix_affinity"), (EngineShare(), EngineShare(weight=2.0)))
+    routed = router.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=900, prefix=keys))
+    routed.engine                               # None: no engine takes requests now
+    router.step(RequestEnded(time_us=90_000, request_id=0, output_tokens=210))
+
+Facts go in one at a time, decisions come out; a simulated cluster and a server are two hosts of it. A router sees every
+request begin and every answer end, because both pass through it, so it counts and need not ask. Where several routers
+send to the same engines, nobody sees everything: then engines report, and `total_requests` and `total_tokens` go by the
+last report and by what was sent since. No clock, no randomness, nothing that a hash orders.
+
+**Who is told where to go.** A request may name its engine; it is checked, and then nothing else decides. The halves
+of a disaggregated request meet in a numbered room; both sides find the prefill engine by one rule, `engine_of_room`.
+
+**Load** is open requests per weight. Whoever has the most room takes what nothing else decides; of equals the one that
+was chosen longest ago.
+
+**Prefix affinity with a load bound.** The router remembers, per engine, which blocks of prompts it sent there, the
+oldest forgotten first and the end of a prompt before its beginning, up to the tokens of KV the engine has: an image of
+the engine's radix cache that costs a dictionary. A request goes where the longest part of its prompt was sent before,
+among the engines whose load is within the bound:
+
+    open + 1 <= max(load_floor, ceil(load_bound * (all open + 1) * weight / all weights))
+
+With `load_bound` of at least 1 some engine always is. This is the bound of Mirrokni, Thorup and Zadimoghaddam,
+"Consistent Hashing with Bounded Loads" (SODA 2018, arXiv 1608.01350); what it bounds here is not a hash but a match. A
+hash of the prompt's beginning sends all that begin alike to one place and knows nothing of how far they are alike; a
+match follows conversations as they grow, finds the second home of a prefix once the bound made one, and forgets what
+the engine forgot. Below `load_floor` requests nobody is overloaded, and prefixes are not spread for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+from math import ceil, isfinite
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from lockstep.core.contract.errors import ConfigError, ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+RouterPolicy = Literal[
+    "round_robin",
+    "least_requests",
+    "least_tokens",
+    "prefix_affinity",
+    "session_sticky",
+    "total_requests",
+    "total_tokens",
+    "follow_bootstrap_room",
+    "decode_round_robin",
+]
+ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
+
+EngineState = Literal["up", "draining", "recovering", "down"]
+"""up takes requests; draining finishes what it has; recovering has lost its cache, and comes back with the requests and
+sessions that it had; down has lost those as well.
+"""
+
+Half = Literal["", "prefill", "decode"]
+"""Of a disaggregated request; empty for a whole one."""
+
+RouteReason = Literal[
+    "policy",
+    "session",
+    "prefix",
+    "bound",
+    "room",
+    "named",
+    "no_engine",
+    "unknown_engine",
+    "engine_not_up",
+    "waits",
+    "line_full",
+    "lost",
+]
+"""Why this engine: the policy says so; it has the session; it has the longest prefix; who has a longer one is over the
+bound; its room says so; it was named. Or why none: nobody takes requests; there is none of that number; the one
+named, or that its room says, is not up; and of a `dispatch.Dispatcher`: it waits; too many do; it was lost too often.
+"""
+
+ENGINES_MAX = 1024
+OUTPUT_TOKENS_FIRST_GUESS = 256  # of an answer, before any has ended
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that decides how requests are spread. Raises ConfigError for what cannot work."""
+
+    policy: RouterPolicy = "least_requests"
+    load_bound: float = 1.25  # prefix_affinity: an engine's load over the mean, at most
+    load_floor: int = 8  # prefix_affinity: open requests up to which no engine counts as loaded
+    block_tokens: int = 256  # prefix_affinity: prompts are compared in blocks of so many tokens
+    sessions_max: int = 100_000  # session_sticky: sessions remembered; the one unheard of for longest is forgotten
+
+    def __post_init__(self) -> None:
+        if self.policy not in ROUTER_POLICIES:
+            raise ConfigError(f"`router` must be one of {', '.join(ROUTER_POLICIES)}, got `{self.policy}`")
+        if not 1.0 <= self.load_bound <= 1000.0:
+            hint = "1.25 is usual; 1 spreads evenly, large values follow prefixes only"
+            raise ConfigError(f"`load_bound` must be from 1 to 1000, got `{self.load_bound}`\nhint: {hint}")
+        for name, least in (("load_floor", 0), ("block_tokens", 1), ("sessions_max", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
+
+
+class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router must know of one engine."""
+
+    weight: float = 1.0  # capacity beside the others: 2 takes twice as much
+    cache_tokens: int = 1 << 40  # of KV that its radix cache can hold
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.weight) and self.weight > 0):
+            raise ConfigError(f"an engine's `weight` must be above 0 and finite, got `{self.weight}`")
+        if self.cache_tokens < 0:
+            raise ConfigError(f"an engine's `cache_tokens` must be at least 0, got `{self.cache_tokens}`")
+
+
+# --------------------------------------------------------------------------------------------------- facts and decision
+
+
+class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """A request came to the router. Ids are made by the host and strictly increase."""
+
+    time_us: int
+    request_id: int
+    prompt_tokens: int
+    prefix: tuple[int, ...] = ()  # `prefix_keys` of the prompt; only prefix_affinity looks
+    session: str = ""  # only session_sticky looks
+    only: int | None = None  # whatever the policy says: the engine that keeps what it goes on from
+    tenant: str = ""  # only a Dispatcher looks
+    priority: int | None = None  # the same: the highest first, where its `order` is priority
+    named: int | None = None  # the engine that the client wants, whatever the policy
+    room: int | None = None  # where the halves of a disaggregated request meet
+    half: Half = ""
+
+
+class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """The last token passed, the request was refused, or its client left. Ids that are not open are ignored."""
+
+    time_us: int
+    request_id: int
+    output_tokens: int = 0
+
+
+class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """An engine came up, drains, recovers, or went down. What one that went down had is the host's to offer anew."""
+
+    time_us: int
+    engine: int
+    state: EngineState
+
+
+class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """What an engine said of itself a while ago. One that was overtaken by a later one is ignored."""
+
+    time_us: int
+    engine: int
+    measured_us: int  # what was sent after that is not in it
+    requests: int  # waiting and running
+    tokens: int  # of KV that they hold, and prompts that wait
+
+
+RouterFact = RequestOffered | RequestEnded | EngineChanged | LoadReported
+
+
+class RequestRouted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request goes."""
+
+    request_id: int
+    engine: int | None  # None: no engine takes requests; offer it again, under a new id, when one does
+    reason: RouteReason
+    matched_tokens: int = 0  # of the prompt, sent to this engine before
+
+
+class _Open(msgspec.Struct, frozen=True):
+    """A request on an engine, as it was counted."""
+
+    engine: int
+    tokens: int
+    sent_us: int
+    prompt_tokens: int
+
+
+class _Reported:
+    """The last report of one engine, and what was sent there since: when, and prompts' tokens."""
+
+    def __init__(self, measured_us: int, requests: int, tokens: int) -> None:
+        self.measured_us = measured_us
+        self.requests = requests
+        self.tokens = tokens
+        self.since: deque[tuple[int, int]] = deque()
+        self.since_tokens = 0
+
+    def add(self, sent_us: int, tokens: int) -> None:
+        self.since.append((sent_us, tokens))
+        self.since_tokens += tokens
+
+
+# ---------------------------------------------------------------------------------------------------------- the policy
+
+
+class Router:
+    """Decides who takes which request. Build it from a RouterConfig and the engines; feed it every fact in order."""
+
+    def __init__(self, config: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
+        if not 1 <= len(engines) <= ENGINES_MAX:
+            raise ConfigError(f"a router needs from 1 to {ENGINES_MAX} engines, got `{len(engines)}`")
+        self.config = config
+        self.engines = engines
+        self.now_us = 0
+        self.state: list[EngineState] = ["up"] * len(engines)
+        self.open_requests = [0] * len(engines)  # by engine
+        self.open_tokens = [0] * len(engines)  # prompts, and what their answers are expected to have
+        self.open: dict[int, _Open] = {}  # by request id
+        self.digest = bytes(16)  # over all decisions
+        self._up = list(range(len(engines)))
+        self._up_weight = sum(share.weight for share in engines)
+        self._last_request_id = -1
+        self._routed = 0
+        self._last_chosen = [-1] * len(engines)  # value of `_routed` then
+        self._credit = [0.0] * len(engines)  # round_robin
+        self._ended = 0
+        self._output_tokens = 0
+        self._sessions: dict[str, int] = {}  # to the engine, the one heard of last at the end
+        self._prefixes = PrefixHomes([share.cache_tokens // config.block_tokens for share in engines])
+        self._reported: list[_Reported | None] = [None] * len(engines)
+
+    def step(self, fact: RouterFact) -> RequestRouted | None:
+        """Take in one fact; for a request that is offered, return where it goes.
+
+        Raises ContractError for a fact that cannot be: time running backwards, an id that does not increase, an engine
+        that is not there.
+        """
+        if fact.time_us < self.now_us:
+            raise ContractError(f"time ran backwards: {fact.time_us} us after {self.now_us} us; the host must clamp")
+        match fact:
+            case RequestOffered():
+                return self._route(fact)
+            case RequestEnded():
+                self.now_us = fact.time_us
+                self._forget_request(fact.request_id, fact.output_tokens)
+            case EngineChanged():
+                self._change(fact)
+            case LoadReported():
+                self._learn(fact)
+        return None
+
+    def place(self, fact: RequestOffered, now_us: int) -> RequestRouted:
+        """Route a request that waited or is sent again: its id need not increase, but must not be open."""
+        if fact.request_id in self.open:
+            raise ContractError(f"request {fact.request_id} is open on engine {self.open[fact.request_id].engine}")
+        if now_us < self.now_us:
+            raise ContractError(f"time ran backwards: {now_us} us after {self.now_us} us; the host must clamp")
+        self._last_request_id = max(self._last_request_id, fact.request_id)
+        return self._placed(fact, now_us)
+
+    def bound(self, engine: int) -> int:
+        """Requests that prefix_affinity lets an engine have open, with the one now to be routed among them."""
+        config = self.config
+        total = sum(self.open_requests[e] for e in self._up) + 1
+        fair = config.load_bound * total * self.engines[engine].weight / self._up_weight
+        return max(config.load_floor, ceil(fair))
+
+    def _route(self, fact: RequestOffered) -> RequestRouted:
+        if fact.request_id <= self._last_request_id:
+            raise ContractError(f"request id {fact.request_id} does not increase after {self._last_request_id}")
+        self._last_request_id = fact.request_id
+        return self._placed(fact, fact.time_us)
+
+    def _placed(self, fact: RequestOffered, now_us: int) -> RequestRouted:
+        self.now_us = now_us
+        told = self._told(fact)
+        if told is None and not self._up:
+            told = None, "no_engine"
+        if told is None:
+            engine, reason, matched_tokens = self._chosen(fact)
+        elif told[0] is None:
+            return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason=told[1]))
+        else:
+            engine, reason, matched_tokens = told[0], told[1], 0
+            self._prefixes.sent(fact.prefix, engine)
+        tokens = fact.prompt_tokens + self._output_tokens_expected()
+        self.open[fact.request_id] = _Open(engine, tokens, now_us, fact.prompt_tokens)
+        self.open_requests[engine] += 1
+        self.open_tokens[engine] += tokens
+        reported = self._reported[engine]
+        if reported is not None:
+            reported.add(now_us, fact.prompt_tokens)
+        self._last_chosen[engine] = self._routed
+        self._routed += 1
+        routed = RequestRouted(request_id=fact.request_id, engine=engine, reason=reason, matched_tokens=matched_tokens)
+        return self._decided(routed)
+
+    def _chosen(self, fact: RequestOffered) -> tuple[int, RouteReason, int]:
+        """The engine that the policy says, why, and how much of the prompt was sent there before."""
+        match self.config.policy:
+            case "least_requests":
+                return self._least(self.open_requests, 1), "policy", 0
+            case "least_tokens":
+                more = fact.prompt_tokens + self._output_tokens_expected()
+                return self._least(self.open_tokens, more), "policy", 0
+            case "total_requests":
+                return self._least([self.load_requests(e) for e in range(len(self.engines))], 1), "policy", 0
+            case "total_tokens":
+                loads = [self.load_tokens(e) for e in range(len(self.engines))]
+                return self._least(loads, fact.prompt_tokens), "policy", 0
+            case "session_sticky":
+                return *self._by_session(fact.session), 0
+            case "prefix_affinity":
+                return self._by_prefix(fact.prefix)
+            case _:  # in turn, whoever has no room that says where
+                return self._in_turn(), "policy", 0
+
+    def _decided(self, routed: RequestRouted) -> RequestRouted:
+        engine = -1 if routed.engine is None else routed.engine
+        told = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
+        self.digest = blake2b(self.digest + told.encode(), digest_size=16).digest()
+        return routed
+
+    def _told(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
+        """Where a request says that it must go, or that it cannot; None if it says nothing of it."""
+        if fact.only is not None:
+            if not 0 <= fact.only < len(self.engines):
+                raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
+            return (None, "no_engine") if self.state[fact.only] == "down" else (fact.only, "session")
+        reason: RouteReason = "named"
+        engine = fact.named
+        if engine is not None:
+            if not 0 <= engine < len(self.engines):
+                return None, "unknown_engine"
+        else:
+            policy, room = self.config.policy, fact.room
+            follows = policy == "follow_bootstrap_room" or (policy == "decode_round_robin" and fact.half == "prefill")
+            if not follows or room is None:
+                return None
+            engine, reason = engine_of_room(room, len(self.engines)), "room"
+        return (engine, reason) if self.state[engine] == "up" else (None, "engine_not_up")
+
+    def load_requests(self, engine: int) -> int:
+        """Requests on an engine, as far as is known: of its last report and sent since; without one, open here."""
+        reported = self._reported[engine]
+        return self.open_requests[engine] if reported is None else reported.requests + len(reported.since)
+
+    def load_tokens(self, engine: int) -> int:
+        """The same in tokens."""
+        reported = self._reported[engine]
+        return self.open_tokens[engine] if reported is None else reported.tokens + reported.since_tokens
+
+    def _in_turn(self) -> int:
+        """Smooth weighted round robin: everybody earns its weight, the richest is chosen and pays for all."""
+        for engine in self._up:
+            self._credit[engine] += self.engines[engine].weight
+        chosen = max(self._up, key=lambda engine: (self._credit[engine], -engine))
+        self._credit[chosen] -= self._up_weight
+        return chosen
+
+    def _least(self, load: list[int], more: int, among: list[int] | None = None) -> int:
+        """Who would have the least load per weight with `more` of it; of equals, who was chosen longest ago."""
+        engines, chosen = self.engines, self._last_chosen
+        return min(
+            self._up if among is None else among,
+            key=lambda engine: ((load[engine] + more) / engines[engine].weight, chosen[engine], engine),
+        )
+
+    def _by_session(self, session: str) -> tuple[int, RouteReason]:
+        """The engine of the session, while it is up; it is given one with its first request."""
+        if not session:
+            return self._least(self.open_requests, 1), "policy"
+        home = self._sessions.pop(session, None)
+        stays = home is not None and self.state[home] == "up"
+        engine = home if home is not None and stays else self._least(self.open_requests, 1)
+        self._sessions[session] = engine
+        if len(self._sessions) > self.config.sessions_max:
+            del self._sessions[next(iter(self._sessions))]
+        return engine, "session" if stays else "policy"
+
+    def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
+        """Among those within the bound, who was sent the most of this prompt; of equals, who has the least load."""
+        config = self.config
+        within = [engine for engine in self._up if self.open_requests[engine] < self.bound(engine)]
+        lengths = self._prefixes.match(prefix)
+        longest = max([lengths.get(engine, 0) for engine in within])
+        homes = [engine for engine in within if lengths.get(engine, 0) == longest]
+        engine = self._least(self.open_requests, 1, homes)
+        passed_over = max([lengths.get(other, 0) for other in self._up]) > longest
+        self._prefixes.sent(prefix, engine)
+        reason: RouteReason = "bound" if passed_over else "prefix" if longest else "policy"
+        return engine, reason, longest * config.block_tokens
+
+    def _output_tokens_expected(self) -> int:
+        """Of an answer to come: the mean of those that ended, starting from a guess."""
+        return (self._output_tokens + OUTPUT_TOKENS_FIRST_GUESS) // (self._ended + 1)
+
+    # --------------------------------------------------------------------------------------- reports, ends and changes
+
+    def _learn(self, fact: LoadReported) -> None:
+        engine = self._known(fact.engine)
+        self.now_us = fact.time_us
+        before = self._reported[engine]
+        if self.state[engine] == "down" or (before is not None and fact.measured_us < before.measured_us):
+            return
+        self._reported[engine] = now = _Reported(fact.measured_us, fact.requests, fact.tokens)
+        if before is not None:
+            sent = list(before.since)
+        else:
+            mine = [at for at in self.open.values() if at.engine == engine]
+            sent = [(at.sent_us, at.prompt_tokens) for at in mine]
+        for sent_us, tokens in sent:
+            if sent_us > fact.measured_us:
+                now.add(sent_us, tokens)
+
+    def _known(self, engine: int) -> int:
+        if not 0 <= engine < len(self.engines):
+            raise ContractError(f"there is no engine {engine}: the router has 0 to {len(self.engines) - 1}")
+        return engine
+
+    def _forget_request(self, request_id: int, output_tokens: int) -> None:
+        gone = self.open.pop(request_id, None)
+        if gone is None:
+            return
+        self.open_requests[gone.engine] -= 1
+        self.open_tokens[gone.engine] -= gone.tokens
+        self._ended += 1
+        self._output_tokens += output_tokens
+
+    def _change(self, fact: EngineChanged) -> None:
+        engine = self._known(fact.engine)
+        self.now_us = fact.time_us
+        self.state[engine] = fact.state
+        self._up = [e for e, state in enumerate(self.state) if state == "up"]
+        self._up_weight = sum(self.engines[e].weight for e in self._up)
+        self._credit[engine] = 0.0
+        if fact.state in ("recovering", "down"):
+            self._prefixes.lost(engine)
+        if fact.state == "down":
+            self.open = {request_id: at for request_id, at in self.open.items() if at.engine != engine}
+            self.open_requests[engine] = self.open_tokens[engine] = 0
+            self._reported[engine] = None
+            self._sessions = {session: home for session, home in self._sessions.items() if home != engine}
+
+
+def engine_of_room(room: int, engines: int) -> int:
+    """Which of so many engines has a room. Both halves of a request ask, so nothing else may decide; as in SGLang."""
+    return room % engines
+
+
+class PrefixHomes:
+    """Which blocks of prompts were sent to which engine, each engine's in the order in which it will forget them."""
+
+    def __init__(self, blocks_max: list[int]) -> None:
+        """`blocks_max`: by engine, how many blocks its cache holds."""
+        self._blocks_max = blocks_max
+        self._homes: dict[int, int] = {}  # block key to engines, one bit each
+        self._blocks: list[dict[int, None]] = [{} for _ in blocks_max]  # by engine; the first is forgotten first
+
+    def match(self, prefix: tuple[int, ...]) -> dict[int, int]:
+        """How many blocks of the prompt's beginning each engine has, for those that have any."""
+        lengths: dict[int, int] = {}
+        having = -1
+        length = 0
+        for length, key in enumerate(prefix):
+            still = having & self._homes.get(key, 0)
+            if still != having:
+                if length:
+                    _note(lengths, having & ~still, length)
+                having = still
+                if not having:
+                    return lengths
+        if prefix:
+            _note(lengths, having, length + 1)
+        return lengths
+
+    def sent(self, prefix: tuple[int, ...], engine: int) -> None:
+        """A prompt went to an engine: its end will be forgotten before its beginning, as a radix cache evicts."""
+        blocks, homes, bit = self._blocks[engine], self._homes, 1 << engine
+        for key in reversed(prefix):
+            if key in blocks:
+                del blocks[key]
+            else:
+                homes[key] = homes.get(key, 0) | bit
+            blocks[key] = None
+        excess = len(blocks) - self._blocks_max[engine]
+        if excess > 0:
+            for key in [key for key, _ in zip(blocks, range(excess), strict=False)]:
+                del blocks[key]
+                self._leave(key, bit)
+
+    def lost(self, engine: int) -> None:
+        """An engine lost its cache."""
+        for key in self._blocks[engine]:
+            self._leave(key, 1 << engine)
+        self._blocks[engine] = {}
+
+    def _leave(self, key: int, bit: int) -> None:
+        left = self._homes[key] & ~bit
+        if left:
+            self._homes[key] = left
+        else:
+            del self._homes[key]
+
+
+def _note(lengths: dict[int, int], engines: int, length: int) -> None:
+    """Write a length down for every engine whose bit is set."""
+    while engines:
+        low = engines & -engines
+        lengths[low.bit_length() - 1] = length
+        engines ^= low
+
+
+# -------------------------------------------------------------------------------------------------------- prefix keys
+
+_MIX_1, _MIX_2, _GOLDEN = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15  # SplitMix64
+_MASK = (1 << 64) - 1
+
+
+def prefix_keys(ids: NDArray[np.int32], block_tokens: int, namespace: str = "") -> tuple[int, ...]:
+    """One key per whole block of a prompt, each standing for everything up to its end.
+
+    Args:
+        ids: int32 [tokens].
+        namespace: prompts share only inside it: tenant, adapter, salt.
+    Returns: 64-bit numbers. Equal beginnings have equal keys; different ones do by a chance of 2**-64 only, unless
+        somebody seeks them, and then a request goes to the wrong engine, where the radix cache compares tokens.
+    """
+    import numpy as np  # not at the top: a command line reads names and defaults here before it needs any array
+
+    blocks = len(ids) // block_tokens
+    if not blocks:
+        return ()
+    # Multilinear hashing: the sum of token times a fixed odd weight, modulo 2**64, one sum per block.
+    values = ids[: blocks * block_tokens].astype(np.int64).reshape(blocks, block_tokens)
+    sums = (values @ _weights(block_tokens)).tolist()
+    key = int.from_bytes(blake2b(namespace.encode(), digest_size=8).digest(), "big")
+    keys = []
+    for total in sums:
+        key = _mixed((key * _GOLDEN + total) & _MASK)
+        keys.append(key)
+    return tuple(keys)
+
+
+def _mixed(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+_WEIGHTS: dict[int, NDArray[np.int64]] = {}
+
+
+def _weights(block_tokens: int) -> NDArray[np.int64]:
+    import numpy as np
+
+    weights = _WEIGHTS.get(block_tokens)
+    if weights is None:
+        numbers = [_mixed(((place + 1) * _GOLDEN) & _MASK) | 1 for place in range(block_tokens)]
+        weights = _WEIGHTS[block_tokens] = np.array(numbers, np.uint64).view(np.int64)
+    return weights

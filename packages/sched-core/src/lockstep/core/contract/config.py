@@ -1,0 +1,891 @@
+"""Scheduler settings: validated on construction, immutable, recorded in the journal's header.
+
+Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment says otherwise
+(docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
+here, so that no two places compute it differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeGuard, get_args
+
+import msgspec
+
+from lockstep.core.contract.errors import ConfigError
+
+SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
+"""The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
+
+TruncateInput = Literal["no", "left", "right"]
+Requeue = Literal["tail", "front"]
+RetractedKv = Literal["free", "cache"]
+ChunkUnit = Literal["page", "token"]
+Batching = Literal["prefill_first", "mixed", "running_first"]
+Reserve = Literal["ratio", "on_demand", "full"]
+RetractionPolicy = Literal["length", "newest", "priority"]
+PrefixDeduplication = Literal["off", "last", "defer"]
+SessionKv = Literal["hold", "evictable"]
+SpeculativeMethod = Literal["none", "ngram", "draft_model", "eagle", "mtp"]
+Role = Literal["mixed", "prefill", "decode"]
+TransferAllocation = Literal["early", "prefill_complete"]
+TransferFailure = Literal["fail", "recompute"]
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+
+BEHAVIOUR_FLAGS: tuple[str, ...] = ()
+"""Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
+
+OVERLAP_DEPTH_MAX = 2
+DRAFT_SETTINGS = (
+    "speculative_method",
+    "num_speculative_tokens",
+    "speculative_min_chance",
+    "speculative_max_batch_size",
+)
+NUM_SPECULATIVE_TOKENS = 3  # SGLang's defaults for EAGLE are a chain of 3 to 5, by model
+NUM_SPECULATIVE_TOKENS_MAX = 64
+JUMP_FORWARD_TOKENS_MAX = 64
+
+
+class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tiers below the radix cache: host memory, and storage below that (docs/tiers.md). Defaults are SGLang's."""
+
+    host_pages: int  # KV pages of host memory
+    write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
+    write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
+    load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
+    load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
+    load_timeout_us: int | None = None  # a request waits no longer for a load, and computes; None: until it has ended
+    storage: bool = False  # a tier below the host: what the host gets is written there, and fetched from there
+    prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
+    prefetch_tokens_min: int = 256  # fewer tokens are not asked for
+    prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens asked for
+    prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
+
+    def __post_init__(self) -> None:
+        for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"`tiers.{name}` must be a whole number of at least 1, got `{value}`")
+        for name in ("load_tokens_min", "prefetch_timeout_us", "prefetch_timeout_us_per_ki_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
+        for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"`tiers.{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+        if not 0.0 < self.prefetch_share <= 1.0:
+            raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
+
+    @property
+    def uses_to_write(self) -> int:
+        """Uses after which a page is copied to the host while it is cached on the device."""
+        return self.write_uses if self.write_policy == "write_through_selective" else 1
+
+
+class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory of layers without full attention (docs/hybrid.md). At least one of the two kinds.
+
+    The interval of checkpoints is SGLang's `mamba_track_interval`.
+    """
+
+    window_tokens: int = 0  # positions that a sliding layer sees, the token's own among them; 0: no such layers
+    window_pages: int = 0  # pages of the sliding layers' pool
+    state_slots: int = 0  # of linear attention: one for each request that runs, and checkpoints; 0: no such layers
+    checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
+
+    def __post_init__(self) -> None:
+        for name in ("window_tokens", "window_pages", "state_slots", "checkpoint_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"`hybrid.{name}` must be a whole number, 0 (none) or more, got `{value}`")
+        if not self.window_tokens and not self.state_slots:
+            raise ConfigError(
+                "`hybrid` has neither `window_tokens` nor `state_slots`: all layers have full attention\n"
+                "hint: leave hybrid out"
+            )
+        if bool(self.window_tokens) != bool(self.window_pages):
+            raise ConfigError(
+                f"`hybrid.window_tokens` is {self.window_tokens} and `hybrid.window_pages` {self.window_pages}: "
+                "sliding layers need both, other models neither"
+            )
+        if self.state_slots == 1:
+            raise ConfigError(
+                "`hybrid.state_slots` must be 0 or at least 2, got `1`: who starts behind a checkpoint needs a slot "
+                "beside it"
+            )
+
+    def row_pages_max(self, page_size: int, ahead: int) -> int:
+        """Window pages that a decode may hold: those its window touches, the one it writes, and those of what is in
+        flight or written beside it, `ahead` positions (`SchedConfig.positions_ahead`).
+        """
+        return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
+
+
+class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that decides how one engine schedules. Raises ConfigError when settings contradict each other."""
+
+    # memory
+    page_size: int = 16  # tokens per KV page; a power of two
+    pages: int = 4096  # KV pages in the pool
+    radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
+    same_step_sharing: bool = False  # share a prompt's KV with whoever is launched behind it, before it is computed
+    waiting_prefix_refresh: int = 0  # launches after which cached prefixes of who waits count as used again; 0: never
+    radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
+
+    # limits
+    context_tokens_max: int = 32768  # prompt and output together, per request
+    max_running_requests: int = 256  # requests that hold a row and are not finished
+    request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
+    max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
+    waiting_timeout_us: int | None = None  # a request never admitted by then is rejected
+    running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
+
+    # admission
+    schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
+    schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
+    chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
+    max_prefill_tokens: int = 16384  # new tokens one extend may take in all
+    chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
+    chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
+    retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
+    retracted_kv: RetractedKv = "free"  # KV of who is retracted for pages: freed (SGLang), or left to the radix cache
+    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
+    reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
+    retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
+    prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
+    # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
+    # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
+    truncation_align_size: int | None = None
+    decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
+    prefill_decode_interval: int = 0  # decodes launched between two extends while anybody decodes, at least
+    retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
+
+    # overlap and output
+    overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
+    decode_steps_per_launch: int = 1  # decodes in one launch (multi-step scheduling): late to see an end or a shortage
+    overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
+    stream_interval: int = 1  # tokens between two messages of a streaming request
+    force_stream_interval: int = 50  # the same for a request that does not stream
+    eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
+
+    # order of the waiting line
+    schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
+    schedule_seed: int = 0  # shuffles the line under policy random
+    schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
+    default_priority_value: int | None = None  # priority of requests that come without; None: behind all others
+    prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
+    bypass_limit: int | None = 256  # requests from behind that may go before one that waits; None: any number (SGLang)
+    # sessions
+    session_kv: SessionKv = "hold"  # KV of a session between turns: held until pages lack, or evictable as any other
+    max_sessions: int = 1024  # sessions open at once
+
+    # structured output
+    grammar_timeout_us: int | None = None  # a request whose grammar has not compiled by then is rejected; None: never
+
+    # inputs
+    max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
+    truncate_input: TruncateInput = "no"  # which end a longer prompt loses; "no": it is rejected
+    isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
+    encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
+
+    # preemption
+    enable_priority_preemption: bool = False  # less important requests make room for more important ones
+    priority_preemption_threshold: int = 10  # and are less important by more than this
+
+    # drafts: see speculation.py; unset: none, and nothing is written of them, so that journals stay what they were
+    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # who drafts tokens to verify
+    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
+    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
+    speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
+    # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
+    jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+    # adapters
+    max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
+
+    # prefill and decode on different engines: docs/distributed.md; unset: mixed, and nothing is written of these
+    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts for decode engines, which go on behind
+    transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
+    transfer_failure: TransferFailure | msgspec.UnsetType = msgspec.UNSET  # KV does not come: end, or compute it here
+    num_reserved_decode_tokens: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # left to each that decodes when pages are given
+    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
+    bootstrap_timeout_us: int | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # without a word of the other half; None: never
+    transfer_timeout_us: int | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # from pages or last part to the end; None: never
+    # data-parallel attention: docs/distributed.md; unset: one rank, and nothing is written of these
+    dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
+    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
+    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has some
+    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
+    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
+    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
+        msgspec.UNSET
+    )  # and not while a rank that has some uses less of its KV pool than this share; None: no such rule
+    prefill_delayer_slots: bool | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # also until as many requests may start at once as did lately
+    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # also until this share of those that run waits; unset: no such rule
+    prefill_full_skip_passes: int | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
+    # tiers below the radix cache; unset: none, and nothing is written of it, so that journals stay what they were
+    tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
+    # sliding windows and linear attention; unset: all layers have full attention, and nothing is written of it
+    hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
+    # the encoder of media; unset: asked for everything at once, and nothing is written of it
+    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
+    # pipeline stages: docs/distributed.md; unset: one running batch, and nothing is written of these
+    pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
+    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and so many more, whose results are on their way
+    pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
+    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"`page_size` must be a power of two, got `{self.page_size}`\nhint: 16 and 32 are usual")
+        if self.overlap_depth not in range(OVERLAP_DEPTH_MAX + 1):
+            raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
+        _settle_drafts(self)
+        _settle_jumps(self)
+        _settle_role(self)
+        _settle_ranks(self)
+        _settle_stages(self)
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+        _settle_policy(self)
+        if not 0 <= self.schedule_seed < 2**63:
+            raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
+        if self.bypass_limit is not None and self.bypass_limit < 0:
+            raise ConfigError(
+                f"`bypass_limit` must be 0 (nobody is passed by) or more, got `{self.bypass_limit}`\n"
+                "hint: none lets a policy pass anybody for ever"
+            )
+        if self.enable_priority_preemption and self.schedule_policy != "priority":
+            raise ConfigError(
+                f"`enable_priority_preemption` is on, but `schedule_policy` is {self.schedule_policy}: who was "
+                "preempted could go before whom it made room for\nhint: take schedule_policy priority"
+            )
+        if self.enable_priority_preemption and self.retraction_policy != "priority":
+            raise ConfigError(
+                f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: for want of "
+                "pages the more important would make room for the less important, and be back by preemption\n"
+                "hint: take retraction_policy priority"
+            )
+        if self.enable_priority_preemption and self.bypass_limit == 0:
+            raise ConfigError(
+                "`enable_priority_preemption` is on, but `bypass_limit` 0 lets nobody go before those ahead of it\n"
+                "hint: raise bypass_limit"
+            )
+        if not 0.0 < self.schedule_conservativeness <= 100.0:
+            raise ConfigError(
+                f"`schedule_conservativeness` must be above 0 and at most 100, got `{self.schedule_conservativeness}`"
+            )
+        if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
+            raise ConfigError(
+                f"`chunked_prefill_size` {self.chunked_prefill_size} is less than `page_size` {self.page_size}: "
+                "no chunk would ever hold a whole page\nhint: raise chunked_prefill_size or lower page_size"
+            )
+        if self.chunked_prefill_size is not None and self.max_prefill_tokens < self.page_size:
+            raise ConfigError(
+                f"`max_prefill_tokens` {self.max_prefill_tokens} is less than `page_size` {self.page_size}: "
+                "no extend would ever hold a whole page\nhint: raise max_prefill_tokens or lower page_size"
+            )
+        if self.chunk_target_us is not None and self.chunked_prefill_size is None:
+            raise ConfigError("`chunk_target_us` shortens chunks, but `chunked_prefill_size` is none: nothing is split")
+        align = self.truncation_align_size
+        if align is not None:
+            _check_alignment(self, align)
+        if self.speculates and self.decode_steps_per_launch > 1:
+            raise ConfigError(
+                f"`speculative_method` is {self.speculative_method}, but `decode_steps_per_launch` is "
+                f"{self.decode_steps_per_launch}: a launch either verifies drafts or decodes several times\n"
+                "hint: drop one of the two"
+            )
+        if self.jumps and self.decode_steps_per_launch > 1:
+            raise ConfigError(
+                f"`jump_forward_tokens` is {self.jump_forward_tokens}, but `decode_steps_per_launch` is "
+                f"{self.decode_steps_per_launch}: nobody under a grammar decodes several times in a launch\n"
+                "hint: drop one of the two"
+            )
+        if self.request_rows is not None and self.request_rows < self.max_running_requests:
+            raise ConfigError(
+                f"`request_rows` {self.request_rows} is less than `max_running_requests` {self.max_running_requests}: "
+                "every running request holds a row\nhint: leave request_rows unset"
+            )
+        if not self.radix_cache and self.same_step_sharing:
+            raise ConfigError("`same_step_sharing` is on but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache and self.retracted_kv == "cache":
+            raise ConfigError(
+                "`retracted_kv` cache leaves KV to the radix cache, but `radix_cache` is off\n"
+                "hint: take retracted_kv free"
+            )
+        if not self.radix_cache and self.waiting_prefix_refresh:
+            raise ConfigError("`waiting_prefix_refresh` is set but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache and self.radix_capacity_pages is not None:
+            raise ConfigError("`radix_capacity_pages` is set but `radix_cache` is off\nhint: drop one of the two")
+        if not self.radix_cache and self.schedule_policy in ("lpm", "dfs-weight"):
+            raise ConfigError(
+                f"`schedule_policy` {self.schedule_policy} orders by cached prefix, but `radix_cache` is off\n"
+                "hint: turn radix_cache on or take schedule_policy fcfs"
+            )
+        if not self.radix_cache and self.prefix_deduplication != "off":
+            raise ConfigError(
+                f"`prefix_deduplication` {self.prefix_deduplication} waits for a prefix to be cached, but "
+                "`radix_cache` is off\nhint: drop one of the two"
+            )
+        if not self.radix_cache and self.tiers is not msgspec.UNSET:
+            raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
+        if self.hybrid is not msgspec.UNSET:
+            _check_hybrid(self, self.hybrid)
+
+    @property
+    def pool_tokens(self) -> int:
+        """KV positions in the whole pool."""
+        return self.pages * self.page_size
+
+    @property
+    def speculates(self) -> bool:
+        """Whether decodes verify drafts."""
+        return self.speculative_method is not msgspec.UNSET
+
+    @property
+    def drafts_max(self) -> int:
+        """Drafts that one launch verifies of a request, at most."""
+        return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
+
+    @property
+    def jumps(self) -> bool:
+        """Whether tokens that a grammar forces are computed together."""
+        return self.jump_forward_tokens is not msgspec.UNSET
+
+    @property
+    def forced_max(self) -> int:
+        """Forced tokens that one launch computes of a request, at most."""
+        return self.jump_forward_tokens if self.jump_forward_tokens is not msgspec.UNSET else 0
+
+    @property
+    def beside_newest_max(self) -> int:
+        """Tokens, drafts or forced, that one launch computes beside the newest one of a request, at most."""
+        return max(self.drafts_max, self.forced_max)
+
+    @property
+    def positions_per_decode(self) -> int:
+        """Positions by which one launch moves a request that decodes, at most."""
+        return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
+
+    @property
+    def positions_ahead(self) -> int:
+        """Positions beyond the first that is not delivered which decodes may be launched for."""
+        return (self.overlap_depth + 1) * self.positions_per_decode - 1
+
+    @property
+    def states_per_row(self) -> int:
+        """States of linear attention that a request which runs holds: one behind each token that may be its last."""
+        return 1 + self.drafts_max
+
+    @property
+    def chunk_unit_tokens(self) -> int:
+        """What new tokens are rounded up to when an extend's budgets are charged with them."""
+        return self.page_size if self.chunk_unit == "page" else 1
+
+    @property
+    def split_tokens(self) -> int:
+        """A prompt is split at positions that are multiples of this."""
+        return self.truncation_align_size or self.chunk_unit_tokens
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether its requests are shared with other engines: it is a prefill or a decode engine."""
+        return self.role is not msgspec.UNSET
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether it is one of several data-parallel ranks, which run every pass together."""
+        return self.dp_ranks is not msgspec.UNSET
+
+    @property
+    def encoder_budget(self) -> int | None:
+        """Encoder tokens in the making at once; None: no limit."""
+        return None if self.encoder_budget_tokens is msgspec.UNSET else self.encoder_budget_tokens
+
+    @property
+    def ranks_draft_together(self) -> bool:
+        """Whether drafts come from passes that all ranks run together; what looks at the text only is each rank's."""
+        return self.shares_passes and self.speculates and self.speculative_method != "ngram"
+
+    @property
+    def ranks_tell_more(self) -> bool:
+        """Whether ranks say more of themselves than what the pass is made of."""
+        triggers = (self.prefill_delayer_slots, self.prefill_delayer_queue_min_ratio)
+        return self.ranks_draft_together or any(value is not msgspec.UNSET for value in triggers)
+
+    @property
+    def pipelines(self) -> bool:
+        """Whether it has a running batch for each of several pipeline stages."""
+        return self.pp_size is not msgspec.UNSET
+
+    @property
+    def microbatches(self) -> int:
+        """Running batches."""
+        if self.pp_size is msgspec.UNSET or self.pp_async_batch_depth is msgspec.UNSET:
+            return 1
+        return self.pp_size + self.pp_async_batch_depth
+
+    @property
+    def launches_max(self) -> int:
+        """Batches that may be in flight at once."""
+        return self.microbatches * (self.overlap_depth + 1)
+
+    @property
+    def fits_latency(self) -> bool:
+        """Whether anybody asks how long passes with prompts take."""
+        return self.chunk_target_us is not None or self.pp_dynamic_chunking is True
+
+    @property
+    def rows_max(self) -> int:
+        """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
+        return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
+
+    @property
+    def request_tokens_max(self) -> int:
+        """The longest prompt plus output any request may reach: the one limit that entry and clamping share.
+
+        The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
+        """
+        return min(self.context_tokens_max, self.pool_tokens + 1)
+
+    def prompt_tokens_max(self, wants_output: bool) -> int:
+        """The longest prompt: one token of output must fit behind it, unless none is wanted."""
+        room = self.request_tokens_max - 1 if wants_output else min(self.context_tokens_max, self.pool_tokens)
+        return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "prefix_deduplication": get_args(PrefixDeduplication),
+    "session_kv": get_args(SessionKv),
+    "retracted_requeue": get_args(Requeue),
+    "retracted_kv": get_args(RetractedKv),
+    "chunk_unit": get_args(ChunkUnit),
+    "batching": get_args(Batching),
+    "reserve": get_args(Reserve),
+    "retraction_policy": get_args(RetractionPolicy),
+    "truncate_input": get_args(TruncateInput),
+}
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "lockstep": {  # one budget that prompts and decodes share, so that no burst holds up who decodes: docs/profiles.md
+        "batching": "mixed",
+        "reserve": "on_demand",
+        "chunked_prefill_size": 2048,
+    },
+    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
+        "page_size": 1,
+        "batching": "prefill_first",
+        "reserve": "ratio",
+        "retraction_policy": "length",
+        "retracted_requeue": "tail",
+        "prefix_deduplication": "last",
+        "waiting_prefix_refresh": 32,
+        "bypass_limit": None,
+        "chunked_prefill_size": 8192,
+        "max_prefill_tokens": 16384,
+        "overlap_depth": 1,
+    },
+    "vllm": {  # V1 0.33: one token budget, who runs first; allocate on demand, preempt the newest, to the front
+        "page_size": 16,
+        "same_step_sharing": True,
+        "prefix_deduplication": "defer",  # whoever shares a prompt's start reads it in the next launch, not in the same
+        "batching": "running_first",
+        "reserve": "on_demand",
+        "retraction_policy": "newest",
+        "retracted_requeue": "front",
+        "retracted_kv": "cache",
+        "chunk_unit": "token",
+        "bypass_limit": None,
+        "chunked_prefill_size": 2048,
+        "max_prefill_tokens": 2048,
+        "max_running_requests": 128,
+        "overlap_depth": 1,
+    },
+}
+"""Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
+
+
+def simulated_only(name: str) -> str:
+    """Why no runtime can carry out a setting yet, and what can be done; empty if one can."""
+    if name == "tiers":
+        return (
+            "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
+            "them yet\nhint: drop it, or try lockstep simulate --host-cache-gb"
+        )
+    if name == "hybrid":
+        return (
+            "`hybrid` (pools for sliding windows and linear attention) is simulated only: no runtime has such layers "
+            "yet\nhint: drop it, or try lockstep simulate --hybrid-memory"
+        )
+    if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
+        return (
+            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges what its ranks run "
+            "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
+        )
+    if name in ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS):
+        return (
+            f"`{name}` is of pipeline stages, which are simulated only: no runtime has several yet\n"
+            "hint: drop it, or try lockstep simulate --pp N --pp-size N"
+        )
+    if name in MEDIA_SETTINGS:
+        return (
+            f"`{name}` is of media, which are simulated only: no runtime has an encoder yet\n"
+            "hint: drop it, or try lockstep simulate --media image=0.3x1..4:1024x768"
+        )
+    return ""
+
+
+def refuse_simulated_only(name: str) -> None:
+    """Raise ConfigError for a setting that no runtime can carry out yet."""
+    if why := simulated_only(name):
+        raise ConfigError(why)
+
+
+def profile_settings(name: str) -> dict[str, Any]:
+    """The settings of a profile. Raises ConfigError for a name that is none."""
+    if name not in PROFILES:
+        raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
+    return dict(PROFILES[name])
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _check_alignment(config: SchedConfig, align: int) -> None:
+    if align % config.page_size:
+        raise ConfigError(f"`truncation_align_size` {align} is no multiple of `page_size` {config.page_size}")
+    for name in ("chunked_prefill_size", "max_prefill_tokens"):
+        limit = getattr(config, name)
+        if limit is not None and limit < align:
+            raise ConfigError(
+                f"`truncation_align_size` {align} exceeds `{name}` {limit}: no prompt could ever be split\n"
+                f"hint: raise {name} or lower truncation_align_size"
+            )
+    if config.batching != "prefill_first":
+        raise ConfigError(
+            f"`truncation_align_size` needs `batching` prefill_first, got `{config.batching}`: "
+            "decodes in the same pass change what is left for the prompt, and with it where it is split\n"
+            "hint: take batching prefill_first, or drop truncation_align_size"
+        )
+
+
+def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
+    if hybrid.window_tokens:
+        least = hybrid.row_pages_max(config.page_size, config.positions_ahead)
+        least += -(-config.split_tokens // config.page_size)
+        if hybrid.window_pages < least:
+            raise ConfigError(
+                f"`hybrid.window_pages` must be at least {least} for windows of {hybrid.window_tokens} tokens in pages "
+                f"of {config.page_size}: one request's window and a chunk; got `{hybrid.window_pages}`"
+            )
+        if config.chunked_prefill_size is None:
+            raise ConfigError(
+                "`hybrid.window_tokens` is set, but `chunked_prefill_size` is none: every page of a prompt would need "
+                "a window page at once\nhint: set chunked_prefill_size"
+            )
+    if hybrid.state_slots:
+        if not hybrid.checkpoint_tokens or hybrid.checkpoint_tokens % config.page_size:
+            raise ConfigError(
+                f"`hybrid.checkpoint_tokens` must be a multiple of `page_size` {config.page_size}, "
+                f"got `{hybrid.checkpoint_tokens}`"
+            )
+        if hybrid.state_slots < 1 + config.states_per_row:
+            raise ConfigError(
+                f"`hybrid.state_slots` must be at least {1 + config.states_per_row} with `num_speculative_tokens` "
+                f"{config.drafts_max}: a request has a state behind each draft, and may start from a checkpoint; "
+                f"got `{hybrid.state_slots}`\nhint: raise state_slots or lower num_speculative_tokens"
+            )
+
+
+def _settle_drafts(config: SchedConfig) -> None:
+    """With a method there is a number of drafts; without one there is none, and neither is written anywhere."""
+    method, drafts = config.speculative_method, config.num_speculative_tokens
+    if method == "none":
+        method = msgspec.UNSET
+        msgspec.structs.force_setattr(config, "speculative_method", method)
+    if method is msgspec.UNSET:
+        for name in DRAFT_SETTINGS[1:]:
+            value = getattr(config, name)
+            if value is not msgspec.UNSET:
+                raise ConfigError(
+                    f"`{name}` is {value}, but nobody drafts: `speculative_method` is none\n"
+                    "hint: take speculative_method ngram, draft_model, eagle or mtp"
+                )
+        return
+    if method not in get_args(SpeculativeMethod):
+        raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
+    if drafts is msgspec.UNSET:
+        msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
+    elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
+        raise ConfigError(
+            f"`num_speculative_tokens` must be a whole number from 1 to {NUM_SPECULATIVE_TOKENS_MAX}, got `{drafts}`"
+        )
+    chance, rows = config.speculative_min_chance, config.speculative_max_batch_size
+    if chance is not msgspec.UNSET and not 0.0 < chance < 1.0:
+        raise ConfigError(
+            f"`speculative_min_chance` must be above 0 and below 1, got `{chance}`\nhint: leave it out to draft always"
+        )
+    if rows is not msgspec.UNSET and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+        raise ConfigError(f"`speculative_max_batch_size` must be a whole number of at least 1, got `{rows}`")
+
+
+def _settle_jumps(config: SchedConfig) -> None:
+    """None at all is written nowhere."""
+    most = config.jump_forward_tokens
+    if most is msgspec.UNSET:
+        return
+    if not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= JUMP_FORWARD_TOKENS_MAX:
+        raise ConfigError(
+            f"`jump_forward_tokens` must be a whole number from 0 to {JUMP_FORWARD_TOKENS_MAX}, got `{most}`\n"
+            "hint: 16 is more than most grammars force at once; 0 computes each token by itself"
+        )
+    if not most:
+        msgspec.structs.force_setattr(config, "jump_forward_tokens", msgspec.UNSET)
+
+
+TRANSFER_SETTINGS: dict[str, Any] = {
+    "transfer_allocation": "early",
+    "transfer_failure": "fail",
+    "num_reserved_decode_tokens": 512,
+    "transfer_slots": None,
+    "bootstrap_timeout_us": 300_000_000,
+    "transfer_timeout_us": 300_000_000,
+}
+"""What a prefill or a decode engine has, unless it says otherwise: SGLang's values. Others have none of these."""
+
+
+def _settle_role(config: SchedConfig) -> None:
+    """With a role there is a value for each transfer setting; without one there is none, and nothing is written."""
+    if config.role == "mixed":
+        msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
+    for name, usual in TRANSFER_SETTINGS.items():
+        value = getattr(config, name)
+        if config.role is msgspec.UNSET and value is not msgspec.UNSET:
+            raise ConfigError(
+                f"`{name}` is {value}, but `role` is mixed: nothing is handed over\nhint: take role prefill or decode"
+            )
+        if config.role is not msgspec.UNSET and value is msgspec.UNSET:
+            msgspec.structs.force_setattr(config, name, usual)
+    if config.role is msgspec.UNSET:
+        return
+    for name, choices in (
+        ("role", get_args(Role)),
+        ("transfer_allocation", get_args(TransferAllocation)),
+        ("transfer_failure", get_args(TransferFailure)),
+    ):
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(config, name)}`")
+    for name, least in (
+        ("num_reserved_decode_tokens", 0),
+        ("transfer_slots", 1),
+        ("bootstrap_timeout_us", 1),
+        ("transfer_timeout_us", 1),
+    ):
+        value = getattr(config, name)
+        if name == "transfer_slots" and value is None:
+            msgspec.structs.force_setattr(config, name, 2 * config.max_running_requests)
+            continue
+        never = value is None and name.endswith("_timeout_us")
+        if not never and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
+
+
+RANK_SETTINGS: dict[str, Any] = {"dp_rank": 0, "prefill_delayer": False, "prefill_full_skip_passes": 0}
+"""What one of several data-parallel ranks has, unless it says otherwise. Others have none of these."""
+
+DELAYER_SETTINGS: dict[str, Any] = {
+    "prefill_delayer_max_delay_passes": 30,
+    "prefill_delayer_max_delay_us": 5_000_000,
+    "prefill_delayer_token_usage_low_watermark": None,
+}
+"""What a prefill delayer has, unless it says otherwise: SGLang's values."""
+
+TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
+"""What makes a prefill delayer wait for more prompts where every rank has some. Unset: it does not."""
+
+
+def _settle_ranks(config: SchedConfig) -> None:
+    """Of several ranks each has a value for each setting of theirs; of one there is none, and nothing is written."""
+    ranks = config.dp_ranks
+    if ranks == 1:
+        msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
+        if config.dp_rank == 0:
+            msgspec.structs.force_setattr(config, "dp_rank", msgspec.UNSET)
+    elif ranks is not msgspec.UNSET and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+        raise ConfigError(f"`dp_ranks` must be a whole number of at least 1, got `{ranks}`")
+    for name, usual in RANK_SETTINGS.items():
+        _settle_one(config, name, usual, config.shares_passes, "there is one rank", "take dp_ranks 2 or more")
+    delays = config.prefill_delayer is True
+    for name, usual in DELAYER_SETTINGS.items():
+        _settle_one(config, name, usual, delays, "nothing delays prompts", "turn prefill_delayer on")
+    if config.prefill_delayer_slots is False:
+        msgspec.structs.force_setattr(config, "prefill_delayer_slots", msgspec.UNSET)
+    for name in TRIGGER_SETTINGS:
+        if getattr(config, name) is not msgspec.UNSET:
+            _settle_one(config, name, None, delays, "nothing delays prompts", "turn prefill_delayer on")
+    if not config.shares_passes:
+        return
+    if not isinstance(config.prefill_delayer, bool):
+        raise ConfigError(f"`prefill_delayer` must be true or false, got `{config.prefill_delayer}`")
+    least = {"dp_rank": 0, "prefill_full_skip_passes": 0}
+    least |= {"prefill_delayer_max_delay_passes": 1, "prefill_delayer_max_delay_us": 1} if delays else {}
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ConfigError(f"`{name}` must be a whole number of at least {smallest}, got `{value}`")
+    assert config.dp_ranks is not msgspec.UNSET
+    assert config.dp_rank is not msgspec.UNSET
+    if config.dp_rank >= config.dp_ranks:
+        raise ConfigError(f"`dp_rank` {config.dp_rank} is none of {config.dp_ranks} ranks, which count from 0")
+    low = config.prefill_delayer_token_usage_low_watermark
+    if low is not msgspec.UNSET and low is not None and not 0.0 < low <= 1.0:
+        raise ConfigError(
+            f"`prefill_delayer_token_usage_low_watermark` must be above 0 and at most 1, got `{low}`\n"
+            "hint: leave it out for no watermark"
+        )
+    if config.prefill_delayer_slots not in (True, msgspec.UNSET):
+        raise ConfigError(f"`prefill_delayer_slots` must be true or false, got `{config.prefill_delayer_slots}`")
+    ratio = config.prefill_delayer_queue_min_ratio
+    if ratio is not msgspec.UNSET and not 0.0 < ratio <= 1.0:
+        raise ConfigError(
+            f"`prefill_delayer_queue_min_ratio` must be above 0 and at most 1, got `{ratio}`\n"
+            "hint: 0.1 to 0.5 are usual; leave it out for no such rule"
+        )
+    if config.decode_steps_per_launch > 1:
+        raise ConfigError(
+            f"`dp_ranks` is {config.dp_ranks}, but `decode_steps_per_launch` is {config.decode_steps_per_launch}: "
+            "ranks agree on every pass\nhint: drop one of the two"
+        )
+    for name in ("prefill_delayer", "prefill_full_skip_passes"):
+        if config.hands_over and getattr(config, name):
+            raise ConfigError(
+                f"`{name}` is {getattr(config, name)}, but `role` is {config.role}: prompts and decodes are on "
+                "different engines, so neither waits for the other\nhint: drop one of the two"
+            )
+
+
+MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
+"""What only requests with media are asked about."""
+
+STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
+"""What an engine with microbatches has, unless it says otherwise: SGLang's values. Others have none of these."""
+
+PP_SIZE_MAX = 64
+
+
+def _settle_stages(config: SchedConfig) -> None:
+    """With stages there is a value for each setting of theirs; without there is none, and nothing is written."""
+    if config.pp_size == 1:
+        msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
+    why, hint = "there is one stage", "take pp_size 2 or more"
+    for name, usual in STAGE_SETTINGS.items():
+        _settle_one(config, name, usual, config.pipelines, why, hint)
+    share = max(config.max_running_requests // config.pp_size, 1) if _is_count(config.pp_size, 2) else 1
+    _settle_one(config, "pp_max_micro_batch_size", share, config.pipelines, why, hint)
+    if not config.pipelines:
+        return
+    for name, least, most in (
+        ("pp_size", 2, PP_SIZE_MAX),
+        ("pp_async_batch_depth", 0, PP_SIZE_MAX),
+        ("pp_max_micro_batch_size", 1, None),
+    ):
+        value = getattr(config, name)
+        if not _is_count(value, least) or (most is not None and value > most):
+            upper = f" and at most {most}" if most is not None else ""
+            raise ConfigError(f"`{name}` must be a whole number of at least {least}{upper}, got `{value}`")
+    if not isinstance(config.pp_dynamic_chunking, bool):
+        raise ConfigError(f"`pp_dynamic_chunking` must be true or false, got `{config.pp_dynamic_chunking}`")
+    if config.pp_dynamic_chunking and config.chunked_prefill_size is None:
+        raise ConfigError(
+            "`pp_dynamic_chunking` shortens chunks, but `chunked_prefill_size` is none: nothing is split\n"
+            "hint: set chunked_prefill_size"
+        )
+    if config.pp_dynamic_chunking and config.truncation_align_size is not None:
+        raise ConfigError(
+            f"`truncation_align_size` is {config.truncation_align_size}, but `pp_dynamic_chunking` is on: where a "
+            "prompt is split would depend on what passes took\nhint: drop one of the two"
+        )
+    if not config.overlap_consecutive_prefills:
+        raise ConfigError(
+            "`overlap_consecutive_prefills` is False, but with `pp_size` every microbatch has launches of its own: "
+            "their extends follow each other through the stages\nhint: drop one of the two"
+        )
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _settle_one(config: SchedConfig, name: str, usual: object, there: bool, why: str, hint: str) -> None:
+    """A setting of a feature that is there gets its usual value; one of a feature that is not there is refused."""
+    value = getattr(config, name)
+    if not there and value is not msgspec.UNSET:
+        raise ConfigError(f"`{name}` is {value}, but {why}\nhint: {hint}, or drop it")
+    if there and value is msgspec.UNSET:
+        msgspec.structs.force_setattr(config, name, usual)
+
+
+def _settle_policy(config: SchedConfig) -> None:
+    """A policy of an installed package gets its version, so that a journal's header names what decided."""
+    if config.schedule_policy in SCHEDULE_POLICIES:
+        if config.schedule_policy_version:
+            raise ConfigError(
+                f"`schedule_policy_version` is {config.schedule_policy_version}, but `schedule_policy` "
+                f"{config.schedule_policy} is the core's own\nhint: drop schedule_policy_version"
+            )
+    elif not config.schedule_policy_version:
+        from lockstep.core.scheduler.policies import installed_version  # not needed by anybody else
+
+        msgspec.structs.force_setattr(config, "schedule_policy_version", installed_version(config.schedule_policy))
+
+
+def _require_positive(config: SchedConfig) -> None:
+    at_least_one = (
+        "page_size pages context_tokens_max max_running_requests request_rows max_queued_requests waiting_timeout_us "
+        "running_timeout_us max_prefill_tokens chunked_prefill_size stream_interval force_stream_interval "
+        "radix_capacity_pages prefill_max_requests truncation_align_size chunk_target_us decode_look_ahead "
+        "decode_steps_per_launch max_sessions grammar_timeout_us max_input_tokens encoder_cache_tokens"
+    ).split()
+    for name in at_least_one:
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigError(f"`{name}` must be a whole number of at least 1, got `{value}`")
+    budget = config.encoder_budget_tokens
+    if budget is not msgspec.UNSET and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+        raise ConfigError(
+            f"`encoder_budget_tokens` must be a whole number of at least 1, got `{budget}`\n"
+            "hint: leave it out for no limit"
+        )
+    for name in ("retract_every", "prefill_decode_interval", "waiting_prefix_refresh"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(f"`{name}` must be a whole number, 0 (never) or more, got `{value}`")
+    for name, zero in (("max_loras", "no LoRA"), ("priority_preemption_threshold", "any difference")):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ConfigError(f"`{name}` must be a whole number, 0 ({zero}) or more, got `{value}`")
+    if config.context_tokens_max < 2:
+        raise ConfigError("`context_tokens_max` must be at least 2: one prompt token and one output token, got `1`")
+    for token in config.eos_token_ids:
+        if not 0 <= token < 2**31:
+            raise ConfigError(f"`eos_token_ids` must be token ids, 0 to {2**31 - 1}, got `{token}`")
+    if len(config.eos_token_ids) > 64:
+        raise ConfigError(f"`eos_token_ids` has {len(config.eos_token_ids)} ids, at most 64 are allowed")

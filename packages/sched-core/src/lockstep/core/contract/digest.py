@@ -1,0 +1,192 @@
+"""The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
+
+Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
+rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
+matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
+ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
+its admission names, and counts of one.
+From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
+A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that only tell
+why (`TELLING`) are left out: they are numbers of the state, which the rest of the chain covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from struct import Struct
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+from msgspec.structs import astuple
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import (
+    BatchPlan,
+    CancelTransfer,
+    CompanionCopy,
+    CompileGrammar,
+    ControlAnswered,
+    CopyToHost,
+    LaunchBatch,
+    LoadAdapter,
+    LoadFromHost,
+    Mode,
+    PrefetchFromStorage,
+    ProposeBatch,
+    SampleBatch,
+    StartTransfer,
+    Step,
+    StreamTokens,
+    WriteToStorage,
+)
+from lockstep.core.contract.events import AdmissionDeferred, Decided, RequestRetracted
+
+DIGEST_BYTES = 16
+MANY = 128  # requests of a plan or message
+EMPTY_DIGEST = bytes(DIGEST_BYTES)
+MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
+
+TELLING: dict[type[Decided], int] = {AdmissionDeferred: 1, RequestRetracted: 2}
+"""How many of an event's last fields tell why, and are not covered."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_plan_head = Struct("<cBqqiiiii").pack
+_stream_head = Struct("<cii").pack
+_fresh = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
+
+
+def step_digest(previous: bytes, step: Step) -> bytes:
+    """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
+    pieces: list[Any] = [previous]  # bytes and arrays, as they are
+    add = pieces.append
+    for event in step.decided:
+        add(_decided_bytes(event))
+    for command in step.commands:
+        if type(command) is StreamTokens:
+            count, tokens = len(command.offsets), len(command.tokens)
+            ids = command.request_ids if count < MANY else command.ids_digest or ids_digest(command.request_ids)
+            add(_stream_head(b"s", count, tokens))
+            add(ids)
+            add(command.offsets)
+            if tokens != count:
+                add(command.token_counts)
+        elif type(command) is LaunchBatch:
+            _add_plan(add, command.plan)
+            if command.sample == "deferred":
+                add(_encode(("deferred", command.plan.sample_after)))
+        elif type(command) is SampleBatch:
+            moves = [(request_id, epoch, len(tokens)) for request_id, epoch, tokens in command.grammar_advance]
+            add(_encode(("sample", command.batch_id, moves)))
+        elif type(command) is ProposeBatch:
+            where = (command.microbatch,) if command.microbatch else ()
+            add(_encode(("propose", command.round, command.counts, command.wish, *where)))
+        elif type(command) is CompileGrammar:
+            add(_encode(("compile", command.grammar.digest)))
+        elif type(command) is ControlAnswered:
+            add(_encode(("answer", command.control_id, command.ok)))
+        elif type(command) is LoadAdapter:
+            add(_encode(("load", command.adapter, command.version, command.slot)))
+        elif type(command) is StartTransfer:
+            about = (command.room, command.direction, command.start_tokens, command.stop_tokens, command.last)
+            add(_encode(("transfer", command.transfer_id, command.slot, *about, command.pages.tobytes())))
+            if command.hybrid is not None:
+                add(_encode(("hybrid", command.hybrid.window_pages.tobytes(), command.hybrid.state_slot)))
+        elif type(command) is CancelTransfer:
+            add(_encode(("cancel transfer", command.transfer_id)))
+        elif type(command) is CopyToHost:
+            add(_encode(("write", command.copy_id, command.given_up)))
+            add(command.device_pages)
+            add(command.host_pages)
+            _add_companions(add, command.companions)
+        elif type(command) is LoadFromHost:
+            add(_encode(("from host", command.copy_id)))
+            add(command.host_pages)
+            add(command.device_pages)
+            _add_companions(add, command.companions)
+        elif type(command) is PrefetchFromStorage:
+            add(_encode(("prefetch", command.prefetch_id, *command.keys[-1:])))
+            add(command.host_pages)
+            for one in command.companions:
+                add(_encode((one.kind, one.seen, one.there, command.reached, *one.keys[-1:])))
+                add(one.host)
+        elif type(command) is WriteToStorage:
+            add(_encode(("store", command.write_id, *command.keys[-1:])))
+            add(command.host_pages)
+            for stored in command.companions:
+                add(_encode((stored.kind, stored.keys)))
+                add(stored.host)
+    chain = _fresh()
+    chain.update(b"".join(pieces))
+    return chain.digest()
+
+
+def _add_companions(add: Callable[[Any], None], companions: tuple[CompanionCopy, ...]) -> None:
+    for one in companions:
+        add(_encode((one.kind, len(one.device))))
+        add(one.device)
+        add(one.host)
+
+
+def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
+    deltas = plan.deltas
+    rows, sampling, changes = len(plan.rows), len(plan.sample_rows), len(deltas.pages)
+    head = _plan_head(
+        b"b",
+        MODES[plan.mode],
+        plan.batch_id,
+        plan.generation,
+        plan.microbatch,
+        rows,
+        plan.extend_rows,
+        sampling,
+        changes,
+    )
+    ids = plan.request_ids if rows < MANY else plan.ids_digest or ids_digest(plan.request_ids)
+    add(head)
+    add(ids)
+    add(plan.starts)
+    if plan.extend_rows or plan.steps > 1 or plan.speculation is not None:
+        add(plan.stops)
+    if sampling != rows:
+        add(plan.sample_rows)
+    if changes:
+        add(deltas.runs)
+        add(deltas.pages)
+    if plan.pooled_rows.size:
+        add(b"pooled")
+        add(plan.pooled_rows)
+    if plan.speculation is not None:
+        add(_encode((plan.speculation.method, plan.speculation.draft_tokens, plan.starts_after)))
+        add(plan.speculation.draft_lengths)
+        if plan.speculation.forced_lengths.size:
+            add(b"forced")
+            add(plan.speculation.forced_lengths)
+    if plan.hybrid is not None:
+        add(b"hybrid")
+        for column in astuple(plan.hybrid):
+            add(len(column).to_bytes(4, "little"))
+            add(column)
+    if plan.ranks is not None:
+        add(_encode(plan.ranks.told))
+    if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
+        logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
+        add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
+
+
+def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
+    """What stands for the ids of many requests; b"" for few, which stand for themselves."""
+    return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
+
+
+def _decided_bytes(event: Decided) -> bytes:
+    values, defaults = astuple(event), event.__struct_defaults__
+    if telling := TELLING.get(type(event)):
+        values, defaults = values[:-telling], defaults[:-telling]
+    size = len(values)
+    for default in reversed(defaults):
+        if values[size - 1] != default:
+            break
+        size -= 1
+    return _encode((type(event).__name__, *values[1:size]))

@@ -1,0 +1,827 @@
+"""Prefill and decode on different engines: what becomes of a request whose KV is computed here and used there.
+
+A request of a *room* comes to two engines. The prefill engine computes its prompt and draws its first token, and sends
+the KV part by part, behind the batches that compute it. The decode engine gives pages to the writer, waits until all of
+it is there, and goes on from the first token as if it had computed the prompt itself.
+
+    prefill   bootstrap -> waiting (the line, its chunks) -> sending -> in flight -> over
+    decode    preallocating -> receiving -> ready -> over: it runs
+
+Each side has a table, `SENDER` and `RECEIVER`: the state of a transfer, what happened, the state that follows. The code
+moves along them and nowhere else; docs/distributed.md shows them. A transfer is named by the request's id on its
+engine, which is never used twice: so facts about a transfer that is over are known to be late, and ignored.
+
+**Who touches pages.** Pages that a writer or reader elsewhere may touch belong to the transfer until it has *ended* on
+this side: done, failed or link_down, of which the host tells exactly once. A request that goes before that leaves them
+in quarantine. On the decode side these are the pages given to the writer; on the prefill side the row of the request,
+which `Memory.lent` pins.
+
+**Nobody waits for pages while holding some.** A transfer is given all pages up to and with the one its first decode
+writes, or none; who is ready therefore needs a row and no page. Who is ready can be made to give its pages back, and
+who receives ends without anybody here. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for each request
+that runs or will, or what the largest of those that run still needs, whichever is more.
+
+**Nobody takes what another holds up.** A sample that follows another and a turn that is not on take neither slot nor
+pages; an encoder is asked once both sides are sure; who is ready, and so holds pages, gets its adapter before the line.
+
+**A change of the role** (`RoleChange`) lets nobody in, ends whoever is left when its time is over, and happens when
+nothing of the old role is left: no request, no batch, no transfer.
+"""
+
+from __future__ import annotations
+
+from heapq import heappush
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, ControlAnswered, StartTransfer, Step, StreamTokens
+from lockstep.core.contract.config import TRANSFER_SETTINGS, Role, SchedConfig
+from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
+from lockstep.core.contract.events import (
+    FinishReason,
+    PrefillCompleted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestId,
+    TransferAdvanced,
+    TransferCause,
+    TransferMoved,
+    TransferState,
+)
+from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.requests import extras, prerequisites
+from lockstep.core.requests.table import NOBODY, Adapter, Int32s, Request
+from lockstep.core.requests.validation import Refused
+from lockstep.core.scheduler import delivery
+from lockstep.core.scheduler.admission import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.scheduler.batching import InFlight, Part
+from lockstep.core.scheduler.retraction import importance
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+
+Table = dict[tuple[TransferState, TransferCause], TransferState]
+
+SENDER: Table = {
+    ("bootstrap", "accepted"): "accepted",
+    ("accepted", "joined"): "waiting",
+    ("waiting", "part_given"): "sending",
+    ("waiting", "all_given"): "in_flight",
+    ("sending", "part_given"): "sending",
+    ("sending", "all_given"): "in_flight",
+    ("in_flight", "done"): "over",
+    ("bootstrap", "failed"): "over",
+    ("accepted", "failed"): "over",
+    ("waiting", "failed"): "over",
+    ("sending", "failed"): "over",
+    ("in_flight", "failed"): "over",
+    ("bootstrap", "abandoned"): "over",
+    ("accepted", "abandoned"): "over",
+    ("waiting", "abandoned"): "over",
+    ("sending", "abandoned"): "quarantined",
+    ("in_flight", "abandoned"): "quarantined",
+    ("quarantined", "done"): "over",
+    ("quarantined", "failed"): "over",
+}
+"""The prefill engine's side."""
+
+RECEIVER: Table = {
+    ("awaited", "offered"): "preallocating",
+    ("preallocating", "allocated"): "receiving",
+    ("receiving", "done"): "ready",
+    ("ready", "joined"): "over",
+    ("awaited", "failed"): "over",
+    ("preallocating", "failed"): "over",
+    ("receiving", "failed"): "over",
+    ("awaited", "abandoned"): "over",
+    ("preallocating", "abandoned"): "over",
+    ("receiving", "abandoned"): "quarantined",
+    ("ready", "abandoned"): "over",
+    ("quarantined", "done"): "over",
+    ("quarantined", "failed"): "over",
+}
+"""The decode engine's side."""
+
+MEANINGS: dict[TransferState, str] = {
+    "bootstrap": "held: the decode engine has not given pages yet",
+    "accepted": "held: no metadata slot is free",
+    "waiting": "in the line, or its prompt is being computed; nothing was sent",
+    "sending": "parts are sent while the prompt is being computed",
+    "in_flight": "the whole prompt is being sent",
+    "awaited": "held: the prefill engine has not computed the prompt (allocation prefill_complete)",
+    "preallocating": "held: it has no pages yet",
+    "receiving": "held: its pages are the writer's",
+    "ready": "held: its KV is there, and a row is all it needs",
+    "quarantined": "the request has gone on without it, or ended; pages and slot wait for the other side",
+    "over": "nothing is held for it any more",
+}
+
+FIRST: dict[tuple[str, str], TransferState] = {
+    ("prefill", "early"): "bootstrap",
+    ("prefill", "prefill_complete"): "accepted",
+    ("decode", "early"): "preallocating",
+    ("decode", "prefill_complete"): "awaited",
+}
+"""Where a transfer begins, by the engine's role and `transfer_allocation`."""
+
+REPEATABLE: frozenset[TransferCause] = frozenset({"accepted", "offered"})
+"""What may be said again, or too late; where the table has no row for it, nothing happens."""
+
+TOUCHED: frozenset[TransferState] = frozenset({"sending", "in_flight", "receiving", "quarantined"})
+"""States in which the other side may read or write pages."""
+
+HELD: frozenset[TransferState] = frozenset({"bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready"})
+"""States in which the request is held for it."""
+
+CAUSES: dict[str, TransferCause | None] = {
+    "accepted": "accepted",
+    "offered": "offered",
+    "moving": None,
+    "done": "done",
+    "failed": "failed",
+    "link_down": "failed",
+}
+"""What a TransferAdvanced of this status is to the tables; None: nothing."""
+
+NO_SLOT = -1
+
+
+class Transfer(msgspec.Struct):
+    """One request's transfer, on one side of it."""
+
+    request_id: RequestId
+    room: int
+    state: TransferState
+    slot: int = NO_SLOT  # of the metadata
+    start_tokens: int = 0  # positions before are on the decode engine already
+    due_us: int | None = None  # when it is given up, in this state
+    weights: int = 0  # version of the weights whose KV it is
+    given_tokens: int = 0  # sender: positions before were handed to the host, or need not be sent
+    ends: FinishReason | None = None  # sender: how the first token ended it there, once that was delivered
+    cached_tokens: int = 0  # receiver: of its prompt, which the prefill engine found cached
+    namespace: str = ""  # receiver: of the path that it locks
+    pages: Int32s = NO_ROWS  # receiver: behind that path, for all positions up to its first decode's
+    handle: RadixNode | None = None  # receiver: its lock on what this engine had of the prompt
+
+
+class RoleChange(msgspec.Struct):
+    """What the engine is to become once all it has taken has ended."""
+
+    control_id: int
+    role: Role
+    due_us: int  # whoever is left then ends
+
+
+class TransferImage(msgspec.Struct, forbid_unknown_fields=True):
+    """A transfer in a snapshot."""
+
+    request_id: int
+    room: int
+    state: TransferState
+    slot: int
+    start_tokens: int
+    due_us: int | None
+    weights: int
+    given_tokens: int
+    ends: FinishReason | None
+    cached_tokens: int
+    namespace: str
+    pages: bytes
+    handle: int | None
+
+
+class TransfersImage(msgspec.Struct, forbid_unknown_fields=True):
+    """All transfers of an engine in a snapshot, in their order."""
+
+    transfers: list[TransferImage]
+    line: list[int]
+    ready: list[int]
+    free_slots: list[int]
+    lent: list[tuple[int, int, list[bytes]]]
+    change: RoleChange | msgspec.UnsetType = msgspec.UNSET
+
+
+class TransferSettings(NamedTuple):
+    """What SchedConfig says of transfers, for an engine that has any."""
+
+    role: str
+    allocation: str
+    recompute: bool  # a prompt whose KV does not come
+    reserved_tokens: int
+    slots: int
+    bootstrap_timeout_us: int | None
+    transfer_timeout_us: int | None
+
+    @staticmethod
+    def of(config: SchedConfig) -> TransferSettings:
+        """Of a prefill or a decode engine, all of whose transfer settings have values."""
+        known: Any = config
+        return TransferSettings(
+            known.role,
+            known.transfer_allocation,
+            known.transfer_failure == "recompute",
+            known.num_reserved_decode_tokens,
+            known.transfer_slots,
+            known.bootstrap_timeout_us,
+            known.transfer_timeout_us,
+        )
+
+
+class Transfers:
+    """The transfers of one engine, prefill or decode."""
+
+    def __init__(self, config: SchedConfig) -> None:
+        self.settings = settings = TransferSettings.of(config)
+        self.sends = settings.role == "prefill"
+        self.table = SENDER if self.sends else RECEIVER
+        self.first = FIRST[settings.role, settings.allocation]
+        self.all: dict[RequestId, Transfer] = {}  # that are not over, in the order of their arrival
+        self.rooms: dict[int, RequestId] = {}
+        self.line: list[RequestId] = []  # who waits for a slot ("accepted"), or for pages too ("preallocating")
+        self.ready: list[RequestId] = []  # who waits for a row, as their KV arrived
+        self.free_slots: list[int] = list(range(settings.slots - 1, -1, -1))
+        self.change: RoleChange | None = None
+
+    # ------------------------------------------------------------------------------------------------------------- ask
+
+    def in_state(self, *states: TransferState) -> list[Transfer]:
+        """The transfers in one of these states, by arrival."""
+        return [transfer for transfer in self.all.values() if transfer.state in states]
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether any transfer keeps pages, beside the rows of who runs."""
+        return any(transfer.state in TOUCHED or transfer.state == "ready" for transfer in self.all.values())
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing about transfers is to be decided while only decodes go on."""
+        return not self.line and not self.ready and self.change is None
+
+    def due_of(self, request_id: RequestId) -> int | None:
+        """When the transfer of a request is given up."""
+        transfer = self.all.get(request_id)
+        return transfer.due_us if transfer is not None else None
+
+    def holds(self, request: Request) -> bool:
+        """Whether it waits for its transfer: until its prompt may be computed here, or has come."""
+        transfer = self.all.get(request.request_id)
+        return transfer is not None and transfer.state in HELD
+
+    def ready_on(self, engine: Engine, adapter: Adapter) -> list[Request]:
+        """Who is ready and runs on this adapter."""
+        ready = [engine.requests[request_id] for request_id in self.ready]
+        return [request for request in ready if request.adapter == adapter]
+
+    def adapters_wanted(self, engine: Engine) -> list[Adapter]:
+        """Of those who are ready, as long as they may start: they hold pages, so they go before anybody in the line."""
+        if engine.maintenance.still:
+            return []
+        return [engine.requests[request_id].adapter for request_id in self.ready]
+
+    def is_sent(self, request: Request) -> bool:
+        """Whether its prompt is computed and it only waits until it was sent."""
+        transfer = self.all.get(request.request_id)
+        return transfer is not None and transfer.ends is not None
+
+    def is_given(self, request: Request) -> bool:
+        """Whether any of its KV was handed to the host to be sent."""
+        transfer = self.all.get(request.request_id)
+        return transfer is not None and transfer.state in ("sending", "in_flight")
+
+    # --------------------------------------------------------------------------------------------------- come and leave
+
+    def check(self, event: RequestArrived, samples: int) -> None:
+        """Raise Refused for an arrival that this engine cannot serve its half of. Samples have consecutive rooms."""
+        if self.change is not None:
+            raise Refused("draining", f"the engine is becoming {self.change.role} and takes no new requests")
+        if event.transfer_room is None:
+            if self.sends and not event.max_new_tokens:
+                return  # its prompt is all there is to it
+            raise Refused("bad_request", f"`transfer_room` is missing: this is a {self.settings.role} engine")
+        for room in range(event.transfer_room, event.transfer_room + samples):
+            if room in self.rooms:
+                raise Refused("bad_request", f"`transfer_room` is {room}, which is the room of r{self.rooms[room]}")
+        if not event.max_new_tokens:
+            raise Refused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
+
+    def take_in(self, engine: Engine, request: Request, event: RequestArrived, step: Step) -> None:
+        """An accepted request is held: until the other side is there, or for pages."""
+        if event.transfer_room is None:
+            return
+        transfer = Transfer(request.request_id, event.transfer_room, self.first)
+        self.all[request.request_id] = transfer
+        self.rooms[transfer.room] = request.request_id
+        engine.hold(request)
+        self._enter(engine, transfer, step)
+
+    def turn_began(self, engine: Engine, request: Request, step: Step) -> None:
+        """A turn has its prompt now: the prefill engine may be told, and has so long to be heard of."""
+        transfer = self.all.get(request.request_id)
+        if transfer is not None and transfer.state == "awaited":
+            self._set_due(engine, transfer, self.settings.bootstrap_timeout_us, step)
+
+    def ended(self, engine: Engine, request: Request, step: Step) -> None:
+        """A request ends while its transfer goes on: the other side is told, and what it touches is kept for it."""
+        transfer = self.all.get(request.request_id)
+        if transfer is not None and transfer.state != "quarantined":
+            self._abandon(engine, transfer, step)
+
+    def expired(self, engine: Engine, request: Request, step: Step) -> None:
+        """A transfer took too long in its state."""
+        self._abandon(engine, self.all[request.request_id], step)
+        self._lost(engine, request, step)
+
+    def weights_changed(self, engine: Engine, step: Step) -> None:
+        """KV of the weights before is no good with these: what arrived is computed again, what is half sent fails.
+
+        Nothing is in flight. What was computed to its end before goes on being sent, with its version.
+        """
+        for transfer in self.in_state("waiting", "sending", "ready"):
+            request = engine.requests[transfer.request_id]
+            if transfer.state == "ready":
+                self.give_up(engine, request, step)
+            elif request.row >= 0:
+                engine.finish(request, "transfer", step)
+
+    def restarted(self, engine: Engine, step: Step) -> None:
+        """The device is gone, and with it all that was on its way from it or to it, and who touched it."""
+        for transfer in list(self.all.values()):
+            request = engine.requests.get(transfer.request_id)
+            if transfer.state != "quarantined":
+                self._abandon(engine, transfer, step)
+                assert request is not None
+                self._lost(engine, request, step, asks=False)
+            if transfer.state == "quarantined":
+                self._move(engine, transfer, "failed", step)
+
+    def give_up(self, engine: Engine, request: Request, step: Step) -> None:
+        """Take the pages of a request that is ready back: it joins the line and is computed here."""
+        self._abandon(engine, self.all[request.request_id], step)
+        self._compute_here(engine, request, step)
+
+    def makes_way(self, engine: Engine, step: Step) -> bool:
+        """Take windows back for a split prompt, which nobody else will give any: of the newest who gets no row.
+
+        Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
+        """
+        held_up = engine.memory.hybrid is not None and not engine.in_flight and not engine.everybody[0].size
+        if held_up and self.ready:
+            self.give_up(engine, engine.requests[self.ready[-1]], step)
+            return True
+        return False
+
+    def give_up_all(self, engine: Engine, step: Step) -> None:
+        """The same for everybody who is ready."""
+        for transfer in self.in_state("ready"):
+            self.give_up(engine, engine.requests[transfer.request_id], step)
+
+    def _lost(self, engine: Engine, request: Request, step: Step, *, asks: bool = True) -> None:
+        """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends.
+
+        `asks`: for its media now; in a restart everybody does that later.
+        """
+        if self.sends or not self.settings.recompute:
+            engine.finish(request, "transfer", step, flush=True)
+        elif asks:
+            self._compute_here(engine, request, step)
+        else:
+            engine.join_line(request)
+
+    @staticmethod
+    def _compute_here(engine: Engine, request: Request, step: Step) -> None:
+        """Its prompt is computed on this engine: it joins the line, once an encoder has seen its media."""
+        if prerequisites.lost_media(engine, request):
+            prerequisites.await_media(engine, request, step)
+        engine.join_line(request)
+
+    def _abandon(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+        """This side wants no more of a transfer."""
+        if transfer.state != "ready":
+            step.commands.append(CancelTransfer(transfer.request_id))
+        self._forget_sent(engine, transfer)
+        self._move(engine, transfer, "abandoned", step)
+
+    def _forget_sent(self, engine: Engine, transfer: Transfer) -> FinishReason:
+        """Its request is no longer one that only waits until it was sent. Returns how its first token ended it."""
+        ends = transfer.ends or "transfer"
+        if transfer.ends is not None:
+            engine.sending -= 1
+            transfer.ends = None
+        return ends
+
+    # -------------------------------------------------------------------------------------------------- along the table
+
+    def _move(self, engine: Engine, transfer: Transfer, cause: TransferCause, step: Step) -> None:
+        """Move along the table. Raises InvariantError for a pair that it does not have."""
+        following = self.table.get((transfer.state, cause))
+        if following is None:
+            raise InvariantError(f"the transfer of r{transfer.request_id} is {transfer.state}: no {cause} from there")
+        for waiting in (self.line, self.ready):
+            if transfer.request_id in waiting:
+                waiting.remove(transfer.request_id)
+        if following != transfer.state:
+            step.decided.append(TransferMoved(engine.now_us, transfer.request_id, following, cause))
+        transfer.state = following
+        self._enter(engine, transfer, step)
+
+    def _enter(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+        """What comes with being in a state: a place in a line, a time by which it must end, what is given back."""
+        timeout_us = None
+        match transfer.state:
+            case "bootstrap" | "awaited":
+                if not _waits_for_turn(engine, engine.requests[transfer.request_id]):
+                    timeout_us = self.settings.bootstrap_timeout_us
+            case "receiving" | "in_flight":
+                timeout_us = self.settings.transfer_timeout_us
+            case "accepted" | "preallocating":
+                self.line.append(transfer.request_id)
+            case "ready":
+                self.ready.append(transfer.request_id)
+                self._free_slot(transfer)
+            case "quarantined":
+                self._unlock(engine, transfer, step)
+            case "over":
+                self._unlock(engine, transfer, step)
+                self._free_slot(transfer)
+                engine.memory.take_back(transfer.request_id, transfer.pages, step)
+                engine.batch_is_full = False
+                del self.all[transfer.request_id]
+                del self.rooms[transfer.room]
+        self._set_due(engine, transfer, timeout_us, step)
+
+    @staticmethod
+    def _set_due(engine: Engine, transfer: Transfer, timeout_us: int | None, step: Step) -> None:
+        transfer.due_us = engine.now_us + timeout_us if timeout_us is not None else None
+        if transfer.due_us is not None:
+            heappush(engine.timers, (transfer.due_us, transfer.request_id))
+            step.wake_by(transfer.due_us)
+
+    def _unlock(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+        if engine.memory.hybrid is not None:
+            engine.memory.hybrid.quarantine(transfer.request_id)
+        if transfer.handle is not None:
+            engine.memory.let_go(transfer.handle, transfer.namespace, step)
+            transfer.handle = None
+
+    def _free_slot(self, transfer: Transfer) -> None:
+        if transfer.slot != NO_SLOT:
+            self.free_slots.append(transfer.slot)
+            transfer.slot = NO_SLOT
+
+    # ----------------------------------------------------------------------------------------------- what the host says
+
+    def advanced(self, engine: Engine, event: TransferAdvanced, step: Step) -> None:
+        """Take in how a transfer stands. Late and repeated facts are ignored.
+
+        Raises ContractError, changing nothing, for one that cannot be.
+        """
+        transfer, cause = self.all.get(event.transfer_id), CAUSES[event.status]
+        following = self.table.get((transfer.state, cause)) if transfer is not None and cause is not None else None
+        if transfer is None or cause is None or following is None:
+            if transfer is not None and cause not in REPEATABLE and cause is not None and transfer.state != "ready":
+                raise ContractError(
+                    f"transfer {event.transfer_id} is {event.status}, but it is {transfer.state} on this side"
+                )
+            engine.now_us = event.time_us
+            return
+        request = engine.requests.get(event.transfer_id)
+        self._refuse_impossible(event, transfer, request)
+        engine.now_us = event.time_us
+        if request is None or transfer.state == "quarantined":  # nobody waits for it any more
+            self._move(engine, transfer, cause, step)
+        elif cause == "accepted":
+            transfer.start_tokens = transfer.given_tokens = event.start_tokens
+            self._move(engine, transfer, cause, step)
+        elif self.sends and cause == "done":
+            ends = self._forget_sent(engine, transfer)
+            self._move(engine, transfer, cause, step)
+            engine.finish(request, ends, step)
+        elif cause == "done" and transfer.weights == event.weights_version == engine.memory.weights_version:
+            transfer.cached_tokens = min(event.cached_tokens, request.prompt_tokens)
+            self._move(engine, transfer, cause, step)
+            extras.delivered(request, request.prompt_tokens)  # its host has the results of the prompt from over there
+            self._begin_output(engine, request, event, step)
+        elif cause in ("failed", "done"):  # done with other weights is no good either
+            self._forget_sent(engine, transfer)
+            self._move(engine, transfer, "failed", step)
+            self._lost(engine, request, step)
+        else:
+            self._move(engine, transfer, cause, step)
+
+    def _refuse_impossible(self, event: TransferAdvanced, transfer: Transfer, request: Request | None) -> None:
+        if event.status == "done" and self.sends and transfer.state == "in_flight" and transfer.ends is None:
+            raise ContractError(f"transfer {event.transfer_id} is done before the result of its prompt was delivered")
+        if event.status == "done" and not self.sends and (event.first_token is None or event.first_token < 0):
+            raise ContractError(f"transfer {event.transfer_id} is done with the first token {event.first_token}")
+        if event.status == "accepted" and request is not None and not 0 <= event.start_tokens < request.prompt_tokens:
+            start = event.start_tokens
+            raise ContractError(f"transfer {event.transfer_id} starts at {start} of {request.prompt_tokens} tokens")
+
+    def _begin_output(self, engine: Engine, request: Request, event: TransferAdvanced, step: Step) -> None:
+        """The first token is known: send it, and end whom it ends, by the same precedence as any other token."""
+        assert event.first_token is not None
+        token = np.array([event.first_token], np.int32)
+        request.tokens += token.tobytes()
+        request.outputs = 1
+        if event.grammar_ended:
+            request.grammar_outputs = 1
+        ends: FinishReason | None = "length" if request.max_new_tokens == 1 else None
+        if request.min_new_tokens <= 1:
+            if event.text_stop:
+                ends = "text_stop"
+            elif event.first_token in request.stop_token_ids:
+                ends = "stop"
+            elif event.grammar_ended:
+                ends = "grammar"
+        due = delivery.first_sent(request, event.text_held) if ends is None else 1
+        if request.watches_text:
+            request.sent = due
+        if due:
+            ids, offsets = np.array([request.request_id], np.int64), np.array([0], np.int32)
+            step.commands.append(StreamTokens(ids, offsets, np.array([1], np.int32), token))
+        if ends is not None:
+            engine.finish(request, ends, step)
+
+    # ------------------------------------------------------------------------------------------------- slots and pages
+
+    def settle(self, engine: Engine, step: Step) -> None:
+        """Give whoever waits what can be had now. Called after every event."""
+        if self.change is not None:
+            self._change_role(engine, self.change, step)
+        if not self.line or engine.paused or not engine.maintenance.admits:
+            return
+        line = self.line
+        if engine.config.schedule_policy == "priority":
+            line = sorted(line, key=lambda one: -importance(engine.requests[one], engine.config))
+        for request_id in list(line):
+            transfer, request = self.all[request_id], engine.requests[request_id]
+            if not self.free_slots:
+                return
+            if comes_after_another(engine, request):
+                continue  # and takes no slot, for which that one may wait
+            if self.sends:
+                transfer.slot = self.free_slots.pop()
+                self._move(engine, transfer, "joined", step)
+                self._compute_here(engine, request, step)
+            elif not self._allocate(engine, transfer, request, step):
+                return
+
+    def _change_role(self, engine: Engine, change: RoleChange, step: Step) -> None:
+        """End whoever is overdue; when nobody is left, here or on the other sides, take the new role."""
+        if engine.requests and change.due_us <= engine.now_us:
+            left = list(engine.requests.values())
+            engine.break_ranks(left)
+            for request in left:
+                engine.finish(request, "transfer", step, flush=True)
+        if engine.requests:
+            step.wake_by(change.due_us)
+        elif not engine.in_flight and not self.all:
+            self.change = None
+            refused = take_role(engine, change.role)
+            step.commands.append(ControlAnswered(change.control_id, not refused, refused))
+
+    def _allocate(self, engine: Engine, transfer: Transfer, request: Request, step: Step) -> bool:
+        """Give the writer pages, if they can be had; the cached beginning of the prompt need not come."""
+        if engine.waiting or engine.prefilling is not None:
+            return False  # whoever lost its pages goes first
+        memory, page_size = engine.memory, engine.config.page_size
+        if engine.sessions.open:
+            engine.sessions.yield_until(
+                memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step
+            )
+        match = memory.match_to_receive(request)
+        cached = match.pages if match is not None else 0
+        pages = self._pages_of(engine, request, match)
+        if not self._fits(engine, request, match):
+            return False
+        path = memory.path_of(match)
+        if memory.radix is not None and match is not None:
+            transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
+        transfer.pages = memory.alloc(pages, "admission", step)
+        if memory.hybrid is not None:
+            memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
+        transfer.start_tokens, transfer.weights = cached * page_size, memory.weights_version
+        transfer.slot = self.free_slots.pop()
+        self._move(engine, transfer, "allocated", step)
+        written = -(-request.prompt_tokens // page_size) - cached
+        start = StartTransfer(
+            transfer.request_id,
+            transfer.room,
+            "",
+            "receive",
+            transfer.pages[:written].copy(),
+            transfer.start_tokens,
+            stop_tokens=request.prompt_tokens,
+            slot=transfer.slot,
+            weights_version=transfer.weights,
+            adapter_version=request.adapter.version,
+            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]) if memory.hybrid is not None else None,
+        )
+        step.commands.append(start)
+        return True
+
+    @staticmethod
+    def _first_stop(request: Request) -> int:
+        """Positions that are computed once it has decoded for the first time."""
+        return min(request.prompt_tokens + 1, request.reach)
+
+    def _pages_of(self, engine: Engine, request: Request, match: Match | None) -> int:
+        """Pages that a request is given, beside those of a match."""
+        return -(-self._first_stop(request) // engine.config.page_size) - (match.pages if match is not None else 0)
+
+    def _fits(self, engine: Engine, request: Request, match: Match | None) -> bool:
+        """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
+        (cohort, positions), memory = engine.everybody, engine.memory
+        pages = self._pages_of(engine, request, match)
+        locking = match.evictable_pages if match is not None else 0
+        free = memory.available_pages - locking
+        coming = len(self.in_state("receiving", "ready"))
+        alone = not engine.active and not coming
+        page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
+        if pages > free:
+            return False
+        if memory.hybrid is not None:
+            path, stop = memory.path_of(match), self._first_stop(request)
+            if not memory.hybrid.has_room_to_receive(engine, request, path, stop, None if alone else reserved):
+                return False
+        if alone:
+            return True  # the pool is its own: what passed the entry check fits
+        if engine.config.reserve == "full":
+            cached = match.pages if match is not None else 0
+            promised = engine.reserve_of(cohort, positions) // page_size + self.promised_pages(engine)
+            return -(-request.reach // page_size) - cached <= free - promised
+        retractable = int(positions.sum())
+        largest = 0
+        if cohort.size:
+            whole = cohort.prompts + np.minimum(cohort.limits - cohort.prompts, CLIP)
+            largest = int(whole.max()) - retractable
+        left = free * page_size - max(reserved * (engine.active + coming), largest)
+        cached = match.pages * page_size if match is not None else 0
+        whole_need = request.prompt_tokens + min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - cached
+        return max(pages * page_size + reserved, whole_need - retractable) <= left
+
+    def promised_pages(self, engine: Engine) -> int:
+        """Pages that requests whose KV is coming, or has come, will open beside those they were given."""
+        page_size = engine.config.page_size
+        return sum(
+            -(-engine.requests[one.request_id].reach // page_size) - one.start_tokens // page_size - one.pages.size
+            for one in self.in_state("receiving", "ready")
+        )
+
+    # ------------------------------------------------------------------------------------------------ launch and result
+
+    def give_parts(self, engine: Engine, batch: InFlight, step: Step) -> None:
+        """A batch that computes prompts was launched: its positions are sent behind it."""
+        plan, page_size, hybrid = batch.plan, engine.config.page_size, engine.memory.hybrid
+        for i in range(plan.extend_rows):
+            request, stop = batch.requests[i], int(plan.stops[i])
+            if batch.dead and plan.rows[i] in batch.dead:
+                continue  # it left a rank between proposal and launch
+            transfer = self.all.get(request.request_id)
+            if not self.sends or transfer is None or stop <= transfer.given_tokens:
+                continue
+            start, last = transfer.given_tokens, stop >= request.prompt_tokens
+            if transfer.state == "waiting":
+                transfer.weights = engine.memory.weights_version
+                engine.memory.lend(request.row, request.request_id)
+            pages = engine.memory.table.pages[request.row, start // page_size : -(-stop // page_size)].copy()
+            part = StartTransfer(
+                transfer.request_id,
+                transfer.room,
+                "",
+                "send",
+                pages,
+                start,
+                plan.batch_id,
+                last,
+                stop_tokens=stop,
+                slot=transfer.slot,
+                weights_version=transfer.weights,
+                cached_tokens=max(request.cached_tokens, 0),
+                adapter_version=request.adapter.version,
+                hybrid=hybrid.to_send(request, start, pages, last=last) if hybrid is not None else None,
+            )
+            step.commands.append(part)
+            transfer.given_tokens = stop
+            self._move(engine, transfer, "all_given" if last else "part_given", step)
+
+    def keeps(self, engine: Engine, request: Request, reason: FinishReason) -> bool:
+        """Its first token ends a request here, but it stays until all of its KV was sent."""
+        transfer = self.all.get(request.request_id)
+        if transfer is None or transfer.state != "in_flight":
+            return False
+        transfer.ends = reason
+        engine.sending += 1
+        engine.batch_is_full = False
+        if engine.microbatches is not None:
+            engine.microbatches.give_place(request)
+        return True
+
+    def take_rows(self, engine: Engine, step: Step) -> list[Part]:
+        """Whoever is ready takes a row with all its pages; the first token is its part of the next batch."""
+        parts, adapters = [], engine.memory.adapters
+        for request_id in list(self.ready):
+            transfer, request = self.all[request_id], engine.requests[request_id]
+            if engine.active >= engine.config.max_running_requests or not engine.memory.table.row_available():
+                break
+            if engine.microbatches is not None and not engine.microbatches.has_place():
+                break
+            if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
+                continue  # for its grammar, or its adapter
+            start, stop = request.prompt_tokens, request.prompt_tokens + 1
+            row = engine.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
+            transfer.handle, transfer.pages = None, NO_ROWS
+            engine.release_hold(request)
+            request.cached_tokens = transfer.cached_tokens
+            request.chunks = 1
+            engine.active += 1
+            if engine.microbatches is not None:
+                engine.microbatches.take_place(request)
+            sent = request.prompt_tokens - transfer.start_tokens
+            waited_us = engine.now_us - request.waiting_since_us
+            admitted = RequestAdmitted(engine.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent)
+            completed = PrefillCompleted(engine.now_us, request_id, 1)
+            for decided in (admitted, completed):
+                request.advance(decided)
+                step.decided.append(decided)
+            self._move(engine, transfer, "joined", step)
+            parts.append(Part(request, start, stop))
+        return parts
+
+    # --------------------------------------------------------------------------------------------------------- snapshot
+
+    def image(self, lent: dict[int, Any]) -> TransfersImage:
+        """All of it, with what `Memory.lent` keeps."""
+        images = []
+        for transfer in self.all.values():
+            values = {name: getattr(transfer, name) for name in TransferImage.__struct_fields__}
+            values["pages"] = transfer.pages.tobytes()
+            values["handle"] = transfer.handle.number if transfer.handle is not None else None
+            images.append(TransferImage(**values))
+        pinned = [(row, one.request_id, [pages.tobytes() for pages in one.pages]) for row, one in lent.items()]
+        change = self.change if self.change is not None else msgspec.UNSET
+        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned, change)
+
+    def load(self, image: TransfersImage, nodes: dict[int, RadixNode]) -> None:
+        """Take up what `image` described."""
+        for one in image.transfers:
+            values = {name: getattr(one, name) for name in TransferImage.__struct_fields__}
+            values["pages"] = np.frombuffer(one.pages, np.int32)
+            values["handle"] = nodes[one.handle] if one.handle is not None else None
+            self.all[one.request_id] = Transfer(**values)
+            self.rooms[one.room] = one.request_id
+        self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
+        self.change = image.change if isinstance(image.change, RoleChange) else None
+
+
+def take_role(engine: Engine, role: Role, *, tried: bool = False) -> str:
+    """Make an idle engine one of this role; if `tried`, only say whether it could be. Returns why not, or nothing."""
+    unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if role == "mixed" else {}
+    try:
+        config = msgspec.structs.replace(engine.config, role=role, **unset)
+    except ConfigError as error:
+        return str(error).replace("\n", "; ")
+    if role == "prefill" and engine.sessions.open:
+        return f"{len(engine.sessions.open)} sessions are open, and prefill engines have none; close them first"
+    if not tried:
+        engine.config = config
+        engine.transfers = Transfers(config) if config.hands_over else None
+    return ""
+
+
+def comes_after_another(engine: Engine, request: Request) -> bool:
+    """Whether the turn before it has not ended, so that its prompt is not known; or another sample leads, behind which
+    less of it is computed and sent."""
+    return _waits_for_turn(engine, request) or (request.extras is not None and request.extras.leader != NOBODY)
+
+
+def _waits_for_turn(engine: Engine, request: Request) -> bool:
+    return bool(request.session) and engine.sessions.open[request.session].turn != request.request_id
+
+
+def diagram(table: Table) -> str:
+    """A state diagram of a table, in Mermaid; what docs/distributed.md shows."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, cause), following in table.items():
+        arrows.setdefault((state, following), []).append(cause)
+    lines = [f"    {state} --> {following}: {', '.join(causes)}" for (state, following), causes in arrows.items()]
+    return "\n".join(("stateDiagram-v2", *lines))
+
+
+def table_text(table: Table) -> str:
+    """A table in Markdown; what docs/distributed.md shows."""
+    causes = [cause for cause in get_args(TransferCause) if any(told == cause for _, told in table)]
+    states = [state for state in get_args(TransferState) if any(state in (was, to) for (was, _), to in table.items())]
+    rows = [["state", "means", *causes], ["---"] * (len(causes) + 2)]
+    rows += [
+        [
+            f"`{state}`",
+            MEANINGS[state],
+            *(f"`{table[state, cause]}`" if (state, cause) in table else "" for cause in causes),
+        ]
+        for state in states
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,192 @@
+"""Structured output: who waits for a grammar, and which tokens the matchers must have seen before a batch samples.
+
+The host compiles grammars and keeps the matchers, one for each request and epoch; this file orders both. It holds
+digests and numbers, never masks or logits.
+
+    unknown --a request asks--> compiling --GrammarReady--> ready | invalid
+                                    |
+    its requests are held ----------+--> join the line | are rejected; `grammar_timeout_us`: rejected, still compiling
+
+A grammar says what may come next, so output n is sampled after the matcher has seen outputs [0:n), and not before.
+
+    n = 0               the matcher is at its start                       sampled at once
+    n > 0, an extend    it came back with kept output, all of it known    deferred, SampleBatch in the same Step
+    n > 0, a decode     output n - 1 was delivered                        the same
+                        or is sampled by a batch in flight                deferred until its result: `sample_after`
+
+So each SampleBatch moves a matcher by what is new to it: all kept output behind an extend, one token behind a decode.
+Rows that have died since the launch move nothing; their batch is sampled all the same, or nothing would answer it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
+from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
+from lockstep.core.requests.table import Int32s, Request
+from lockstep.core.requests.validation import Refused
+from lockstep.core.scheduler.batching import InFlight
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+
+GRAMMARS_REMEMBERED = 1024
+"""Digests kept, with those in use; of the others the least recently asked for are forgotten first."""
+
+Advance = tuple[RequestId, int, tuple[int, ...]]
+
+
+class Known(msgspec.Struct):
+    """What became of one digest, and who needs it."""
+
+    error: str | None = None  # None: not answered yet; "": compiled
+    users: int = 0  # requests that have not ended
+    waiting: dict[RequestId, None] = {}  # those of them that are held, in the order of their arrival
+
+
+class Grammars:
+    """The digests that were asked for, least recently asked for first."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Known] = {}
+
+    def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
+        """Raise Refused for a grammar known to be invalid, or when more would be held than may wait in line."""
+        if event.grammar is None:
+            return
+        known = self.known.get(event.grammar.digest)
+        if known is not None and known.error:
+            raise Refused("bad_request", _invalid(known.error))
+        compiled = known is not None and known.error == ""
+        if not compiled and max_queued_requests is not None and held + samples > max_queued_requests:
+            message = f"{held} requests wait for their grammars already (max_queued_requests {max_queued_requests})"
+            raise Refused("queue_full", message)
+
+    def must_wait(self, request: Request, timeout_us: int | None, step: Step) -> bool:
+        """Whether a newcomer's grammar is not compiled yet. The first who needs it has it compiled."""
+        if request.grammar is None:
+            return False
+        digest = request.grammar.digest
+        known = self.known.pop(digest, None)
+        if known is None:
+            known = Known()
+            step.commands.append(CompileGrammar(request.grammar))
+        self.known[digest] = known  # behind all others: the most recent
+        known.users += 1
+        self._forget()
+        if known.error is not None:
+            return False
+        known.waiting[request.request_id] = None
+        if timeout_us is not None:
+            request.grammar_due_us = request.arrived_us + timeout_us
+        return True
+
+    def answered(self, engine: Engine, event: GrammarReady, step: Step) -> None:
+        """A grammar compiled, or did not: those who wait for it join the line, or end. Only the first answer counts."""
+        engine.now_us = event.time_us
+        known = self.known.get(event.digest)
+        if known is None or known.error is not None:
+            return
+        known.error = event.error
+        waiting, known.waiting = [engine.requests[request_id] for request_id in known.waiting], {}
+        for request in waiting:
+            request.grammar_due_us = None
+            if event.error:
+                engine.reject(request.request_id, "bad_request", _invalid(event.error), step)
+            else:
+                engine.join_line(request)
+
+    def ended(self, request: Request) -> None:
+        """A request ended. If it waited, its grammar goes on being compiled, for whoever comes next."""
+        if request.grammar is not None:
+            known = self.known[request.grammar.digest]
+            known.users -= 1
+            known.waiting.pop(request.request_id, None)
+
+    def ask_again(self, engine: Engine, step: Step) -> None:
+        """After a restart: who was compiling may be gone. Only the first answer counts, so asking twice is harmless."""
+        for known in self.known.values():
+            for request_id in known.waiting:
+                grammar = engine.requests[request_id].grammar
+                assert grammar is not None
+                step.commands.append(CompileGrammar(grammar))
+                break
+
+    def _forget(self) -> None:
+        """Keep to GRAMMARS_REMEMBERED, but never forget what a request uses."""
+        excess = len(self.known) - GRAMMARS_REMEMBERED
+        if excess > 0:
+            unused = (digest for digest, known in self.known.items() if not known.users)
+            for digest in list(islice(unused, excess)):
+                del self.known[digest]
+
+
+def _invalid(error: str) -> str:
+    return f"`grammar` did not compile: {error}"
+
+
+# ------------------------------------------------------------------------------------------------------------ matchers
+
+
+def launch(batch: InFlight, in_flight: Iterable[InFlight], outputs: Int32s, step: Step) -> None:
+    """Launch a batch that samples under grammars, as soon as its matchers allow.
+
+    Args:
+        in_flight: the batches before it, oldest first.
+        outputs: int32 [rows, width], the output table.
+    """
+    plan, samplers = batch.plan, batch.samplers
+    behind_output = _behind_output(batch)
+    if not behind_output.any():
+        step.commands.append(LaunchBatch(plan))
+        return
+    decoding = samplers.rows[behind_output & (plan.sample_rows >= plan.extend_rows)]
+    after = [other.plan.batch_id for other in in_flight if np.isin(other.samplers.rows, decoding).any()]
+    batch.plan = msgspec.structs.replace(plan, sample_after=after[-1] if after else None)
+    step.commands.append(LaunchBatch(batch.plan, "deferred"))
+    if not after:
+        step.commands.append(_sample(batch, outputs))
+
+
+def collected(
+    event: BatchFinished, batch: InFlight, in_flight: Iterable[InFlight], outputs: Int32s, step: Step
+) -> None:
+    """A batch's results are in: note whose grammar ended, and sample, before all else, the batches that waited."""
+    for i in event.grammar_ended:
+        if batch.samplers.rows[i] not in batch.dead:
+            request, number = batch.samplers.requests[i], int(batch.sampled_at[i] - batch.samplers.prompts[i])
+            number += int(batch.least[i]) - 1  # behind those that were forced
+            request.grammar_outputs = min(request.grammar_outputs, number + 1)
+    waited = [other for other in in_flight if other.plan.sample_after == event.batch_id]
+    step.commands[:0] = [_sample(other, outputs) for other in waited]
+
+
+def _behind_output(batch: InFlight) -> NDArray[np.bool_]:
+    """Samplers under a grammar whose matcher must have seen output before. bool [samplers]"""
+    samplers = batch.samplers
+    behind: NDArray[np.bool_] = samplers.has_grammar & (batch.sampled_at > samplers.prompts)
+    return behind
+
+
+def _sample(batch: InFlight, outputs: Int32s) -> SampleBatch:
+    """The order to sample a deferred batch, all tokens before those it samples being known."""
+    plan, samplers = batch.plan, batch.samplers
+    advance: list[Advance] = []
+    for i in np.flatnonzero(_behind_output(batch)).tolist():
+        row = int(samplers.rows[i])
+        if row in batch.dead:
+            continue
+        request, number = samplers.requests[i], int(batch.sampled_at[i] - samplers.prompts[i])
+        first = number - 1 if plan.sample_rows[i] >= plan.extend_rows else 0
+        tokens = tuple(outputs[row, first : min(number, request.grammar_outputs)].tolist())
+        tokens += tuple(batch.forced_of(i))
+        if tokens:
+            advance.append((request.request_id, request.epoch, tokens))
+    return SampleBatch(plan.batch_id, tuple(advance))

@@ -1,0 +1,137 @@
+"""Jump-forward: where a grammar admits one continuation only, its tokens are computed together, none is waited for.
+
+Behind `{"verdict": "yes", ` a schema may leave nothing but `"percent": `. The host, who has the matchers, says with
+each token which ones are forced behind it (`TokensForced`): each is the only token that its mask admits.
+So they are facts before they are sampled, and the next launch of the row computes them behind its newest token:
+
+    outputs      s - 1      s      s + 1    s + 2
+    | delivered | newest | forced | forced | sampled under the mask behind them |
+                 `------ one launch -------'
+
+That is a verification whose drafts are all right (speculation.py), so who ends, what is streamed, retraction, snapshots
+and the tables on the device are what they are for drafts. Two things differ: nobody guesses, and the result leaves
+nothing open, so that what is launched behind it starts at a known position.
+
+Each forced token is drawn as it always is, by its own position's seed under a mask that admits it alone: the answer is
+what it is without, and the journal says which tokens were forced, so that a replay decides the same.
+
+    result of output n - 1: forced f0 f1 f2      with overlap 1, the batch that samples n is in flight
+    next launch                                  s = n + 1: that one will sample f0; this one computes f0 f1 f2
+
+What is known waits in `Engine.forced` until its tokens are delivered; whoever leaves its row forgets it, and is told
+again. Forced tokens are a luxury as drafts are: where pages lack, fewer are computed at once. Rows with stop texts have
+none, since their host looks at each token by itself; a stop token is never forced, since it might end the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import BatchFinished, RequestId, TokensForced
+from lockstep.core.requests.table import NO_IDS, Cohort, Int32s
+from lockstep.core.scheduler.batching import InFlight
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+
+
+class Forced(NamedTuple):
+    """What is known of a request's output to come."""
+
+    first: int  # number of the output that the first of `tokens` will be
+    tokens: Int32s
+
+    @property
+    def stop(self) -> int:
+        """Number of the first output that is not forced."""
+        return self.first + len(self.tokens)
+
+
+# --------------------------------------------------------------------------------------------------------- the results
+
+
+def learn(engine: Engine, event: TokensForced) -> None:
+    """Note what is forced. Raises ContractError, having noted nothing, for what cannot be."""
+    if not engine.config.jumps:
+        raise ContractError("tokens are forced, but `jump_forward_tokens` is 0")
+    if event.generation > engine.generation:
+        raise ContractError(f"tokens forced in generation {event.generation}, but this is {engine.generation}")
+    found: dict[RequestId, Forced] = {}
+    for request_id, first, ids in event.forced if event.generation == engine.generation else ():
+        request = engine.requests.get(request_id)
+        if request is None or not request.decodes or request.watches_text:
+            continue  # it has ended, or has left its row, or ends with what is in flight; or its text decides
+        if request.grammar is None:
+            raise ContractError(f"tokens of {request.name} are forced, but it has no grammar")
+        if first != (outputs := engine.outputs_of(request)):
+            raise ContractError(f"tokens of {request.name} are forced from output {first} on, but it has {outputs}")
+        if not ids or len(ids) % 4 or np.frombuffer(ids, np.int32).min() < 0:
+            raise ContractError(f"{ids!r}, forced of {request.name}, are no token ids")
+        tokens = np.frombuffer(ids, np.int32)
+        if (stops := np.isin(tokens, request.stop_token_ids)).any():
+            tokens = tokens[: int(stops.argmax())]
+        if tokens.size:
+            found[request_id] = Forced(first, tokens)
+    engine.now_us = event.time_us
+    engine.forced |= found
+
+
+def check(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
+    """Raise ContractError for tokens that were to be others."""
+    if event.error:
+        return
+    tokens, at = np.frombuffer(event.tokens, np.int32), 0
+    counts = np.frombuffer(event.accepted, np.int32) if event.accepted else batch.least
+    for i, request in enumerate(batch.samplers.requests):
+        got = tokens[at : at + int(counts[i])].tolist()
+        at += len(got)
+        if batch.samplers.rows[i] in batch.dead or i in event.invalid:
+            continue
+        number, expected = int(batch.sampled_at[i] - batch.samplers.prompts[i]), batch.forced_of(i)
+        known = engine.forced.get(request.request_id)
+        if not expected and known is not None and known.first <= number < known.stop:
+            expected = known.tokens[number - known.first :].tolist()
+        if any(mine != forced for mine, forced in zip(got, expected, strict=False)):
+            raise ContractError(
+                f"batch {event.batch_id} has {got} as output {number} and on of {request.name}, "
+                f"which was forced to be {expected}"
+            )
+
+
+def delivered(engine: Engine, batch: InFlight) -> None:
+    """A batch's tokens are taken in: forget what was forced and has come."""
+    samplers = batch.samplers
+    steps = samplers.ones if batch.steps is None else batch.steps
+    for i, outputs in enumerate((batch.sampled_at - samplers.prompts + steps).tolist()):
+        known = engine.forced.get(samplers.requests[i].request_id)
+        if known is not None and known.stop <= outputs and samplers.rows[i] not in batch.dead:
+            del engine.forced[samplers.requests[i].request_id]
+
+
+# ---------------------------------------------------------------------------------------------------------- the launch
+
+
+def counts_of(engine: Engine, members: Cohort, most: Int32s) -> Int32s:
+    """Forced tokens that each of these members can compute behind its newest one. int32 [members], `most` too."""
+    counts = np.zeros(members.size, np.int32)
+    for i, request in enumerate(members.requests):
+        known = engine.forced.get(request.request_id)
+        if known is not None:
+            number = int(most[i]) + 1 - request.prompt_tokens  # of the output that comes behind the newest one
+            room = request.limit - 2 - int(most[i])  # the last token is never fed back
+            counts[i] = max(min(known.stop - number, engine.config.forced_max, room), 0)
+    return counts
+
+
+def tokens_of(engine: Engine, members: Cohort, most: Int32s, counts: Int32s) -> Int32s:
+    """So many forced tokens of each member, end to end."""
+    parts = [NO_IDS]
+    for i in counts.nonzero()[0].tolist():
+        request = members.requests[i]
+        known = engine.forced[request.request_id]
+        first = int(most[i]) + 1 - request.prompt_tokens - known.first
+        parts.append(known.tokens[first : first + int(counts[i])])
+    return np.concatenate(parts)

@@ -1,0 +1,449 @@
+"""Sessions: conversations whose tokens, and as far as memory allows whose KV, are kept between turns.
+
+A turn is a request that names its session. Its prompt is what the session keeps (all of it, or the first
+`session_start` tokens: rewind) and its own tokens behind. From then on it is a request like any other.
+
+    arrives --> held until the turn before it has ended, first come first served --> joins the line --> ... --> ends
+
+**What a session becomes.** A turn that completed leaves prompt and output to the session. One that was cancelled, timed
+out, failed or was rejected leaves it as it was, so the next turn starts where this one did.
+
+**KV.** A session holds the cached path of its tokens by a lock of its own (`session_kv` hold), from the moment a turn's
+KV is published to the end of the next completed turn. Such pages are *session-held*: cached, in the radix cache's
+books, and not evictable. When an admission or a decode lacks pages, sessions yield: those with no turn first, least
+recently used first, before anybody is retracted. A session that yielded keeps its tokens; its next turn computes what
+the cache has lost. With `session_kv` evictable nothing is ever held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.events import (
+    BatchId,
+    FinishReason,
+    OpenSession,
+    PromptSpan,
+    RequestArrived,
+    RequestId,
+    SessionClosed,
+    SessionYielded,
+    TurnStarted,
+)
+from lockstep.core.kv.memory import NO_FENCE, Memory
+from lockstep.core.kv.radix import RadixNode
+from lockstep.core.requests.extras import put_behind, spans_within
+from lockstep.core.requests.prerequisites import await_media, comes_by_transfer, has_media
+from lockstep.core.requests.table import Request
+from lockstep.core.requests.validation import Refused, refuse_spans, refuse_too_long
+from lockstep.core.scheduler.admission import PrefillBudget
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from lockstep.core.scheduler.engine import Engine, Obstacle
+
+COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
+"""How a turn ends whose tokens become the session's."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One conversation."""
+
+    name: str
+    capacity_tokens: int  # prompt and output of any turn together
+    timeout_us: int | None
+    idle_since_us: int
+    used: int  # rises over all sessions; the lowest was used longest ago
+    tokens: bytes = b""  # int32 ids of all completed turns
+    namespace: str = ""  # of the turn that left them
+    handle: RadixNode | None = None  # its lock on their cached path
+    turn: RequestId | None = None  # the one that may run
+    queue: deque[RequestId] = field(default_factory=deque)  # those behind it, held
+    spans: tuple[PromptSpan, ...] = ()  # what of its tokens is not text
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def idle(self) -> bool:
+        return self.turn is None and not self.queue
+
+    @property
+    def due_us(self) -> int | None:
+        """When it ends by itself."""
+        return self.idle_since_us + self.timeout_us if self.idle and self.timeout_us is not None else None
+
+
+class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    capacity_tokens: int
+    timeout_us: int | None
+    idle_since_us: int
+    used: int
+    tokens: bytes
+    namespace: str
+    handle: int | None  # number of the radix node
+    turn: int | None
+    queue: list[int]
+    spans: tuple[PromptSpan, ...] = ()
+
+
+class Sessions:
+    """The sessions of one engine."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Session] = {}
+        self.free: list[str] = []  # whose next turn may start; emptied within the step
+        self.unsettled: list[tuple[BatchId, str]] = []  # whose KV is published once this batch is collected
+        self.due_us: int | None = None  # the next time-out of any session
+        self.uses = 0
+
+    # -------------------------------------------------------------------------------------------------- open and close
+
+    def begin(self, engine: Engine, control: OpenSession) -> str:
+        """Open a session. Returns why not, or nothing."""
+        refused = self._objection(engine, control)
+        if refused:
+            return refused
+        session = Session(control.session, control.capacity_tokens, control.timeout_us, engine.now_us, 0)
+        self._use(session, engine.now_us)
+        if control.parent:
+            parent = self.open[control.parent]
+            most = parent.length if control.parent_tokens is None else control.parent_tokens
+            session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
+            session.spans = spans_within(parent.spans, most)
+            self._hold_cached(session, engine)
+        self.open[control.session] = session
+        self._look_ahead()
+        return ""
+
+    def _objection(self, engine: Engine, control: OpenSession) -> str:
+        most = engine.config.max_sessions
+        if not control.session:
+            return "`session` is empty; give it a name"
+        if control.session in self.open:
+            return f"`session` is {control.session!r}, which is open already"
+        if len(self.open) >= most:
+            return f"{len(self.open)} sessions are open already (max_sessions {most})"
+        if control.capacity_tokens < 2:
+            return f"`capacity_tokens` must be at least 2, a prompt and an output token, got {control.capacity_tokens}"
+        if control.timeout_us is not None and control.timeout_us < 1:
+            return f"`timeout_us` must be at least 1 or left out, got {control.timeout_us}"
+        if control.parent_tokens is not None and not control.parent:
+            return f"`parent_tokens` is {control.parent_tokens}, but no `parent` is named"
+        if control.parent and control.parent not in self.open:
+            return f"`parent` is {control.parent!r}, which is not open"
+        if control.parent and control.parent_tokens is not None:
+            have, asked = self.open[control.parent].length, control.parent_tokens
+            if not 0 <= asked <= have:
+                return f"`parent_tokens` must be 0 to {have}, the tokens of {control.parent!r}, got {asked}"
+        return ""
+
+    def end(self, engine: Engine, name: str, reason: Literal["closed", "timeout"], step: Step) -> str:
+        """Close a session: turns behind the one that may run are rejected, that one goes on and leaves nothing.
+
+        Returns why not, or nothing.
+        """
+        session = self.open.get(name)
+        if session is None:
+            return f"`session` is {name!r}, which is not open"
+        if session.turn is not None:
+            engine.requests[session.turn].session = ""
+        for request_id in list(session.queue):
+            engine.requests[request_id].session = ""
+            engine.reject(request_id, "session_closed", f"session {name!r} was closed before its turn", step)
+        self._let_go(session, engine.memory)
+        engine.batch_is_full = False
+        del self.open[name]
+        self.unsettled = [entry for entry in self.unsettled if entry[1] != name]
+        step.decided.append(SessionClosed(engine.now_us, name, session.length, reason))
+        self._look_ahead()
+        return ""
+
+    def expire(self, engine: Engine, step: Step) -> None:
+        """Close sessions that had no turn for too long."""
+        for session in list(self.open.values()):
+            if session.due_us is not None and session.due_us <= engine.now_us:
+                self.end(engine, session.name, "timeout", step)
+
+    # ----------------------------------------------------------------------------------------------------------- turns
+
+    def check(self, event: RequestArrived) -> None:
+        """Refuse a turn of a session that is not open, or that cannot start where it says."""
+        if not event.session:
+            if event.session_start is not None:
+                raise Refused("bad_request", f"`session_start` is {event.session_start}, but no `session` is named")
+            return
+        if event.session not in self.open:
+            raise Refused("bad_request", f"`session` is {event.session!r}, which is not open")
+        if event.session_start is not None and event.session_start < 0:
+            raise Refused("bad_request", f"`session_start` must be 0 or more, got {event.session_start}")
+
+    def take_in(self, request: Request) -> None:
+        """A turn was accepted, and is held until its session is free."""
+        session = self.open[request.session]
+        session.queue.append(request.request_id)
+        if session.turn is None:
+            self.free.append(session.name)
+        self._look_ahead()
+
+    def start_turns(self, engine: Engine, step: Step) -> None:
+        """Let the next turn of every session that is free join the line. Called at the end of a step."""
+        while self.free:
+            session = self.open.get(self.free.pop(0))
+            if session is None or session.turn is not None or not session.queue:
+                continue
+            request = engine.requests[session.queue.popleft()]
+            session.turn = request.request_id
+            self._use(session, engine.now_us)
+            try:
+                kept = self._compose(session, request, engine)
+            except Refused as refused:
+                engine.reject(request.request_id, refused.reason, refused.message, step)
+                continue
+            started = TurnStarted(
+                engine.now_us,
+                request.request_id,
+                session.name,
+                kept,
+                request.prompt_tokens,
+                request.max_new_tokens,
+            )
+            step.decided.append(started)
+            if has_media(request) and not comes_by_transfer(engine, request):
+                await_media(engine, request, step)
+            engine.join_line(request)
+            if engine.transfers is not None:
+                engine.transfers.turn_began(engine, request, step)
+        self._look_ahead()
+
+    def _compose(self, session: Session, request: Request, engine: Engine) -> int:
+        """Put what the session keeps in front of a turn's own tokens. Returns how much that is. Raises Refused."""
+        start = request.session_start
+        kept = session.length if start is None else start
+        if kept > session.length:
+            raise Refused(
+                "bad_request", f"`session_start` is {kept}, but session {session.name!r} has {session.length} tokens"
+            )
+        prompt, capacity = kept + request.prompt_tokens, session.capacity_tokens
+        answers = not request.prefill_only
+        own = request.extras.spans if request.extras is not None else ()
+        refuse_too_long(prompt, answers, engine.config, (*spans_within(session.spans, kept), *own))
+        if prompt + answers > capacity:
+            needs = "and needs room for one more, " if answers else ""
+            raise Refused(
+                "too_long",
+                f"the prompt has {prompt} tokens, {kept} of the session among them, {needs}"
+                f"more than the {capacity} of session {session.name!r}",
+            )
+        put_behind(request, kept, session.spans)
+        if request.extras is not None:
+            refuse_spans(request.extras.spans, prompt, engine.config)
+        request.tokens = session.tokens[: 4 * kept] + request.tokens
+        request.prompt_tokens = prompt
+        room = min(engine.config.request_tokens_max, capacity) - prompt
+        request.max_new_tokens = min(request.max_new_tokens, room)
+        request.min_new_tokens = min(request.min_new_tokens, request.max_new_tokens)
+        return kept
+
+    def turn_ends(self, engine: Engine, request: Request, reason: str, outputs: int) -> None:
+        """A turn is about to end: take over what it leaves, while it still has its row."""
+        session = self.open[request.session]
+        if session.turn != request.request_id:
+            session.queue.remove(request.request_id)
+            self._use(session, engine.now_us)
+            self._look_ahead()
+            return
+        session.turn = None
+        self._use(session, engine.now_us)
+        self.free.append(session.name)
+        if reason in COMPLETED:
+            session.tokens = engine.tokens_of(request, outputs)
+            session.namespace = request.namespace
+            session.spans = request.extras.spans if request.extras is not None else ()
+            self._let_go(session, engine.memory)
+            if request.handle is not None and engine.config.session_kv == "hold":
+                if not engine.memory.is_stale(request.namespace):
+                    self._take_hold(session, request.handle, engine.memory)  # what is published so far
+                fence = engine.in_flight[-1].plan.batch_id if engine.in_flight else NO_FENCE
+                self.unsettled.append((fence, session.name))
+        self._look_ahead()
+
+    # -------------------------------------------------------------------------------------------------------------- KV
+
+    def settle(self, engine: Engine, batch_id: BatchId) -> None:
+        """Batch `batch_id` is collected: hold the whole KV of turns that ended, now that it is published."""
+        due = [name for fence, name in self.unsettled if fence <= batch_id]
+        self.unsettled = [entry for entry in self.unsettled if entry[0] > batch_id]
+        for name in due:
+            self._hold_cached(self.open[name], engine)
+
+    def make_room(self, memory: Memory, pages: int, step: Step) -> int:
+        """Let sessions yield until so many more pages can be had. Returns how many more there are."""
+        before = memory.available_pages
+        for session in self._by_use():
+            if memory.available_pages - before >= pages:
+                break
+            self._yield_one(session, memory, step)
+        return memory.available_pages - before
+
+    def give_way(self, engine: Engine, request: Request, obstacle: Obstacle, budget: PrefillBudget, step: Step) -> bool:
+        """Let sessions yield if that is what it takes to admit a request. All it takes, or none of it."""
+        holders = self._by_use()
+        if obstacle.reason not in ("kv_budget", "pages") or not holders:
+            return False
+        memory = engine.memory
+        before, room = memory.available_pages, _room_for(memory, request)
+        lacking = self._lacking(engine, request, obstacle, budget)
+        yielded = self.yield_until(memory, lambda: _room_for(memory, request) - room >= lacking, step)
+        if yielded:
+            budget.hold((before - memory.available_pages) * engine.config.page_size)
+        return yielded
+
+    def yield_until(self, memory: Memory, enough: Callable[[], bool], step: Step) -> bool:
+        """Let sessions yield until it is enough: as many as that takes, or none. Returns whether any did."""
+        yielding: list[Session] = []
+        for session in self._by_use():
+            if enough():
+                break
+            assert session.handle is not None
+            memory.unlock(session.handle)
+            yielding.append(session)
+        helped = enough()
+        for session in yielding:
+            assert session.handle is not None
+            memory.lock_node(session.handle)
+            if helped:
+                self._yield_one(session, memory, step)
+        return helped and bool(yielding)
+
+    def _lacking(self, engine: Engine, request: Request, obstacle: Obstacle, budget: PrefillBudget) -> int:
+        """Pages that the obstacle is short of."""
+        page_size, memory = engine.config.page_size, engine.memory
+        if obstacle.reason == "pages":
+            return -(-obstacle.needed // page_size) - obstacle.available // page_size
+        match = memory.match(request)
+        cached, locking = (match.pages, match.evictable_pages) if match is not None else (0, 0)
+        new_tokens = len(request.tokens) // 4 - cached * page_size
+        if not engine.active:
+            return -(-new_tokens // page_size) - (memory.available_pages - locking)
+        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
+        return -(-(wanted + 1 - (budget.total - locking * page_size)) // page_size)
+
+    def lose_kv(self, engine: Engine) -> None:
+        """The KV of all sessions is void; their tokens stay."""
+        for session in self.open.values():
+            self._let_go(session, engine.memory)
+        self.unsettled = []
+        engine.batch_is_full = False
+
+    def handles(self) -> list[RadixNode]:
+        """Every lock that sessions hold."""
+        return [session.handle for session in self.open.values() if session.handle is not None]
+
+    def pages_held_alone(self) -> int:
+        """Cached pages that sessions hold and no request does."""
+        counts: dict[int, int] = {}  # locks by sessions at a node or below, by its number
+        nodes: dict[int, RadixNode] = {}
+        for handle in self.handles():
+            node: RadixNode | None = handle
+            while node is not None:
+                counts[node.number] = counts.get(node.number, 0) + 1
+                nodes[node.number] = node
+                node = node.parent
+        return sum(len(node.pages) for number, node in nodes.items() if node.lock_count == counts[number])
+
+    def _by_use(self) -> list[Session]:
+        """Sessions that hold KV, in the order in which they yield it."""
+        holders = (session for session in self.open.values() if session.handle is not None)
+        return sorted(holders, key=lambda session: (not session.idle, session.used))
+
+    def _yield_one(self, session: Session, memory: Memory, step: Step) -> None:
+        before = memory.available_pages
+        self._let_go(session, memory)
+        step.decided.append(SessionYielded(step.time_us, session.name, memory.available_pages - before))
+
+    def _hold_cached(self, session: Session, engine: Engine) -> None:
+        """Hold whatever of the session's tokens the radix cache has."""
+        memory = engine.memory
+        if memory.radix is None or engine.config.session_kv != "hold" or not session.tokens:
+            return
+        pages = session.length // engine.config.page_size
+        match = memory.radix.match(memory.keyed(session.namespace), session.tokens, pages)
+        handle = memory.radix.lock(match) if match.pages else None
+        self._let_go(session, memory)
+        session.handle = handle
+
+    def _take_hold(self, session: Session, node: RadixNode, memory: Memory) -> None:
+        if node.stop:
+            memory.lock_node(node)
+            session.handle = node
+
+    def _let_go(self, session: Session, memory: Memory) -> None:
+        if session.handle is not None:
+            memory.unlock(session.handle)
+            session.handle = None
+
+    # ----------------------------------------------------------------------------------------------------------- books
+
+    def _use(self, session: Session, now_us: int) -> None:
+        self.uses += 1
+        session.used = self.uses
+        session.idle_since_us = now_us
+
+    def _look_ahead(self) -> None:
+        """When the next session ends by itself."""
+        dues = [session.due_us for session in self.open.values() if session.due_us is not None]
+        self.due_us = min(dues, default=None)
+
+    def images(self) -> list[SessionImage]:
+        """Every session, for a snapshot."""
+        return [
+            SessionImage(
+                session.name,
+                session.capacity_tokens,
+                session.timeout_us,
+                session.idle_since_us,
+                session.used,
+                session.tokens,
+                session.namespace,
+                session.handle.number if session.handle is not None else None,
+                session.turn,
+                list(session.queue),
+                session.spans,
+            )
+            for session in self.open.values()
+        ]
+
+    def load(self, images: Iterable[SessionImage], nodes: dict[int, RadixNode]) -> None:
+        """Become what `images` showed. `nodes`: those of the radix cache, by number."""
+        for image in images:
+            self.open[image.name] = Session(
+                image.name,
+                image.capacity_tokens,
+                image.timeout_us,
+                image.idle_since_us,
+                image.used,
+                image.tokens,
+                image.namespace,
+                nodes[image.handle] if image.handle is not None else None,
+                image.turn,
+                deque(image.queue),
+                image.spans,
+            )
+        self._look_ahead()
+
+
+def _room_for(memory: Memory, request: Request) -> int:
+    """Pages that could be had for a request once its own cached prefix is locked."""
+    match = memory.match(request)
+    return memory.available_pages - (match.evictable_pages if match is not None else 0)

@@ -1,0 +1,402 @@
+"""Companions below the device: window pages and states (hybrid.py) in host memory, each of one page of the host's, and
+in storage, each under a key that follows from its page's.
+
+    device    page p: window_of[p], checkpoint_of[p]     --write-->     host page h: `of[h]` in the pool of each kind
+                                                         <--load---
+    host      page h: `of[h]`                            --store-->     storage, under `companion_key` of the page's
+                                                       <--prefetch--
+
+**Room.** The host has as many window pages and states for each of its pages as the device has, rounded up. Each pool by
+itself evicts what was written or read longest ago, of one path the beginning before the end; a host page that goes
+takes its companions along.
+
+**Down.** Where pages are written, their companions go with them, as far as there is room; the end of a path goes first.
+Of what the host has already, those are written that somebody needs who goes on from the end of the path: the window in
+front of it, the last checkpoint.
+
+**Up.** A path ends, for a request, where every kind can go on from the device and the host together. A load brings what
+the device lacks of that: pages, of windows those in front of the end, of states the one behind it. It may be no page
+at all.
+
+**Storage** gets what the host gets. What it has nobody knows before it was asked, so an order says what may be needed
+of the last part of a path, and has room for what one end needs; `in_storage` says how far somebody could go on with
+what is there, and that is what comes: pages up to there, of windows those in front of it, of states the one behind it.
+
+**While it moves** a companion that is written is locked on the device, unless its page is given up; one that a load or
+store reads, or a prefetch counts on, is locked in the host's pool; and what a load counts on, because the device has
+it, is locked there. What is on its way belongs to the operation. It has arrived if all of the copy has, or, of a
+prefetch, if the answer says so; then it goes to the page at its place in the tree, or, if that has got one in the
+meantime, is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import NO_ROWS, CompanionCopy, CompanionFetch, PrefetchFromStorage, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import CompanionsEvicted, CompanionsFound
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.requests.table import Int32s
+
+if TYPE_CHECKING:
+    from lockstep.core.kv.hybrid import Hybrid
+    from lockstep.core.scheduler.engine import Engine
+
+NONE = -1  # no companion
+Kind = Literal["window", "state"]
+HOST_KINDS: dict[Kind, Literal["host window", "host state"]] = {"window": "host window", "state": "host state"}
+
+
+class Moved(msgspec.Struct):
+    """Companions of one kind on their way between two tiers. int32 [n] all."""
+
+    kind: Kind
+    index: Int32s  # of the pages they belong to, on the operation's path; of a prefetch, those that may be needed
+    device: Int32s  # window pages or slots of the device; of a prefetch or store, none
+    host: Int32s  # of the host's pool; of a prefetch, room for what comes
+    counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose companions it counts on, since the host has them
+
+    def copy(self) -> CompanionCopy:
+        """What the device is told of it."""
+        return CompanionCopy(self.kind, self.device, self.host)
+
+
+class Needed(NamedTuple):
+    """What a load brings of one kind, and what it counts on of what the device has."""
+
+    kind: Kind
+    lacking: Int32s  # indices of the path's pages whose companions the device lacks
+    there: Int32s  # and of those whose it has
+
+
+class HostPool:
+    """Companions of one kind in host memory."""
+
+    def __init__(self, kind: Kind, total: int, host_pages: int) -> None:
+        self.kind = kind
+        self.pool = PagePool(total)
+        self.of: Int32s = np.full(host_pages, NONE, np.int32)  # by host page
+        self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: moves that read, or count on, its companion
+        self.used = np.zeros(host_pages, np.int64)  # by host page: when its companion was last written or read
+        self.stored = np.zeros(host_pages, np.bool_)  # by host page: storage has its companion, or is about to get it
+        self.clock = 0
+
+    @property
+    def _idle(self) -> NDArray[np.intp]:
+        idle: NDArray[np.bool_] = (self.of >= 0) & (self.locks == 0)
+        return idle.nonzero()[0]
+
+    @property
+    def available(self) -> int:
+        """Companions that can be had now."""
+        return self.pool.free_count + self._idle.size
+
+    def has(self, count: int) -> bool:
+        """Whether so many can be had now."""
+        return self.pool.free_count >= count or self.available >= count
+
+    def take(self, count: int, step: Step) -> Int32s:
+        """Room for so many; the caller saw that there is."""
+        missing = count - self.pool.free_count
+        if missing > 0:
+            idle = self._idle
+            self.drop(idle[np.argsort(self.used[idle], kind="stable")[:missing]].astype(np.int32))
+            step.decided.append(CompanionsEvicted(step.time_us, HOST_KINDS[self.kind], missing))
+        return self.pool.alloc(count)
+
+    def touch(self, host_pages: Int32s) -> None:
+        """Companions of these pages were used just now, the first of them longest ago."""
+        self.used[host_pages] = self.clock + np.arange(host_pages.size)
+        self.clock += host_pages.size
+
+    def attach(self, host_pages: Int32s, companions: Int32s, *, stored: bool = False) -> None:
+        """These have arrived: each is its page's, unless that has one by now. `stored`: storage has them."""
+        lacks = self.of[host_pages] < 0
+        self.of[host_pages[lacks]] = companions[lacks]
+        if stored:
+            self.stored[host_pages] = True
+        self.touch(host_pages)
+        self.pool.free(companions[~lacks])
+
+    def drop(self, host_pages: Int32s) -> None:
+        """Companions of these pages are free."""
+        with_one = host_pages[self.of[host_pages] >= 0]
+        self.pool.free(self.of[with_one])
+        self.of[with_one] = NONE
+        self.stored[with_one] = False
+
+
+class HostCompanions:
+    """Window pages and states in host memory, beside the host's pages of one engine."""
+
+    def __init__(self, config: SchedConfig, host_pages: int) -> None:
+        self.host_pages = host_pages
+        self.columns = COLUMNS if config.tiers is not msgspec.UNSET and config.tiers.storage else COLUMNS[:-1]
+        self.pools: dict[Kind, HostPool] = {}
+        settings = config.hybrid
+        assert settings is not msgspec.UNSET
+        sizes: dict[Kind, int] = {"window": settings.window_pages, "state": settings.state_slots}
+        for kind, size in sizes.items():
+            if size:
+                self.pools[kind] = HostPool(kind, -(-host_pages * size // config.pages), host_pages)
+
+    # ------------------------------------------------------------------------------------------------------------ down
+
+    def going_down(
+        self, hybrid: Hybrid, path: Int32s, known: Int32s, start: int, busy: NDArray[np.bool_], step: Step
+    ) -> list[Moved]:
+        """Take room for the companions that are to be written of a path's pages.
+
+        Args:
+            path: pages of the device, int32 [stop]; those from `start` on are being written with it.
+            known: int32 [at most start], pages that the host has of them.
+            busy: bool [as known], of these the ones of which something is being written already.
+        """
+        found = []
+        for kind, pool in self.pools.items():
+            companions = hybrid.written(kind, path)
+            there = companions >= 0
+            first = min(hybrid.needed_from(kind, companions), known.size)
+            on_host = pool.of[known[first:]] >= 0
+            pool.touch(known[first:][on_host])
+            there[:first] = False
+            there[first : known.size] &= ~on_host & ~busy[first:]
+            there[known.size : start] = False
+            index = there.nonzero()[0].astype(np.int32)
+            index = index[max(index.size - pool.available, 0) :]
+            if index.size:
+                found.append(Moved(kind, index, companions[index], pool.take(index.size, step)))
+        return found
+
+    def arrived(self, moved: list[Moved], host_path: Int32s) -> None:
+        """A write is done: its companions are those of these pages."""
+        for one in moved:
+            self.pools[one.kind].attach(host_path[one.index], one.host)
+
+    def lost(self, moved: list[Moved]) -> None:
+        """A write is not, or nobody could find it."""
+        for one in moved:
+            self.pools[one.kind].pool.free(one.host)
+
+    # -------------------------------------------------------------------------------------------------------------- up
+
+    def furthest(self, hybrid: Hybrid, device: Int32s, host: Int32s) -> int:
+        """Pages behind which somebody can go on whose prefix the device and the host have to these pages."""
+        length = max(device.size, host.size)
+        usable = np.ones(length, np.bool_)
+        for kind in self.pools:
+            usable &= hybrid.goes_on(kind, self._there(hybrid, kind, device, host, length))
+        ends = usable.nonzero()[0]
+        return int(ends[-1]) + 1 if ends.size else 0
+
+    def _there(self, hybrid: Hybrid, kind: Kind, device: Int32s, host: Int32s, pages: int) -> NDArray[np.bool_]:
+        """By page of a path, whether the device or the host has its companion."""
+        there = np.zeros(pages, np.bool_)
+        device, host = device[:pages], host[:pages]
+        there[: device.size] = hybrid.companions_of(kind, device) >= 0
+        there[: host.size] |= self.pools[kind].of[host] >= 0
+        return there
+
+    def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Needed]:
+        """What a load must bring so that somebody can go on behind so many pages, the first of them on the device."""
+        coming = []
+        for kind in self.pools:
+            seen = np.arange(hybrid.seen_from(kind, pages), pages, dtype=np.int32)
+            there = np.zeros(seen.size, np.bool_)
+            mine = seen < device.size
+            there[mine] = hybrid.companions_of(kind, device[seen[mine]]) >= 0
+            coming.append(Needed(kind, seen[~there], seen[there]))
+        return coming
+
+    def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: Engine) -> bool:
+        """Whether the device has room for that, and for whoever starts behind it beside what others will want."""
+        return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
+
+    def hold(self, coming: list[Needed], host: Int32s) -> None:
+        """A load reads this from now on. `host`: pages of the host."""
+        for kind, lacking, _ in coming:
+            self.pools[kind].locks[host[lacking]] += 1
+            self.pools[kind].touch(host[lacking])
+
+    def read(self, hybrid: Hybrid, coming: list[Needed], host: Int32s, step: Step) -> list[Moved]:
+        """Take room on the device for what a load brings of these pages of the host."""
+        return [
+            Moved(kind, lacking, hybrid.room_for(kind, lacking.size, step), self.pools[kind].of[host[lacking]])
+            for kind, lacking, _ in coming
+            if lacking.size
+        ]
+
+    def was_read(self, moved: list[Moved], host: Int32s) -> None:
+        """A load or a store has ended, one way or another."""
+        for one in moved:
+            self.pools[one.kind].locks[host[one.index]] -= 1
+
+    # --------------------------------------------------------------------------------------------------------- storage
+
+    def to_store(self, host: Int32s) -> list[Moved]:
+        """What storage lacks of the companions of these pages of the host; a store reads it from now on."""
+        found = []
+        for kind, pool in self.pools.items():
+            index = ((pool.of[host] >= 0) & ~pool.stored[host]).nonzero()[0].astype(np.int32)
+            if index.size:
+                pool.stored[host[index]] = True
+                pool.locks[host[index]] += 1
+                found.append(Moved(kind, index, NO_ROWS, pool.of[host[index]]))
+        return found
+
+    def not_stored(self, moved: list[Moved], host: Int32s) -> None:
+        """A store of these has failed."""
+        for one in moved:
+            self.pools[one.kind].stored[host[one.index]] = False
+
+    def may_fetch(self, hybrid: Hybrid, under_way: list[Moved], share: float) -> bool:
+        """Whether one prefetch more may begin beside these, which may fill such a share of each pool at once."""
+        for kind, pool in self.pools.items():
+            taken = sum(one.host.size for one in under_way if one.kind == kind)
+            wanted = min(hybrid.seen(kind), pool.pool.total)
+            if (taken and taken + wanted > share * pool.pool.total) or not pool.has(wanted):
+                return False
+        return True
+
+    def to_fetch(
+        self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
+    ) -> tuple[list[Moved], tuple[CompanionFetch, ...], int]:
+        """What a prefetch of a path asks of companions, with room for what any one end lacks of each kind.
+
+        What the path has of them on the host stays there meanwhile.
+
+        Args:
+            device, host: the pages that each has of the path.
+            reach: pages behind which somebody could go on without it.
+            keys: of the path's pages.
+
+        Returns: what moves; `companions` and `reached` of the order.
+        """
+        first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
+        index = np.arange(first, len(keys), dtype=np.int32)
+        ends = np.arange(reach + 1, len(keys) + 1)
+        moved, asked = [], []
+        for kind, pool in self.pools.items():
+            there, seen = self._there(hybrid, kind, device, host, len(keys)), hybrid.seen(kind)
+            counted = (pool.of[host] >= 0).nonzero()[0].astype(np.int32)
+            counted = counted[counted >= min(first, hybrid.seen_from(kind, reach))]
+            pool.locks[host[counted]] += 1
+            pool.touch(host[counted])
+            lacking = np.concatenate(([0], np.cumsum(~there)))
+            most = int((lacking[ends] - lacking[np.maximum(ends - seen, 0)]).max())
+            room = pool.take(min(most, pool.available), step)
+            named = tuple(companion_key(kind, key) for key in keys[first:])
+            moved.append(Moved(kind, index, NO_ROWS, room, counted))
+            asked.append(CompanionFetch(kind, named, tuple(there[first:].tolist()), seen, room))
+        return moved, tuple(asked), reach - first
+
+    def let_go(self, moved: list[Moved], host: Int32s) -> None:
+        """A prefetch has ended, one way or another: what it counted on may go."""
+        for one in moved:
+            self.pools[one.kind].locks[host[one.counted]] -= 1
+
+    def check_fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], pages: int) -> None:
+        """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
+
+        Whether they are all that an end needs is not asked: if not, nobody goes on there.
+        """
+        wanted = {one.kind: one for one in asked}
+        for one in found:
+            order = wanted.pop(one.kind, None)
+            if order is None:
+                raise ContractError(f"a prefetch brought {one.kind}s twice, or unasked")
+            most = int(np.searchsorted(order.index, pages))
+            rising = all(a < b for a, b in zip((-1, *one.indices), (*one.indices, most), strict=True))
+            if not rising or len(one.indices) > order.host.size:
+                raise ContractError(
+                    f"a prefetch brought {one.kind}s at {list(one.indices)}: {order.host.size} had room, ascending, "
+                    f"below {most}"
+                )
+
+    def fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], host_path: Int32s) -> None:
+        """A prefetch has brought this to the pages of a path; what else it had room for is free."""
+        came = {one.kind: one.indices for one in found}
+        for one in asked:
+            index = one.index[list(came.get(one.kind, ()))]
+            self.pools[one.kind].attach(host_path[index], one.host[: index.size], stored=True)
+            self.pools[one.kind].pool.free(one.host[index.size :])
+
+    # ------------------------------------------------------------------------------------------------------ everything
+
+    def drop(self, host_pages: Int32s) -> None:
+        """These pages of the host are free, or another path's."""
+        for pool in self.pools.values():
+            pool.drop(host_pages)
+
+    def void(self) -> None:
+        """Host memory is gone."""
+        self.pools = {kind: HostPool(kind, pool.pool.total, self.host_pages) for kind, pool in self.pools.items()}
+
+    def dump(self) -> list[tuple[str, Any]]:
+        """The state in builtins."""
+        return [
+            (
+                kind,
+                {
+                    "pool": pool.pool.dump(),
+                    "clock": pool.clock,
+                    **{name: getattr(pool, name).tobytes() for name in self.columns},
+                },
+            )
+            for kind, pool in self.pools.items()
+        ]
+
+    def load(self, image: list[tuple[Kind, Any]]) -> None:
+        """Become what `dump` described."""
+        for kind, of in image:
+            pool = self.pools[kind]
+            pool.pool, pool.clock = PagePool.load(of["pool"]), of["clock"]
+            for name in self.columns:
+                setattr(pool, name, np.frombuffer(of[name], getattr(pool, name).dtype).copy())
+
+
+COLUMNS = ("of", "locks", "used", "stored")  # the last if there is storage
+
+
+def companion_key(kind: Kind, key: bytes) -> bytes:
+    """Under which storage has the companion of the page with this key."""
+    return sha256(key + kind.encode()).digest()
+
+
+def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tuple[int, tuple[CompanionsFound, ...]]:
+    """What a prefetch brings from a storage that `has` some keys: pages, and companions by index into their keys.
+
+    The same for every storage, simulated or not: the furthest end up to which it has all pages, and all companions
+    that are needed there and not there already, as far as there is room for them; nothing if that is no gain.
+    """
+    pages = next((index for index, key in enumerate(order.keys) if not has(key)), len(order.keys))
+    if not order.companions:
+        return pages, ()
+    known = len(order.companions[0].keys) - len(order.keys)
+    end = np.arange(1, known + pages + 1)
+    usable, come = np.ones(end.size, np.bool_), []
+    for one in order.companions:
+        there = np.array(one.there[: end.size], np.bool_)
+        stored = np.array([has(key) for key in one.keys[: end.size]], np.bool_) & ~there
+        lost = np.maximum.accumulate(np.where(there | stored, NONE, end - 1))
+        first = np.maximum(end - one.seen, 0)
+        count = np.concatenate(([0], np.cumsum(stored)))
+        usable &= (lost < first) & (count[end] - count[first] <= one.host.size)
+        come.append((one.kind, stored, first))
+    ends = usable.nonzero()[0]
+    last = int(ends[-1]) if ends.size else NONE
+    if last < order.reached:
+        return 0, ()
+    found = [
+        CompanionsFound(kind, tuple((first[last] + stored[first[last] : last + 1].nonzero()[0]).tolist()))
+        for kind, stored, first in come
+    ]
+    return max(last + 1 - known, 0), tuple(one for one in found if one.indices)

@@ -1,0 +1,595 @@
+"""Rows and KV pages of one engine: who holds them, and when they come back.
+
+Who holds a page, at any moment exactly one of:
+
+    the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
+    | a load from a tier below, until it has ended (`tiers`)
+
+What layers without full attention keep beside a page goes where the page goes (`hybrid`).
+
+**Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
+leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
+that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
+
+Nothing here chooses: the engine says who takes a row, who leaves and what is published; this file keeps the books.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+import numpy as np
+from msgspec import UNSET
+
+from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
+from lockstep.core.features.adapters import Adapters
+from lockstep.core.kv.hybrid import FullPages, Hybrid
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.radix import Match, RadixCache, RadixNode
+from lockstep.core.kv.tiers import Tiers
+from lockstep.core.requests.extras import with_extras
+from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
+from lockstep.core.scheduler.batching import InFlight
+
+NO_FENCE: BatchId = -1
+EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
+
+
+class Lease(NamedTuple):
+    """What a request left behind in flight: its row, its pages and its lock, until batch `fence` is collected."""
+
+    fence: BatchId
+    row: int
+    namespace: str
+    tokens: bytes  # int32 ids it came to the row with
+    prompt_tokens: int
+    handle: RadixNode | None
+    protected_pages: int
+    computed: int  # positions whose KV is launched
+    publish: bool  # keep the computed KV in the radix cache ...
+    known: int | None = None  # ... of so many positions only; None: all that is computed
+
+
+class Rewrite(NamedTuple):
+    """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
+
+    row: int
+    first: int  # page index
+    pages: Int32s
+
+
+class Back(NamedTuple):
+    """What comes back to the engine beside what can be had now."""
+
+    pages: int
+    matched: int  # of these, pages of a match that was asked about
+    places: int  # requests that end with a batch in flight
+    rows: int
+    launches: int  # decodes of each that may be launched before it has all come back
+
+
+class Pending(NamedTuple):
+    """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
+
+    batch_id: BatchId
+    node: RadixNode
+    pages: int
+
+
+class Lent(NamedTuple):
+    """A row whose pages are read from elsewhere, and pages that were its own until the radix cache had better ones."""
+
+    request_id: RequestId
+    pages: list[Int32s]
+
+
+class Memory:
+    """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
+
+    def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
+        """`in_flight` is the engine's own queue, oldest first: the fences are read off it."""
+        self.config = config
+        self.in_flight = in_flight
+        self.table = RequestTable(config.rows_max, config.page_size)
+        self.pool = PagePool(config.pages)
+        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
+        self.adapters = Adapters(config.max_loras) if config.max_loras else None  # None: LoRA is off
+        self.leases: list[Lease] = []
+        self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
+        self.rewrites: list[Rewrite] = []
+        self.rows_taken: list[RowTaken] = []
+        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
+        self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
+        self.weights_version = 0
+        self.tiers = Tiers(config.tiers, self) if config.tiers is not UNSET else None  # None: nothing below the device
+        self.hybrid: Hybrid | None = None  # None: all layers have full attention
+        if config.hybrid is not UNSET:
+            self.hybrid = Hybrid(config, config.hybrid, self.table, in_flight)
+            self.pool = FullPages(self.pool, self.hybrid)
+
+    # ------------------------------------------------------------------------------------------------- what can be had
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had now: free ones, and cached ones nobody holds."""
+        cached = self.radix.evictable_pages if self.radix is not None else 0
+        return self.pool.free_count + cached
+
+    def all_below(self, share: float) -> bool:
+        """Whether less than this share of each pool is held by somebody."""
+        total = self.config.pages
+        below = total - self.available_pages < share * total
+        return below and (self.hybrid is None or self.hybrid.all_below(share))
+
+    def match(self, request: Request) -> Match | None:
+        """The cached prefix of a request that waits, as far as it may use it."""
+        if self.radix is None:
+            return None
+        most = request.cacheable_tokens // self.config.page_size
+        found = self.radix.match(request.namespace, request.tokens, most)
+        return found if self.hybrid is None else self.hybrid.continued(self.radix, found, request.tokens)
+
+    def match_to_receive(self, request: Request) -> Match | None:
+        """What need not come of the prompt of a request whose KV is computed elsewhere.
+
+        Not what a batch in flight is still to compute: if that failed, nobody would send it.
+        """
+        if self.radix is None or not (self.pending or self.hybrid is not None):
+            return self.match(request)
+        found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
+        path = self.computed_of(self.path_of(found))
+        pages = path.size if self.hybrid is None else self.hybrid.pages_to_receive_behind(path, request)
+        return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
+
+    def computed_of(self, path: Int32s) -> Int32s:
+        """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
+        for pending in self.pending:
+            assert self.radix is not None
+            awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
+            if awaited.any():
+                path = path[: int(awaited.argmax())]
+        return path
+
+    def path_of(self, match: Match | None) -> Int32s:
+        """The pages of a match, int32 [pages]."""
+        if self.radix is None or match is None or match.node is None:
+            return NO_ROWS
+        return self.radix.pages_of(match.node)[: match.pages]
+
+    def keyed(self, namespace: str) -> str:
+        """The namespace for KV of the weights there are now, whatever version it was for."""
+        if VERSION_MARK not in namespace and not self.weights_version:
+            return namespace
+        plain, _, _ = namespace.partition(VERSION_MARK)
+        return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
+
+    def is_stale(self, namespace: str) -> bool:
+        """Whether it is for KV of weights that were replaced: such KV is shared with nobody."""
+        return namespace != self.keyed(namespace)
+
+    def returning_pages(self) -> int:
+        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
+        fenced = sum(pages.size for _, pages in self.fenced_pages)
+        leases = [lease for lease in self.leases if lease.row not in self.lent]
+        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in leases)
+        ending = 0
+        for batch in self.in_flight:
+            for request in batch.ending_requests():
+                ending += self._freed_by(request.computed, request.protected_pages, request.handle)
+        return fenced + leased + ending + (self.tiers.returning_pages() if self.tiers is not None else 0)
+
+    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
+        """What comes back once everything in flight is delivered and these requests, each with the positions it
+        stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
+        """
+        holders = [(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases]
+        fences = [lease.fence for lease in self.leases] + [fence for fence, _ in self.fenced_pages]
+        for batch in self.in_flight:
+            for request in batch.ending_requests():
+                holders.append((request.computed, request.protected_pages, request.handle))
+                fences.append(batch.plan.batch_id)
+        places = len(holders) - len(self.leases)
+        for request, position in leaving:
+            holders.append((position, request.protected_pages, request.handle))
+        pages = sum(fenced.size for _, fenced in self.fenced_pages)
+        pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
+
+        released: dict[int, int] = {}  # by number of a node: locks that are given back
+        for _, _, handle in holders:
+            while handle is not None:
+                released[handle.number] = released.get(handle.number, 0) + 1
+                if released[handle.number] == handle.lock_count:
+                    pages += len(handle.pages)
+                handle = handle.parent
+        matched = 0
+        node, mine = (match.node, match.edge_pages) if match is not None else (None, 0)
+        while node is not None:
+            if node.lock_count and released.get(node.number) == node.lock_count:
+                matched += mine
+            node = node.parent
+            mine = len(node.pages) if node is not None else 0
+
+        last = max(fences, default=NO_FENCE)
+        launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
+        launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
+        return Back(pages, matched, places, len(holders), launches)
+
+    def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
+        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
+        return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
+
+    # ---------------------------------------------------------------------------------------------------- take and grow
+
+    def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
+        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
+        missing = pages - self.pool.free_count
+        if missing > 0 and self.radix is not None:
+            evicted = self._evicted(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
+            self.pool.free(evicted)
+            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
+        return self.pool.alloc(pages)
+
+    def take_row(self, request: Request, match: Match | None, step: Step) -> int:
+        """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
+        row = self._row_taken(request)
+        if self.radix is not None and match is not None:
+            if self.tiers is not None:
+                self.tiers.used(match)
+            request.handle = self.radix.lock(match)
+            request.protected_pages = match.pages
+            if match.pages:
+                pages = self.radix.pages_of(request.handle)
+                self.table.pages[row, : match.pages] = pages
+                self.rewrites.append(Rewrite(row, 0, pages))
+        request.computed = request.protected_pages * self.config.page_size
+        if self.hybrid is not None:
+            self.hybrid.take_row(row, self.table.pages[row, : request.protected_pages].copy(), step)
+        return row
+
+    def reach(self, request: Request, stop: int, step: Step) -> None:
+        """Give the request pages for its positions up to `stop`."""
+        page_size = self.config.page_size
+        first, last = -(-request.computed // page_size), -(-stop // page_size)
+        self.table.reserve(last, 0)
+        if last > first:
+            pages = self.alloc(last - first, "admission", step)
+            self.table.pages[request.row, first:last] = pages
+            self.rewrites.append(Rewrite(request.row, first, pages))
+            if self.hybrid is not None:
+                self.hybrid.open(pages, step)
+
+    def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
+        """One more page for each of these rows, at these places of their tables. int32 [n] both."""
+        pages = self.alloc(rows.size, "decode", step)
+        self.table.write_pages(rows, index, pages)
+        if self.hybrid is not None:
+            self.hybrid.open(pages, step)
+        return PageDeltas(pages, NO_ROWS, rows, index)
+
+    def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
+        """What changed about rows since the plan before: who took them, and all changes of tables, `deltas` last."""
+        if self.rewrites:
+            deltas = _merged(self.rewrites, deltas)
+            self.rewrites = []
+        taken: tuple[RowTaken, ...] = ()
+        if self.rows_taken:
+            taken = tuple(self.rows_taken)
+            self.rows_taken = []
+        return taken, deltas
+
+    # -------------------------------------------------------------------------------------------------------- give back
+
+    def leave(self, request: Request, step: Step, *, publish: bool, known: int | None = None) -> None:
+        """Take a request off its row. What work in flight still uses stays behind as a Lease."""
+        row, fence = request.row, NO_FENCE
+        for batch in self.in_flight:
+            if row not in batch.dead and batch.names(row):
+                batch.dead.append(row)
+                fence = batch.plan.batch_id
+        if self.rewrites:
+            self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
+        lease = Lease(
+            fence,
+            row,
+            request.namespace,
+            request.tokens,
+            request.prompt_tokens,
+            request.handle,
+            request.protected_pages,
+            request.computed,
+            publish,
+            known,
+        )
+        request.row = NO_ROW
+        request.handle = None
+        request.protected_pages = 0
+        request.computed = 0
+        request.epoch += 1
+        if fence == NO_FENCE and row not in self.lent:
+            self.release(lease, step)
+        else:
+            self.leases.append(lease)
+
+    def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
+        """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
+        done = [lease for lease in self.leases if lease.fence <= batch_id and lease.row not in self.lent]
+        for lease in done:
+            self.leases.remove(lease)
+            self.release(lease, step)
+        for fence, pages in self.fenced_pages:
+            if fence <= batch_id:
+                self.pool.free(pages)
+        self.fenced_pages = [entry for entry in self.fenced_pages if entry[0] > batch_id]
+        return bool(done)
+
+    def release(self, lease: Lease, step: Step) -> None:
+        """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
+        page_size = self.config.page_size
+        row, kept = lease.row, lease.protected_pages
+        held = -(-lease.computed // page_size)
+        pages = self.table.pages[row]
+        if self.hybrid is not None:
+            self.hybrid.let_go(row, held)
+        if self.radix is not None:
+            stale, backed_up = self.is_stale(lease.namespace), None
+            whole = (lease.computed if lease.known is None else lease.known) // page_size
+            if lease.publish and not stale and whole > kept:
+                tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
+                inserted = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle)
+                already = inserted.already
+                backed_up = inserted.node
+                if self.tiers is not None and self.hybrid is None:
+                    self.tiers.back_up(inserted.node, whole, step)
+                if already > kept:
+                    if self.hybrid is not None:
+                        self.hybrid.heal(pages[kept:already], self.radix.pages_of(inserted.node)[kept:already])
+                    self.pool.free(pages[kept:already].copy())
+                    if self.hybrid is not None:
+                        pages[kept:already] = self.radix.pages_of(inserted.node)[kept:already]
+                kept = whole
+            if self.hybrid is not None:
+                self.hybrid.left(row, pages[:kept])
+                if self.tiers is not None and backed_up is not None:
+                    self.tiers.back_up(backed_up, kept, step)
+            if lease.handle is not None:
+                self.let_go(lease.handle, lease.namespace, step)
+        elif self.hybrid is not None:
+            self.hybrid.left(row, pages[:0])
+        if held > kept:
+            self.pool.free(pages[kept:held].copy())
+        self.trim(step)
+        self.table.free_row(row)
+        if self.adapters is not None:
+            self.adapters.give_back(row)
+
+    def let_go(self, handle: RadixNode, namespace: str, step: Step) -> None:
+        """Unlock a path. Of weights that were replaced nothing stays cached that nobody holds."""
+        assert self.radix is not None
+        cached = self.radix.evictable_pages
+        self.radix.unlock(handle)
+        if self.is_stale(namespace) and self.radix.evictable_pages > cached:
+            self._evict(self.radix.evictable_pages - cached, "weights", step)
+
+    # ------------------------------------------------------------------------------------------- to and from elsewhere
+
+    def _row_taken(self, request: Request) -> int:
+        """A row for the request, with what the executor must know of it. Returns the row."""
+        row = self.table.take_row(request)
+        taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
+        if request.extras is not None:
+            taken = with_extras(taken, request.extras)
+        if self.adapters is not None:
+            taken = self.adapters.taken(taken, request.adapter)
+        self.rows_taken.append(taken)
+        return row
+
+    def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
+        """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
+        `pages`. Returns the row."""
+        row = self._row_taken(request)
+        if self.radix is not None and handle is not None:
+            request.handle = handle
+            request.protected_pages = handle.stop
+            pages = np.concatenate((self.radix.pages_of(handle), pages))
+        self.table.reserve(pages.size, 0)
+        self.table.pages[row, : pages.size] = pages
+        self.rewrites.append(Rewrite(row, 0, pages))
+        request.computed = computed
+        if self.hybrid is not None:
+            self.hybrid.adopt_row(row, request.request_id)
+        return row
+
+    def lend(self, row: int, request_id: RequestId) -> None:
+        """From now on a transfer reads pages of the row: none of them is freed before it is over."""
+        self.lent[row] = Lent(request_id, [])
+
+    def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
+        """A transfer is over: free `pages`, and what a row that it read has given up since."""
+        if self.hybrid is not None:
+            self.hybrid.received(request_id)
+        if pages.size:
+            self.pool.free(pages)
+        for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:
+            for given_up in self.lent.pop(row).pages:
+                self._free_behind(row, given_up)
+            in_flight = self.in_flight[0].plan.batch_id if self.in_flight else None
+            for lease in [one for one in self.leases if one.row == row]:
+                if in_flight is None or lease.fence < in_flight:
+                    self.leases.remove(lease)
+                    self.release(lease, step)
+
+    def void(self, step: Step) -> None:
+        """The device's memory is gone: nothing fences anything, and nothing is cached."""
+        for lease in self.leases:
+            self.release(lease, step)
+        self.leases = []
+        for _, pages in self.fenced_pages:
+            self.pool.free(pages)
+        self.fenced_pages = []
+        self.rewrites = []
+        self.pending = []
+        if self.hybrid is not None:
+            self.hybrid.void()
+        if self.adapters is not None:
+            self.adapters.void()
+        if self.radix is not None:
+            self.pool.free(self.radix.reset())
+
+    # ------------------------------------------------------------------------------------------------------------ share
+
+    def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> None:
+        """Share a prompt's KV: insert its whole pages; where the tree had them already, use the tree's.
+
+        It is complete, unless `writer` names the batch in flight that computes it: then only batches launched behind
+        that one may read it, which all of them are, and it is void if that one fails.
+        """
+        radix, row = self.radix, request.row
+        pages = computed // self.config.page_size
+        if radix is None or pages <= request.protected_pages or self.is_stale(request.namespace):
+            return
+        mine = self.table.pages[row, :pages]
+        tokens = request.tokens[: 4 * pages * self.config.page_size]
+        if writer is not None and self.hybrid is not None:
+            known = self.path_of(radix.match(request.namespace, tokens, pages))
+            if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
+                return  # once it is computed
+        if row in self.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
+            return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
+        inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
+        node, already = inserted.node, inserted.already
+        if already > request.protected_pages:
+            twice = slice(request.protected_pages, already)
+            duplicates = mine[twice].copy()
+            mine[twice] = radix.pages_of(node)[twice]
+            if self.hybrid is not None:
+                self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
+            self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
+            self._free_behind(row, duplicates)
+        if request.handle is not None:
+            radix.move_down(request.handle, node)
+        else:
+            radix.lock_node(node)
+        if writer is not None and already < pages:
+            self.pending += [Pending(batch_id, node, already) for batch_id in self._writers(request)]
+        request.handle = node
+        request.protected_pages = pages
+        if self.hybrid is not None:
+            self.hybrid.published(row, pages)
+            if writer is not None:
+                self.hybrid.share(row, mine, already)
+        self.trim(step)
+
+    def _writers(self, request: Request) -> list[BatchId]:
+        """Batches in flight on which depends what a request has beyond its protected pages.
+
+        Those that compute it: all chunks of one page, too. Of a hybrid model every chunk of the request: each begins
+        with the state and the windows that the one before it leaves, though its pages may be cached already.
+        """
+        known = self.config.page_size * request.protected_pages if self.hybrid is None else 0
+        found: list[BatchId] = []
+        for batch in self.in_flight:
+            stops = batch.plan.stops[batch.plan.rows == request.row]
+            if stops.size and stops[0] > known:
+                found.append(batch.plan.batch_id)
+        return found
+
+    def computed(self, batch_id: BatchId) -> None:
+        """A batch is collected: what it was to compute is there."""
+        self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
+
+    def banish_pending(self, batch_id: BatchId) -> list[int]:
+        """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""
+        banished: list[int] = []
+        if self.radix is not None:
+            for pending in self.pending:
+                if pending.batch_id == batch_id:
+                    banished += [node.number for node in self.radix.banish(pending.node, pending.pages)]
+        self.computed(batch_id)
+        self.leases = [
+            lease._replace(publish=False) if lease.handle is not None and lease.handle.number in banished else lease
+            for lease in self.leases
+        ]
+        return banished
+
+    def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
+        """Empty the radix cache of what nobody holds."""
+        if self.radix is not None and self.radix.evictable_pages:
+            self._evict(self.radix.evictable_pages, reason, step)
+        if self.tiers is not None and reason != "release":
+            self.tiers.empty()
+
+    def change_weights(self, version: int, step: Step) -> None:
+        """From now on KV is of these weights. What older ones left goes, or goes with who holds it.
+
+        Nothing is in flight. Locked KV of older weights was used before everything that is cached from here on, so once
+        unlocked it is the first to be evicted: evicting as many pages as an unlock sets free takes exactly those.
+        """
+        self.weights_version = version
+        self.empty_cache("weights", step)
+        if self.radix is not None:
+            self.radix.epoch += 1  # equal tokens match something else now
+
+    def lock_node(self, node: RadixNode) -> None:
+        """Hold the path down to a node of the radix cache."""
+        assert self.radix is not None
+        self.radix.lock_node(node)
+
+    def unlock(self, node: RadixNode) -> None:
+        """Give a path back that `lock_node` or the radix cache's `lock` held."""
+        assert self.radix is not None
+        self.radix.unlock(node)
+
+    def _evicted(self, pages: int, step: Step) -> Int32s:
+        """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
+        assert self.radix is not None
+        return self.radix.evict(pages) if self.tiers is None else self.tiers.evict(pages, step)
+
+    def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
+        assert self.radix is not None
+        evicted = self.radix.evict(pages)
+        if self.tiers is not None:
+            self.tiers.forget(evicted)
+        self.pool.free(evicted)
+        step.decided.append(PagesEvicted(step.time_us, pages, reason))
+
+    def _free_behind(self, row: int, pages: Int32s) -> None:
+        """Free pages of a row once the last plan in flight that may read them is collected."""
+        if row in self.lent:
+            self.lent[row].pages.append(pages)
+            return
+        fences = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
+        if fences:
+            self.fenced_pages.append((fences[-1], pages))
+        else:
+            self.pool.free(pages)
+
+    def trim(self, step: Step) -> None:
+        """Hold the radix cache to its cap."""
+        if self.radix is not None and self.radix.capacity_pages is not None:
+            trimmed = self._evicted(self.radix.total_pages - self.radix.capacity_pages, step)
+            if trimmed.size:
+                self.pool.free(trimmed)
+                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
+
+
+def pages_only_held_by(handle: RadixNode | None) -> int:
+    """Cached pages that nobody else locks: unlocking this handle makes them evictable."""
+    pages = 0
+    while handle is not None and handle.lock_count == 1:
+        pages += len(handle.pages)
+        handle = handle.parent
+    return pages
+
+
+def _merged(rewrites: list[Rewrite], opened: PageDeltas) -> PageDeltas:
+    """Rewrites in the order they were made, then the pages that decodes open."""
+    runs = np.array([number for row, first, pages in rewrites for number in (row, first, pages.size)], np.int32)
+    pages = [rewrite.pages for rewrite in rewrites]
+    if opened.pages.size:
+        pages.append(opened.pages)
+    return PageDeltas(
+        pages[0] if len(pages) == 1 else np.concatenate(pages), runs, opened.opened_rows, opened.opened_index
+    )

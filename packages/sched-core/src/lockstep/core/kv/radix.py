@@ -1,0 +1,590 @@
+"""The radix cache: a prefix tree whose nodes own the KV pages of tokens computed before.
+
+    root ""                     one root per namespace: tokens mean the same KV only within it
+     `- [A A B B]  pages 4 5    an edge is whole pages; here a page is two tokens
+         |- [C C]  page 6       siblings differ in their first page
+         `- [D E]  page 9
+
+Tokens are `bytes`, int32 little-endian, 4 bytes each, and are compared exactly: no hash is trusted.
+
+**States of a page in the tree.** *Locked*: some handle lies at or below its node; it stays. *Evictable*: none does; the
+engine may take it back. `lock`, `lock_node`, `unlock` move pages between the two, `insert` adds evictable ones, `evict`
+takes them out. A handle is a node, and stands for the whole path from the root down to the node's end. When a node is
+split, the existing object stays the *lower* part, so that every handle goes on meaning the path it meant.
+
+**Recency.** Each `lock(match)` and each `insert` is one tick, stamped on every node of its path; `match` leaves no
+trace. So a parent is at least as recent as its children, and nodes with equal ticks lie on one path: the oldest leaf
+is unique. Evicting the tail page of the oldest leaf, again and again, is exact LRU over pages in which a parent
+outlives its children, and `evict(a)` then `evict(b)` gives the pages of `evict(a + b)`.
+
+**Remembering a match.** Where a match ends depends on that node alone: `find` gives it together with its `version`,
+which rises when the node gains a child, is split, shortened or removed. While the version stands, so does the match,
+whatever else happens in the tree. A namespace without a root ends in `nowhere`, whose version rises with each new root.
+
+**What must hold** (`check`):
+- a node has key bytes for exactly its pages, at least one, and owns both; a page is in the tree once;
+- `lock_count` of a node = handles at it and below it, so locked nodes form whole paths from the root;
+- the counters equal a recount, and all evictable pages can in fact be evicted;
+- a root lives only while it has children or handles.
+
+**The queue of leaves** is a heap of (tick, number, node) with at most one entry per node, so it never outgrows the
+tree. An entry may be outdated: stamping a node does not move it. Ticks only rise, so an outdated entry comes up too
+early, never too late, and is then re-filed or, if the node is locked or has children, dropped. Every evictable leaf
+has an entry. (Re-filing costs 0.5 us and is paid once for each use; rebuilding the heap instead saves half of that.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush, heapreplace
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from lockstep.core.contract.errors import InvariantError, LockstepError
+
+TOKEN_BYTES = 4
+
+
+class LockError(LockstepError, RuntimeError):
+    """A lock or unlock of something that is not there: a stale match, an evicted node, an unlock without a lock."""
+
+
+class RadixNode:
+    """One edge of the tree, and the handle to the path that ends with it. Only RadixCache changes it."""
+
+    __slots__ = (
+        "banished",
+        "children",
+        "handles",
+        "key",
+        "lock_count",
+        "namespace",
+        "number",
+        "pages",
+        "parent",
+        "queued",
+        "stop",
+        "tick",
+        "version",
+    )
+
+    def __init__(
+        self, number: int, parent: RadixNode | None, namespace: str, key: bytes, pages: NDArray[np.int32]
+    ) -> None:
+        self.number = number  # order of creation; unique in the cache, survives dump and load
+        self.namespace = namespace
+        self.parent = parent  # None: a root, or evicted
+        self.children: dict[bytes, RadixNode] = {}  # by the bytes of their first page, in order of insertion
+        self.key = key  # bytes of the tokens of this edge
+        self.pages = pages  # int32 [pages of this edge], owned
+        self.stop: int = parent.stop + len(pages) if parent is not None else 0  # pages from the root to its end
+        self.tick = 0  # of its last use
+        self.handles = 0  # locks taken on this very node
+        self.lock_count = 0  # locks taken on it or below
+        self.banished = False  # no match may find it: what it holds was never computed
+        self.queued = False  # whether it has an entry in the queue of leaves
+        self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
+
+    def __repr__(self) -> str:
+        return f"RadixNode({self.number}, pages [..{self.stop}), locks {self.lock_count}, tick {self.tick})"
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some tokens. It changes nothing; `lock` makes it last."""
+
+    namespace: str
+    node: RadixNode | None  # where it ends; None if nothing matched
+    pages: int  # matched pages, from the root
+    edge_pages: int  # of these, pages that belong to `node`; fewer than it has if the match ends inside its edge
+    evictable_pages: int  # matched pages that nobody holds: locking this match takes them from the evictable
+
+
+class Found(Struct, frozen=True):
+    """Where the longest cached prefix of some tokens ends. It holds for as long as `node` has this `version`."""
+
+    node: RadixNode
+    version: int
+    pages: int  # from the root; fewer than node.stop if it ends inside the edge
+
+
+class Inserted(Struct, frozen=True):
+    node: RadixNode  # ends exactly where the inserted tokens end
+    already: int  # leading pages that were in the tree before; of these the caller keeps its own copies
+
+
+class RadixCache:
+    """Match, insert, lock and evict pages by token prefix."""
+
+    __slots__ = (
+        "_next_number",
+        "_page_bytes",
+        "_queue",
+        "_roots",
+        "_tick",
+        "capacity_pages",
+        "epoch",
+        "locked_pages",
+        "nowhere",
+        "page_tokens",
+        "total_pages",
+        "witness",
+    )
+
+    def __init__(self, page_tokens: int, capacity_pages: int | None = None) -> None:
+        """An empty cache of pages of `page_tokens` tokens. `trim` holds it to `capacity_pages`; None: no limit."""
+        self.page_tokens = page_tokens
+        self.capacity_pages = capacity_pages
+        self.epoch = 0  # rises with every change that can alter the result of a match
+        self.total_pages = 0
+        self.locked_pages = 0
+        self._page_bytes = page_tokens * TOKEN_BYTES
+        self._roots: dict[str, RadixNode] = {}
+        self._queue: list[tuple[int, int, RadixNode]] = []
+        self._tick = 0
+        self._next_number = 0
+        self.nowhere = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
+        self.witness: Callable[[RadixNode], object] | None = None  # told of each leaf before `evict` takes pages of it
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages that `evict` can take now."""
+        return self.total_pages - self.locked_pages
+
+    # ---- look up
+
+    def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
+        """Find the longest cached prefix of `tokens`, at most `max_pages` long. Leaves no trace in the cache."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return Match(namespace, None, 0, 0, 0)
+        node, pages = self._descend(root, tokens, min(max_pages, len(tokens) // self._page_bytes))
+        if node.parent is None:
+            return Match(namespace, None, 0, 0, 0)
+        locked = node
+        while not locked.lock_count and locked.parent is not None:
+            locked = locked.parent
+        return Match(namespace, node, pages, pages - node.parent.stop, pages - min(pages, locked.stop))
+
+    def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
+        """Where the longest cached prefix of `tokens` ends, at most `max_pages` from the root. Leaves no trace.
+
+        With `known`, found for the same arguments before, the search goes on from there if that can be.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return Found(self.nowhere, self.nowhere.version, 0)
+        start = root
+        if (
+            known is not None
+            and known.node.stop == known.pages
+            and known.node.parent is not None
+            and not known.node.banished
+        ):
+            start = known.node  # still in the tree, with the same path above it
+        node, pages = self._descend(start, tokens, min(max_pages, len(tokens) // self._page_bytes))
+        return Found(node, node.version, pages)
+
+    def pages_of(self, node: RadixNode) -> NDArray[np.int32]:
+        """The pages of the path from the root to the end of `node`, int32 [node.stop], in order; a copy."""
+        parts = [node.pages]
+        while (parent := node.parent) is not None:
+            parts.append(parent.pages)
+            node = parent
+        parts.reverse()
+        return np.concatenate(parts)
+
+    def walk(self) -> Iterator[RadixNode]:
+        """Every node, roots too: parents before children, siblings in insertion order."""
+        for root in self._roots.values():
+            yield from _below(root)
+
+    # ---- hold
+
+    def lock(self, match: Match) -> RadixNode:
+        """Keep the pages of `match` in the tree, as used just now, until `unlock` of the node returned.
+
+        A match of no pages gives the root of its namespace, which holds nothing and still must be unlocked.
+        A match may be kept while `epoch` stays the same.
+        Raises: LockError if its pages have been evicted since.
+        """
+        node = match.node
+        if node is None:
+            node = self._root(match.namespace)
+        elif node.parent is None or node.stop < match.pages:
+            raise LockError(f"page {match.pages} of a match was evicted: {node}\nhint: match again after `epoch` rose")
+        else:
+            node = self._end_at(node, match.pages)
+            self._stamp(node)
+        self.lock_node(node)
+        return node
+
+    def lock_node(self, node: RadixNode) -> None:
+        """Take a handle on a node of the tree; nothing is stamped. Raises: LockError if the node was evicted."""
+        if node.parent is None and self._roots.get(node.namespace) is not node:
+            raise LockError(f"{node} is no longer in the tree")
+        node.handles += 1
+        step: RadixNode | None = node
+        while step is not None:
+            if not step.lock_count:
+                self.locked_pages += len(step.pages)
+            step.lock_count += 1
+            step = step.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        """Give back one handle on `node`. Raises: LockError if there is none."""
+        if not node.handles:
+            raise LockError(f"{node} has no handle to give back")
+        node.handles -= 1
+        step: RadixNode | None = node
+        while step is not None:
+            step.lock_count -= 1
+            if not step.lock_count:
+                self.locked_pages -= len(step.pages)
+            step = step.parent
+        self._settle(node)
+
+    def move_down(self, handle: RadixNode, node: RadixNode) -> None:
+        """Lock `node`, which lies below `handle`, instead of that: as `lock_node` and `unlock`. Raises: LockError."""
+        if not handle.handles:
+            raise LockError(f"{handle} has no handle to give back")
+        path = []
+        step: RadixNode | None = node
+        while step is not handle:
+            if step is None:
+                raise LockError(f"{node} does not lie below {handle}")
+            path.append(step)
+            step = step.parent
+        handle.handles -= 1
+        node.handles += 1
+        for step in path:
+            if not step.lock_count:
+                self.locked_pages += len(step.pages)
+            step.lock_count += 1
+
+    def touch(self, node: RadixNode) -> None:
+        """Count the path down to a node as used just now, if it is still in the tree."""
+        if node.parent is not None:
+            self._stamp(node)
+
+    # ---- grow and shrink
+
+    def insert(
+        self, namespace: str, tokens: bytes, pages: NDArray[np.int32], behind: RadixNode | None = None
+    ) -> Inserted:
+        """Make `tokens`, whose KV is in `pages`, the most recently used prefix of the namespace.
+
+        Args:
+            tokens: whole pages, at least one.
+            behind: a node of this namespace that is locked, if the caller knows `tokens` to begin with the path to it.
+            pages: int32 [number of pages], read only; the missing tail is copied and from then on the tree's.
+        Returns: Inserted; the first `already` pages were known, so the tree keeps its own and the caller frees his,
+            unless they are the tree's.
+        Raises: ValueError if tokens and pages do not agree.
+        """
+        count = len(pages)
+        if not count or count * self._page_bytes != len(tokens):
+            raise ValueError(f"expected {count} pages of {self.page_tokens} tokens, got {len(tokens)} bytes")
+        node, already = self._descend(behind or self._root(namespace), tokens, count)
+        node = self._end_at(node, already)
+        if already < count:
+            tail = tokens[already * self._page_bytes :]
+            node = self._node(node, namespace, tail, np.array(pages[already:], dtype=np.int32))
+            self.total_pages += count - already
+            self.epoch += 1
+        self._stamp(node)
+        self._settle(node)
+        return Inserted(node, already)
+
+    def evict(self, count: int) -> NDArray[np.int32]:
+        """Take out the `count` least recently used evictable pages, or all of them if there are fewer.
+
+        Returns: int32 [min(count, evictable_pages)], the caller's, in order of eviction: a leaf's last page first.
+        """
+        short = wanted = min(max(count, 0), self.evictable_pages)
+        queue, taken, told = self._queue, [], None
+        while short:
+            tick, _, leaf = queue[0]
+            if leaf.children or leaf.lock_count:
+                heappop(queue)
+                leaf.queued = False
+            elif leaf.tick != tick:
+                heapreplace(queue, (leaf.tick, leaf.number, leaf))
+            elif self.witness is not None and told is not leaf:
+                self.witness(leaf)
+                told = leaf
+            elif (keep := len(leaf.pages) - short) > 0:
+                taken.append(leaf.pages[keep:])
+                leaf.key = leaf.key[: keep * self._page_bytes]
+                leaf.pages = leaf.pages[:keep].copy()
+                leaf.stop -= short
+                leaf.version += 1
+                short = 0
+            else:
+                heappop(queue)
+                leaf.queued = False
+                taken.append(leaf.pages)
+                short = -keep
+                self._remove(leaf)
+        if not wanted:
+            return np.empty(0, dtype=np.int32)
+        self.total_pages -= wanted
+        self.epoch += 1
+        taken.reverse()
+        return np.concatenate(taken)[::-1]  # joined forwards and read backwards, which copies 4x faster
+
+    def trim(self) -> NDArray[np.int32]:
+        """Evict what exceeds `capacity_pages`, as far as locks allow; as `evict`."""
+        return self.evict(0 if self.capacity_pages is None else self.total_pages - self.capacity_pages)
+
+    def reset(self) -> NDArray[np.int32]:
+        """Evict everything that is not locked; as `evict`."""
+        return self.evict(self.evictable_pages)
+
+    def banish(self, node: RadixNode, pages: int) -> list[RadixNode]:
+        """Hide what lies beyond the first `pages` of the path to `node`, and all below it, from every later match.
+
+        For KV that was shared before it was computed, and never was. Locks hold as before; the pages come back by
+        eviction. Returns the nodes that were hidden just now.
+        """
+        if node.banished:
+            return []
+        while node.parent is not None and node.parent.stop > pages:
+            node = node.parent
+        parent = node.parent
+        assert parent is not None
+        assert parent.stop == pages
+        del parent.children[self._child_key(node)]
+        parent.version += 1
+        nodes = list(_below(node))
+        for one in nodes:
+            one.banished = True
+            one.version += 1
+        parent.children[self._child_key(node)] = node
+        self.epoch += 1
+        return nodes
+
+    def _child_key(self, node: RadixNode) -> bytes:
+        """Under which its parent files it: its first page, or something no prompt can ask for."""
+        parent = node.parent
+        if node.banished and parent is not None and not parent.banished:
+            return b"banished %d" % node.number + bytes(self._page_bytes)
+        return node.key[: self._page_bytes]
+
+    # ---- snapshot
+
+    def dump(self) -> dict[str, Any]:
+        """The state in builtins. Handles are kept under `node.number`."""
+        trees: dict[str, list[tuple[int, int, int, int, bytes, bytes, bool]]] = {}
+        for node in self.walk():
+            parent = -1 if node.parent is None else node.parent.number
+            row = (node.number, parent, node.tick, node.handles, node.key, node.pages.tobytes(), node.banished)
+            trees.setdefault(node.namespace, []).append(row)
+        return {
+            "page_tokens": self.page_tokens,
+            "capacity_pages": self.capacity_pages,
+            "epoch": self.epoch,
+            "tick": self._tick,
+            "next_number": self._next_number,
+            "trees": list(trees.items()),  # a codec may sort maps
+        }
+
+    @classmethod
+    def load(cls, state: dict[str, Any]) -> RadixCache:
+        """The cache that `dump` described: equal calls have equal results from here on, numbers of nodes included."""
+        cache = cls(state["page_tokens"], state["capacity_pages"])
+        nodes: dict[int, RadixNode] = {}
+        for namespace, rows in state["trees"]:
+            for number, parent_number, tick, handles, key, pages, banished in rows:
+                parent = nodes.get(parent_number)
+                node = RadixNode(number, parent, namespace, key, np.frombuffer(pages, dtype=np.int32).copy())
+                node.tick, node.handles, node.banished = tick, handles, banished
+                if parent is None:
+                    cache._roots[namespace] = node
+                else:
+                    parent.children[cache._child_key(node)] = node
+                nodes[number] = node
+        for node in reversed(nodes.values()):  # children before parents
+            node.lock_count = node.handles + sum(child.lock_count for child in node.children.values())
+            cache.total_pages += len(node.pages)
+            cache.locked_pages += len(node.pages) if node.lock_count else 0
+            cache._settle(node)
+        cache.epoch, cache._tick, cache._next_number = state["epoch"], state["tick"], state["next_number"]
+        return cache
+
+    # ---- the tree's own hands
+
+    def _descend(self, node: RadixNode, tokens: bytes, limit: int) -> tuple[RadixNode, int]:
+        """The node in which the longest cached prefix of at most `limit` pages ends, and its pages.
+
+        The search begins behind `node`: the caller knows that `tokens` begin with the path to its end.
+        """
+        page_bytes = self._page_bytes
+        pages = node.stop
+        while pages < limit:
+            offset = pages * page_bytes
+            child = node.children.get(tokens[offset : offset + page_bytes])
+            if child is None:
+                break
+            node = child
+            most = node.stop if node.stop < limit else limit
+            key = node.key[: (most - pages) * page_bytes]  # the whole edge is not copied, a part is
+            if not tokens.startswith(key, offset):
+                return node, pages + self._shared_pages(key, tokens, offset)
+            pages = most
+        return node, pages
+
+    def _shared_pages(self, key: bytes, tokens: bytes, offset: int) -> int:
+        """Whole pages in which `key` agrees with `tokens` from byte `offset` on, given that somewhere they differ."""
+        count = len(key) // TOKEN_BYTES
+        edge = np.frombuffer(key, dtype=np.int32)
+        differ = edge != np.frombuffer(tokens, dtype=np.int32, count=count, offset=offset)
+        return int(differ.argmax()) // self.page_tokens
+
+    def _node(self, parent: RadixNode | None, namespace: str, key: bytes, pages: NDArray[np.int32]) -> RadixNode:
+        node = RadixNode(self._next_number, parent, namespace, key, pages)
+        self._next_number += 1
+        if parent is None:
+            self.nowhere.version += 1
+        else:
+            parent.children[key[: self._page_bytes]] = node
+            parent.version += 1
+        return node
+
+    def _root(self, namespace: str) -> RadixNode:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = self._node(None, namespace, b"", np.empty(0, dtype=np.int32))
+        return root
+
+    def _end_at(self, node: RadixNode, stop: int) -> RadixNode:
+        """The node on the path down to `node` that ends `stop` pages from the root; an edge is split if none does."""
+        while (parent := node.parent) is not None and parent.stop >= stop:
+            node = parent
+        return node if node.stop == stop else self._split(node, stop)
+
+    def _split(self, node: RadixNode, stop: int) -> RadixNode:
+        """Cut an edge `stop` pages from the root; return the new upper part. `node` stays the lower part."""
+        parent = node.parent
+        assert parent is not None
+        keep = stop - parent.stop
+        cut = keep * self._page_bytes
+        # It is filed under the same first page, so it takes the place of `node` in the order of the siblings.
+        upper = self._node(parent, node.namespace, node.key[:cut], node.pages[:keep].copy())
+        upper.tick, upper.lock_count = node.tick, node.lock_count
+        node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[keep:].copy()
+        node.version += 1
+        upper.children[node.key[: self._page_bytes]] = node
+        return upper
+
+    def _stamp(self, node: RadixNode) -> None:
+        """Mark the path down to `node` as used now: one tick for all of it."""
+        tick = self._tick = self._tick + 1
+        step: RadixNode | None = node
+        while step is not None:
+            step.tick = tick
+            step = step.parent
+
+    def _settle(self, node: RadixNode) -> None:
+        """A node has gained or lost a child or a lock: queue it if it can be evicted; let go of a root without use."""
+        if node.children or node.lock_count:
+            return
+        if node.parent is None:
+            del self._roots[node.namespace]
+            node.version += 1
+        elif not node.queued:
+            heappush(self._queue, (node.tick, node.number, node))
+            node.queued = True
+
+    def _remove(self, leaf: RadixNode) -> None:
+        """Take an evicted leaf out of the tree and cut its links, so that no reference cycle outlives it."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._child_key(leaf)]
+        leaf.parent = None
+        leaf.version += 1
+        self._settle(parent)
+
+    # ---- invariants
+
+    def nodes(self) -> list[RadixNode]:
+        """Every node, roots too, parents before children. Costs a third of `walk`."""
+        nodes = list(self._roots.values())
+        for node in nodes:  # those that are appended on the way, too
+            if node.children:
+                nodes += node.children.values()
+        return nodes
+
+    def check(self, handles: Iterable[RadixNode] | None = None, nodes: list[RadixNode] | None = None) -> None:
+        """Recompute everything that is kept incrementally. With `handles`, compare the locks with these live handles.
+
+        `nodes` is what `nodes()` gave just now, from a caller who sees for himself that no page is there twice.
+        Raises: InvariantError naming the node and both numbers. Costs a walk over all nodes; for tests.
+        """
+        if nodes is None:
+            nodes = self.nodes()
+            held = np.concatenate([np.empty(0, dtype=np.int32), *(node.pages for node in nodes)])
+            if twice := len(held) - len(np.unique(held)):
+                raise InvariantError(f"S10: {twice} of {len(held)} pages are in the tree more than once")
+        pages = locked = 0
+        recorded: dict[int, int] = {}
+        queued: dict[int, RadixNode] = {}
+        for node in nodes:
+            self._check_node(node)
+            if node.handles:
+                recorded[node.number] = node.handles
+            if node.queued:
+                queued[node.number] = node
+            pages += len(node.pages)
+            if node.lock_count:
+                locked += len(node.pages)
+        if handles is not None and recorded != (live := Counter(node.number for node in handles)):
+            raise InvariantError(f"S9: handles by node are recorded as {recorded}, live are {dict(live)}")
+        if (self.total_pages, self.locked_pages) != (pages, locked):
+            counted = f"{self.total_pages} pages, {self.locked_pages} locked"
+            raise InvariantError(f"S9: counters say {counted}; recount {pages}, {locked} locked")
+        filed = {number: tick for tick, number, _ in self._queue}
+        if len(filed) != len(self._queue) or filed.keys() != queued.keys():
+            raise InvariantError(f"S11: {len(self._queue)} entries for {len(filed)} nodes, {len(queued)} say so")
+        for number, tick in filed.items():
+            if tick > queued[number].tick:
+                raise InvariantError(f"S11: {queued[number]} is filed under {tick}, which is too late")
+
+    def _check_node(self, node: RadixNode) -> None:
+        """Its shape, its links to parent and children, its locks."""
+        parent, count, locks, page_bytes = node.parent, len(node.pages), node.handles, self._page_bytes
+        for first, child in node.children.items():
+            locks += child.lock_count
+            own = self._child_key(child) if child.banished else child.key[:page_bytes]
+            if child.parent is not node or own != first:
+                raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
+        if node.lock_count != locks:
+            raise InvariantError(f"S9: {node} has {locks} handles in its subtree")
+        if len(node.key) != count * page_bytes:
+            raise InvariantError(f"S10: {node} has {len(node.key)} key bytes for {count} pages")
+        if node.pages.base is not None:
+            raise InvariantError(f"S10: the {count} pages of {node} are a view of another array")
+        if parent is None:
+            if self._roots[node.namespace] is not node or count or node.stop:
+                raise InvariantError(f"S10: root {node} of {node.namespace!r} has {count} pages or a double")
+            if not locks and not node.children:
+                raise InvariantError(f"S10: root {node} of {node.namespace!r} has neither child nor handle")
+        else:
+            if not count or node.stop != parent.stop + count:
+                raise InvariantError(f"S10: {node} has {count} pages after {parent}")
+            if parent.tick < node.tick:
+                raise InvariantError(f"S10: {node} is more recent than its parent {parent}")
+            if not locks and not node.queued and not node.children:
+                raise InvariantError(f"S11: evictable leaf {node} is not queued")
+
+
+def _below(node: RadixNode) -> Iterator[RadixNode]:
+    """A node and all below it: parents before children, siblings in insertion order."""
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children.values()))

@@ -1,0 +1,959 @@
+"""The tiers below the radix cache: host memory, and storage below that. What lies where, and what is on its way.
+
+    device    radix cache   --write-->   host     a second radix cache, over   --store-->     storage   by page hash;
+              (`Memory`)    <--load---   memory   pages of host memory         <--prefetch--            the host's own
+
+**The host's cache** is a `RadixCache` like the device's: exact tokens inside a namespace, locks, leaves evicted by age.
+The two trees know nothing of each other; what the host has of a prompt beyond what the device has is one match in each.
+
+**Writes.** `write_through` copies a prompt's pages to the host once they are computed, `write_through_selective` those
+that were used often enough, `write_back` what is evicted from the device, with what lies above it on its path. In the
+first two the device's pages are locked until the answer. Pages that are written back are given up at once: the copy is
+ordered before the batch that may write them, so that eviction gives pages at once under every policy.
+
+**Loads.** A request whose turn has come, and of whose prompt the host has more than the device, waits while that is
+loaded; others pass. All of it is loaded or none: what does not fit is computed. When the load ends its pages belong to
+the radix cache, and nobody holds them: who waits holds nothing (L6). A request waits for one load each time it
+waits, so that it starts even if what was loaded is evicted again.
+
+**Storage.** Pages are known by a chain of SHA-256 over the namespace and the tokens from the root on. Whatever the host
+gets is stored; for requests that wait, what the host lacks is prefetched. Placeholders of media are numbers of this
+engine, so a prompt is stored and fetched only up to the first.
+
+**Operations.** Everything that moves is an `Operation`: accounted when it begins, locked at both ends, ended exactly
+once by its answer, whatever became of who asked. Until then
+
+    a write   locks its device pages unless they are given up; owns its host pages; locks the prefix in front of them
+    a load    owns its device pages; locks the prefix in front of them, and its host pages
+    a prefetch owns its host pages, and room for companions; locks the prefix in front of them
+    a store   locks its host pages, and companions of theirs
+
+A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and nobody's error.
+**Windows and states** (hybrid.py) go down with their page and come back with it, or without any: companions.py.
+
+Source: SGLang's HiCache (defaults, policies); why it is built otherwise is in docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.core.contract.commands import (
+    NO_ROWS,
+    CancelPrefetch,
+    CompanionFetch,
+    CompanionStore,
+    CopyToHost,
+    LoadFromHost,
+    PrefetchFromStorage,
+    Step,
+    WriteToStorage,
+)
+from lockstep.core.contract.config import CacheTiers
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import (
+    CompanionsFound,
+    DeferReason,
+    HostCopyFinished,
+    HostPagesEvicted,
+    PrefetchFinished,
+    RequestId,
+    StorageWritten,
+    TierKind,
+    TierOperationEnded,
+    TierOperationStarted,
+    TierOutcome,
+)
+from lockstep.core.kv.block_tiers import HostCompanions, Moved, Needed, companion_key
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache, RadixNode
+from lockstep.core.requests.table import Int32s, Request, RequestState
+
+if TYPE_CHECKING:
+    from lockstep.core.kv.memory import Memory
+    from lockstep.core.scheduler.admission import PrefillBudget
+    from lockstep.core.scheduler.engine import Engine
+
+NONE = -1  # no operation
+NO_FETCH: tuple[CompanionFetch, ...] = ()
+LOOKAHEAD_REQUESTS = 64
+"""Of the waiting line, those for which storage is asked ahead of their turn."""
+
+Answer = HostCopyFinished | PrefetchFinished | StorageWritten
+
+ANSWERED_BY: dict[TierKind, type[Answer]] = {
+    "write": HostCopyFinished,
+    "load": HostCopyFinished,
+    "prefetch": PrefetchFinished,
+    "store": StorageWritten,
+}
+
+
+class Operation(msgspec.Struct):
+    """Pages [start:stop) of a path on their way from one tier to another."""
+
+    number: int
+    kind: TierKind
+    namespace: str
+    tokens: bytes  # int32 ids of the path, from the root to page `stop`
+    start: int
+    stop: int
+    device_pages: Int32s  # [stop - start]; of a prefetch or store, none
+    host_pages: Int32s  # [stop - start]
+    device_handle: RadixNode | None = None
+    host_handle: RadixNode | None = None
+    request_id: RequestId = NONE
+    cancelled: bool = False  # the host was told that nobody waits for it
+    companions: list[Moved] = []
+    windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
+    slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
+
+    @property
+    def pages(self) -> int:
+        """How many it moves."""
+        return self.stop - self.start
+
+
+class Wanted(NamedTuple):
+    """What a load would bring a request."""
+
+    pages: int  # by so many it would go on further behind
+    device: Match  # what the device has of the path
+    found: Match  # and the host
+    stop: int  # where the request then goes on
+    host_path: Int32s  # pages of `found`
+
+    @property
+    def host_pages(self) -> Int32s:
+        """Those of the host that the device lacks."""
+        return self.host_path[self.device.pages : self.stop]
+
+
+class Candidate(msgspec.Struct):
+    """What is done and was done for a request of the line."""
+
+    asked: bool = False  # its prefix was looked for in storage, or is not worth it
+    loaded: bool = False  # it had its load, or needs none
+    followed: bool = False  # it waited for the load of another
+    operation: int = NONE  # what it waits for
+    due_us: int | None = None  # until then, at most
+    prefetch: int = NONE  # what was begun for it in storage
+    since_us: int = -1  # when it began to wait for the first of them
+    until_us: int = -1  # when it stopped to wait for the last of them
+    start: int = 0  # pages [start:stop) of its prefix were loaded for it ...
+    from_storage: bytes = b""  # ... one byte for each: 1 if it came from storage
+
+
+class Tiers:
+    """Host memory and storage of one engine. Built by its `Memory`, whose radix cache and page pool are the device."""
+
+    def __init__(self, settings: CacheTiers, memory: Memory) -> None:
+        self.settings = settings
+        self.memory = memory
+        self.page_size = memory.config.page_size
+        self.generation = 0
+        self.holds_still = False  # weights or memory of the device are being changed: nothing is copied from it
+        self.pool = PagePool(settings.host_pages)
+        self.host = RadixCache(self.page_size)
+        self.operations: dict[int, Operation] = {}
+        self.next_operation = 0
+        self.candidates: dict[RequestId, Candidate] = {}
+        self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
+        self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
+        self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
+        self.fetching: dict[bytes, int] = {}  # by `_fetch_key`: the prefetch under way
+        self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
+        self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
+        config = memory.config
+        self.companions = HostCompanions(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
+
+    # ---------------------------------------------------------------------------------------------------- what there is
+
+    @property
+    def device_busy(self) -> bool:
+        """Whether anything moves to or from the device."""
+        return any(one.kind in ("write", "load") for one in self.operations.values())
+
+    @property
+    def awaited(self) -> bool:
+        """Whether requests may wait for something under way: for what it brings, or the pages it locks."""
+        return self.device_busy or any(one.operation != NONE for one in self.candidates.values())
+
+    @property
+    def loading_pages(self) -> int:
+        """Device pages that loads are filling."""
+        return sum(one.pages for one in self.operations.values() if one.kind == "load")
+
+    @property
+    def prefetching_pages(self) -> int:
+        """Host pages that prefetches are filling."""
+        return sum(one.pages for one in self.operations.values() if one.kind == "prefetch")
+
+    def returning_pages(self) -> int:
+        """Device pages that can be had once what is under way has ended. An underestimate."""
+        return self.loading_pages + sum(
+            _held_alone(one.device_handle) for one in self.operations.values() if one.device_handle is not None
+        )
+
+    @property
+    def windows_loading(self) -> int:
+        """Window pages of the device that loads are filling."""
+        loads = [one for one in self.operations.values() if one.kind == "load"]
+        return sum(moved.index.size for one in loads for moved in one.companions if moved.kind == "window")
+
+    @property
+    def slots_moving(self) -> int:
+        """Slots of state of the device that moves read, count on or fill."""
+        moves = self.operations.values()
+        filled = [
+            moved.device for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"
+        ]
+        return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
+
+    def window_locks(self) -> Int32s:
+        """By device page, how many moves read its window or count on it."""
+        locks = np.zeros(self.memory.config.pages, np.int32)
+        for one in self.operations.values():
+            locks[one.windows_locked] += 1
+        return locks
+
+    def holds_back(self, request: Request, now_us: int) -> DeferReason | None:
+        """Why a request that waits may not start yet, if it waits for one of the tiers."""
+        candidate = self.candidates.get(request.request_id)
+        if candidate is None or candidate.operation == NONE:
+            return None
+        if candidate.due_us is not None and candidate.due_us <= now_us:
+            return None
+        return "load" if self.operations[candidate.operation].kind == "load" else "prefetch"
+
+    # ------------------------------------------------------------------------------------------------------------ write
+
+    def used(self, match: Match) -> None:
+        """A request starts behind these cached pages."""
+        if match.node is not None and self.settings.uses_to_write > 1:
+            assert self.memory.radix is not None
+            self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
+
+    def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
+        """The first `pages` of the path to `node` are cached: write what the policy wants of those that are computed.
+
+        Not all of them need be: with `same_step_sharing` another's page may stand there, whose batch is in flight.
+        """
+        if self.settings.write_policy == "write_back" or node.banished or self.memory.is_stale(node.namespace):
+            return
+        if self.holds_still:
+            return
+        assert self.memory.radix is not None
+        device_pages = self.memory.computed_of(self.memory.radix.pages_of(node)[: min(pages, node.stop)])
+        pages = device_pages.size
+        if not pages:
+            return
+        tokens = path_tokens(node)[: pages * self.page_size * TOKEN_BYTES]
+        if self.settings.uses_to_write > 1:
+            often = self.uses[device_pages] + 1 >= self.settings.uses_to_write
+            pages = pages if often.all() else int(often.argmin())
+        self._write(node.namespace, tokens, device_pages, pages, step, node)
+
+    def evict(self, count: int, step: Step) -> Int32s:
+        """Evict from the device for somebody who needs the pages, writing back what the policy says; as `evict`."""
+        radix = self.memory.radix
+        assert radix is not None
+        if self.settings.write_policy == "write_back":
+            radix.witness = lambda leaf: self._write_back(leaf, step)
+        evicted = radix.evict(count)
+        radix.witness = None
+        self.forget(evicted)
+        return evicted
+
+    def forget(self, device_pages: Int32s) -> None:
+        """These device pages are no longer cached."""
+        self.uses[device_pages] = 0
+        self.writing[device_pages] = NONE
+
+    def _write_back(self, leaf: RadixNode, step: Step) -> None:
+        """Pages at the end of a leaf are about to be evicted: copy its whole path, as far as the host lacks it."""
+        if leaf.banished or self.memory.is_stale(leaf.namespace):
+            return
+        assert self.memory.radix is not None
+        device_pages = self.memory.radix.pages_of(leaf)
+        self._write(leaf.namespace, path_tokens(leaf), device_pages, leaf.stop, step, None)
+
+    def _write(
+        self, namespace: str, tokens: bytes, device_pages: Int32s, stop: int, step: Step, node: RadixNode | None
+    ) -> None:
+        """Begin to write what the host lacks of a path's first `stop` pages, as far as it has room.
+
+        `node`: the path's end or below it, which is locked; None: the pages are given up.
+        """
+        known = self.host.match(namespace, tokens, stop)
+        fresh = self.writing[device_pages[known.pages : stop]] == NONE
+        if not fresh.any() and self.companions is None:
+            self.host.unlock(self.host.lock(known))  # used, for what is evicted by age
+            return
+        start = known.pages + int(fresh.argmax()) if fresh.any() else stop
+        under_way = ~fresh[start - known.pages :]
+        stop = start + int(under_way.argmax()) if under_way.any() else stop
+        if not fresh.any():
+            start = stop = known.pages  # companions alone
+        handle = self.host.lock(known)
+        stop = min(stop, start + self.pool.free_count + self.host.evictable_pages)
+        if stop == start and self.companions is None:
+            self.host.unlock(handle)
+            return
+        moved, host_pages = device_pages[start:stop].copy(), self._take_host_pages(stop - start, step)
+        companions = self._going_down(device_pages[:stop], start, handle, step)
+        if stop == start and not companions:
+            self.host.unlock(handle)
+            return
+        if node is not None:
+            self.memory.lock_node(node)
+        operation = Operation(
+            self._number(),
+            "write",
+            namespace,
+            tokens[: stop * self.page_size * TOKEN_BYTES],
+            start,
+            stop,
+            moved,
+            host_pages,
+            node,
+            handle,
+            companions=companions,
+        )
+        self.writing[moved] = operation.number
+        for one in companions:
+            self.writing[device_pages[one.index]] = operation.number
+            if one.kind == "window":
+                operation.windows_locked = device_pages[one.index]
+            else:
+                operation.slots_locked = one.device
+        if node is None:
+            operation.windows_locked = operation.slots_locked = NO_ROWS
+        elif self.memory.hybrid is not None:
+            self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+        self._begin(operation, step)
+        copies = tuple(one.copy() for one in companions)
+        step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
+
+    def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
+        """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
+        if self.companions is None or self.memory.hybrid is None:
+            return []
+        busy = self.writing[path[: known.stop]] != NONE
+        return self.companions.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
+
+    def _take_host_pages(self, count: int, step: Step) -> Int32s:
+        """Host pages for an operation; the oldest that nobody uses make room. The caller saw that there are so many."""
+        missing = count - self.pool.free_count
+        if missing > 0:
+            self._give_back_host(self.host.evict(missing))
+            step.decided.append(HostPagesEvicted(step.time_us, missing))
+        return self.pool.alloc(count)
+
+    def _give_back_host(self, host_pages: Int32s) -> None:
+        self.stored[host_pages] = False
+        self.fetched[host_pages] = False
+        if self.companions is not None:
+            self.companions.drop(host_pages)
+        self.pool.free(host_pages)
+
+    # ------------------------------------------------------------------------------------------------------------- load
+
+    def begin_load(self, engine: Engine, request: Request, device: Match, budget: PrefillBudget, step: Step) -> bool:
+        """Whether a request that may start should wait instead, for what only the host has of its prefix.
+
+        Begins to load that, unless a load is under way that brings it.
+        """
+        candidate = self.candidates.setdefault(request.request_id, Candidate())
+        if candidate.loaded or candidate.operation != NONE:  # it had its load, or waited long enough
+            return False
+        wanted = self._wanted(request, device)
+        if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
+            candidate.loaded = True
+            return False
+        coming = self._coming_up(wanted)
+        number = self._brought_by(wanted, coming)
+        if number != NONE:
+            candidate.loaded, candidate.followed = candidate.followed, True
+            if candidate.loaded:
+                return False
+        else:
+            pages, locking = wanted.host_pages.size, wanted.device.evictable_pages
+            most = self.settings.load_pages_max
+            if most is not None and (loading := self.loading_pages) and loading + pages > most:
+                return self._wait(candidate, self._any_load(), step)
+            room = self.memory.available_pages - budget.set_aside - locking
+            if pages > room or not self._has_room(coming, engine):
+                candidate.loaded = True
+                return False
+            budget.hold((pages + locking) * self.page_size)
+            candidate.loaded = True
+            candidate.start, candidate.from_storage = device.pages, bytes(wanted.pages)
+            if self.settings.storage:
+                brought = wanted.host_path[device.pages : wanted.stop]
+                candidate.from_storage = self.fetched[brought].tobytes().ljust(wanted.pages, b"\0")
+                self.fetched[brought] = False
+            number = self._load(request, wanted, coming, step)
+        return self._wait(candidate, number, step)
+
+    def _wanted(self, request: Request, device: Match) -> Wanted | None:
+        """What the host has of a request's prefix beyond `device`, behind which it could start as it is."""
+        most = request.cacheable_tokens // self.page_size
+        found, stop = self.host.match(request.namespace, request.tokens, most), 0
+        if self.companions is None:
+            stop = found.pages
+        elif self.memory.hybrid is not None and found.node is not None:
+            stop = self.companions.furthest(self.memory.hybrid, *self._paths(request, found, most))
+            found = self.host.match(request.namespace, request.tokens, stop)
+        if stop <= device.pages or found.node is None:
+            return None
+        pages = stop - device.pages
+        if self.memory.hybrid is not None and self.memory.radix is not None:
+            device = self.memory.radix.match(request.namespace, request.tokens, stop)
+        return Wanted(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
+
+    def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
+        """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
+        assert self.memory.radix is not None
+        whole = self.memory.radix.match(request.namespace, request.tokens, most)
+        host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
+        return self.memory.path_of(whole), host_path
+
+    def _coming_up(self, wanted: Wanted) -> list[Needed]:
+        """Companions that a load would bring."""
+        if self.companions is None or self.memory.hybrid is None:
+            return []
+        return self.companions.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
+
+    def _has_room(self, coming: list[Needed], engine: Engine) -> bool:
+        if self.companions is None or self.memory.hybrid is None:
+            return True
+        return self.companions.has_room(self.memory.hybrid, coming, engine)
+
+    def _brought_by(self, wanted: Wanted, coming: list[Needed]) -> int:
+        """A load under way that brings some of it; NONE if there is none."""
+        pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
+        under_way = self.loading[pages]
+        return int(under_way.max())
+
+    def _load(self, request: Request, wanted: Wanted, coming: list[Needed], step: Step) -> int:
+        radix, memory = self.memory.radix, self.memory
+        assert radix is not None
+        host_pages = wanted.host_pages
+        operation = Operation(
+            self._number(),
+            "load",
+            request.namespace,
+            request.tokens[: wanted.stop * self.page_size * TOKEN_BYTES],
+            wanted.stop - host_pages.size,
+            wanted.stop,
+            NO_ROWS,
+            host_pages,
+            radix.lock(wanted.device),
+            self.host.lock(wanted.found),
+            request.request_id,
+        )
+        self.loading[host_pages] = operation.number
+        if self.companions is not None and memory.hybrid is not None:
+            path = memory.path_of(wanted.device)
+            for one in coming:
+                self.loading[wanted.host_path[one.lacking]] = operation.number
+                if one.kind == "window":
+                    operation.windows_locked = path[one.there]
+                else:
+                    operation.slots_locked = memory.hybrid.companions_of(one.kind, path[one.there])
+            memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+            self.companions.hold(coming, wanted.host_path)
+        operation.device_pages = memory.alloc(operation.pages, "admission", step)
+        if self.companions is not None and memory.hybrid is not None:
+            operation.companions = self.companions.read(memory.hybrid, coming, wanted.host_path, step)
+        self._begin(operation, step)
+        copies = tuple(one.copy() for one in operation.companions)
+        load = LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation, copies)
+        step.commands.append(load)
+        return operation.number
+
+    def _any_load(self) -> int:
+        """A load that is under way: the oldest."""
+        return next(one.number for one in self.operations.values() if one.kind == "load")
+
+    def _wait(self, candidate: Candidate, number: int, step: Step) -> bool:
+        """Let a request wait for the end of an operation; not at all if it has waited its time."""
+        timeout = self.settings.load_timeout_us
+        if candidate.since_us < 0:
+            candidate.since_us = step.time_us
+        candidate.operation = number
+        candidate.due_us = None if timeout is None else step.time_us + timeout
+        return True
+
+    def loaded_for(self, request: Request, cached_tokens: int) -> tuple[int, int, int]:
+        """Of the cached tokens that a request starts behind: from the host, of these from storage; and its wait, us."""
+        candidate = self.candidates.get(request.request_id)
+        if candidate is None:
+            return 0, 0, 0
+        pages = max(min(cached_tokens // self.page_size - candidate.start, len(candidate.from_storage)), 0)
+        stored = candidate.from_storage[:pages].count(1)
+        waited_us = max(candidate.until_us - candidate.since_us, 0)
+        return pages * self.page_size, stored * self.page_size, waited_us
+
+    # ---------------------------------------------------------------------------------------------------------- storage
+
+    def _look_ahead(self, engine: Engine, step: Step) -> None:
+        """Ask storage for what the host lacks of the prefixes of those who wait, once each, as far as the rate goes."""
+        most = int(self.settings.prefetch_share * self.settings.host_pages)
+        for request in engine.waiting[:LOOKAHEAD_REQUESTS]:
+            candidate = self.candidates.setdefault(request.request_id, Candidate())
+            if candidate.asked:
+                continue
+            if self.prefetching_pages >= most or not self._may_fetch_companions():
+                return
+            candidate.asked = True
+            self._prefetch(request, candidate, most - self.prefetching_pages, step)
+
+    def _may_fetch_companions(self) -> bool:
+        """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
+        if self.companions is None or self.memory.hybrid is None:
+            return True
+        fetches = (one for one in self.operations.values() if one.kind == "prefetch")
+        under_way = [moved for one in fetches for moved in one.companions]
+        return self.companions.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
+
+    def _prefetch(self, request: Request, candidate: Candidate, most: int, step: Step) -> None:
+        """Begin to fetch what the host lacks of a request's prefix, if that is worth it; or wait with who did."""
+        settings, page_size = self.settings, self.page_size
+        tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
+        stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
+        known = self.host.match(request.namespace, tokens, stop)
+        reach = known.pages
+        if self.companions is not None and self.memory.hybrid is not None:
+            reach = self.companions.furthest(self.memory.hybrid, *self._paths(request, known, stop))
+        if (stop - reach) * page_size < settings.prefetch_tokens_min:
+            return
+        keys = page_keys(request.namespace, tokens, stop, page_size)
+        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NONE)
+        if number == NONE:
+            number = self._fetch(request, tokens, known, reach, keys, most, step)
+            if number == NONE:
+                return
+            stop = self.operations[number].stop
+        candidate.prefetch = number
+        if settings.prefetch_policy == "best_effort":
+            return
+        candidate.since_us, candidate.operation, candidate.due_us = step.time_us, number, None
+        if settings.prefetch_policy == "timeout":
+            asked = (stop - min(known.pages, reach)) * page_size
+            longer_us = asked * settings.prefetch_timeout_us_per_ki_token // 1024
+            candidate.due_us = step.time_us + settings.prefetch_timeout_us + longer_us
+
+    def _fetch(
+        self, request: Request, tokens: bytes, known: Match, reach: int, keys: list[bytes], most: int, step: Step
+    ) -> int:
+        """Begin a prefetch; NONE if there is no room for what would help.
+
+        Args:
+            known: what the host has of the path.
+            reach: pages behind which the request could go on without it.
+            keys: of the path's pages.
+            most: pages to fetch.
+        """
+        handle, start = self.host.lock(known), known.pages
+        stop = min(len(keys), start + most, start + self.pool.free_count + self.host.evictable_pages)
+        if stop <= reach:
+            self.host.unlock(handle)
+            return NONE
+        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
+        if self.companions is not None and self.memory.hybrid is not None:
+            paths = self._paths(request, known, stop)
+            moved, asked, reached = self.companions.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
+        operation = Operation(
+            self._number(),
+            "prefetch",
+            request.namespace,
+            tokens[: stop * self.page_size * TOKEN_BYTES],
+            start,
+            stop,
+            NO_ROWS,
+            host_pages,
+            None,
+            handle,
+            request.request_id,
+            companions=moved,
+        )
+        self.fetching[_fetch_key(keys, start, reach)] = operation.number
+        self._begin(operation, step)
+        wanted = tuple(keys[start:stop])
+        order = PrefetchFromStorage(operation.number, wanted, host_pages, self.generation, asked, reached)
+        step.commands.append(order)
+        return operation.number
+
+    def _store(self, namespace: str, tokens: bytes, stop: int, step: Step) -> None:
+        """Write what storage lacks of a path that the host has."""
+        stop = min(stop, sharable_tokens(tokens) // self.page_size)
+        found = self.host.match(namespace, tokens, stop)
+        if found.node is None or self.memory.is_stale(namespace):
+            return
+        host_pages = self.host.pages_of(found.node)[: found.pages]
+        missing = ~self.stored[host_pages]
+        companions = self.companions.to_store(host_pages) if self.companions is not None else []
+        if not missing.any() and not companions:
+            return
+        start, stop = int(missing.argmax()) if missing.any() else found.pages, found.pages
+        keys = page_keys(namespace, tokens, stop, self.page_size)
+        operation = Operation(
+            self._number(),
+            "store",
+            namespace,
+            tokens[: stop * self.page_size * TOKEN_BYTES],
+            start,
+            stop,
+            NO_ROWS,
+            host_pages[start:].copy(),
+            None,
+            self.host.lock(found),
+            companions=companions,
+        )
+        self.stored[operation.host_pages] = True
+        self._begin(operation, step)
+        beside = tuple(
+            CompanionStore(
+                one.kind, tuple(companion_key(one.kind, keys[page]) for page in one.index.tolist()), one.host
+            )
+            for one in companions
+        )
+        wanted = tuple(keys[start:])
+        step.commands.append(WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside))
+
+    # ------------------------------------------------------------------------------------------ everything has its end
+
+    def tend(self, engine: Engine, step: Step) -> None:
+        """After every event: let go of who waited long enough or left the line; ask storage for who came."""
+        for request_id, candidate in list(self.candidates.items()):
+            request = engine.requests.get(request_id)
+            if request is None or request.state is not RequestState.WAITING:
+                del self.candidates[request_id]
+                self._give_up(candidate.prefetch, step)
+            elif candidate.due_us is not None and candidate.due_us <= step.time_us:
+                operation = self.operations[candidate.operation]
+                candidate.loaded = candidate.loaded or operation.kind == "load"
+                self._stop_waiting(candidate, step.time_us)
+                engine.batch_is_full = False
+                self._give_up(candidate.prefetch, step)
+        if self.settings.storage and engine.maintenance.admits:
+            self._look_ahead(engine, step)
+        dues = [one.due_us for one in self.candidates.values() if one.due_us is not None]
+        if dues:
+            step.wake_by(min(dues))
+
+    def _stop_waiting(self, candidate: Candidate, now_us: int) -> None:
+        candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us
+
+    def _give_up(self, number: int, step: Step) -> None:
+        """Cancel a prefetch that nobody waits for any more; what it has brought by then is kept."""
+        operation = self.operations.get(number)
+        if operation is None or operation.cancelled:
+            return
+        if not any(number in (one.operation, one.prefetch) and self._may_use(one) for one in self.candidates.values()):
+            operation.cancelled = True
+            step.commands.append(CancelPrefetch(number))
+
+    def _may_use(self, candidate: Candidate) -> bool:
+        """Whether a request may still start behind what is fetched for it."""
+        return candidate.operation != NONE or self.settings.prefetch_policy == "best_effort"
+
+    def answered(self, event: Answer, step: Step) -> None:
+        """An operation ended: keep what came, let go of the rest.
+
+        Raises ContractError, changing nothing, for an answer that nobody waits for, or of more than was asked.
+        """
+        if isinstance(event, HostCopyFinished):
+            number = event.copy_id
+        else:
+            number = event.prefetch_id if isinstance(event, PrefetchFinished) else event.write_id
+        operation = self.operations.get(number)
+        if operation is None or not isinstance(event, ANSWERED_BY[operation.kind]):
+            raise ContractError(f"{type(event).__name__} of operation {number}, which is not under way")
+        if not 0 <= event.pages_done <= operation.pages:
+            raise ContractError(
+                f"{type(event).__name__} of operation {number} has {event.pages_done} pages of {operation.pages}"
+            )
+        found: tuple[CompanionsFound, ...] = ()
+        if isinstance(event, PrefetchFinished) and (found := event.companions):
+            if self.companions is None or event.error:
+                why = f"an error ({event.error})" if event.error else "no windows and states to bring"
+                raise ContractError(f"PrefetchFinished of operation {number} has companions, and {why}")
+            self.companions.check_fetched(operation.companions, found, operation.start + event.pages_done)
+        del self.operations[number]
+        done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
+        outcome: TierOutcome = "done" if done == operation.pages else "partial" if done or found else "failed"
+        if operation.companions and not operation.pages and not (found if operation.kind == "prefetch" else complete):
+            outcome = "failed"
+        if operation.cancelled and outcome != "done":
+            outcome = "cancelled"
+        kept = done
+        if operation.kind != "store" and self.memory.is_stale(operation.namespace):
+            outcome, kept = "void", self._settle(operation, 0, complete=False)
+        elif operation.kind == "store":
+            self._settle_store(operation, done, complete=complete)
+        elif (kept := self._settle(operation, done, complete=complete, found=found)) < 0:
+            outcome, kept = "orphaned", 0
+        self._release(operation)
+        step.decided.append(TierOperationEnded(step.time_us, number, operation.kind, outcome, kept))
+        for candidate in self.candidates.values():
+            if candidate.operation == number:
+                self._stop_waiting(candidate, step.time_us)
+        if operation.kind == "load":
+            self.memory.trim(step)
+        elif operation.kind == "write" and self.settings.storage and (kept or outcome == "done"):
+            self._store(operation.namespace, operation.tokens, operation.start + kept, step)
+
+    def _settle_store(self, operation: Operation, done: int, *, complete: bool) -> None:
+        """Remember what storage did not get."""
+        self.stored[operation.host_pages[done:]] = False
+        if self.companions is not None and not complete:
+            assert operation.host_handle is not None
+            self.companions.not_stored(operation.companions, self.host.pages_of(operation.host_handle))
+
+    def _settle(
+        self, operation: Operation, done: int, *, complete: bool, found: tuple[CompanionsFound, ...] = ()
+    ) -> int:
+        """Give the first `done` pages of an operation to the cache they came for, and the rest back; with its
+        companions, if it is `complete`, or of a prefetch with those that it `found`.
+
+        Returns: pages kept; -1 for an orphan: what lies in front of it is not there, so it is given back too.
+        """
+        if operation.kind == "load":
+            assert self.memory.radix is not None
+            assert operation.device_handle is not None
+            radix, handle, pool, pages = (
+                self.memory.radix,
+                operation.device_handle,
+                self.memory.pool,
+                operation.device_pages,
+            )
+            orphan = handle.banished
+        else:
+            assert operation.host_handle is not None
+            radix, pool, pages = self.host, self.pool, operation.host_pages
+            handle = operation.host_handle
+            orphan = radix.match(operation.namespace, operation.tokens, operation.start).pages < operation.start
+        kept, already = 0 if orphan else done, 0
+        if kept:
+            path = np.zeros(operation.start + kept, np.int32)  # in front of `start` the tree has its own
+            path[operation.start :] = pages[:kept]
+            tokens = operation.tokens[: len(path) * self.page_size * TOKEN_BYTES]
+            inserted = radix.insert(operation.namespace, tokens, path, behind=handle)
+            already, handle = inserted.already - operation.start, inserted.node
+        if operation.kind == "prefetch" and kept:
+            self.stored[pages[already:kept]] = self.fetched[pages[already:kept]] = True
+        pool.free(pages[:already].copy())
+        pool.free(pages[kept:].copy())
+        if operation.kind == "prefetch":
+            if self.companions is not None:
+                self.companions.fetched(operation.companions, () if orphan else found, radix.pages_of(handle))
+            return -1 if orphan and (done or found) else kept
+        if operation.companions:
+            self._settle_companions(operation, radix.pages_of(handle), keep=complete and not orphan)
+        return -1 if orphan and (done or (complete and operation.companions)) else kept
+
+    def _settle_companions(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
+        """Companions of a write or load have come to these pages; or they have not, or are nobody's."""
+        assert self.companions is not None
+        assert self.memory.hybrid is not None
+        if operation.kind == "write" and keep:
+            self.companions.arrived(operation.companions, path)
+        elif operation.kind == "write":
+            self.companions.lost(operation.companions)
+        for one in operation.companions if operation.kind == "load" else ():
+            if keep:
+                self.memory.hybrid.arrived(one.kind, path[one.index], one.device)
+            else:
+                self.memory.hybrid.lost(one.kind, one.device)
+
+    def _release(self, operation: Operation) -> None:
+        """Take back what an operation locks and marks."""
+        if self.companions is not None and self.memory.hybrid is not None:
+            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+            if operation.kind in ("load", "store") and operation.host_handle is not None:
+                self.companions.was_read(operation.companions, self.host.pages_of(operation.host_handle))
+            elif operation.kind == "prefetch" and operation.host_handle is not None:
+                self.companions.let_go(operation.companions, self.host.pages_of(operation.host_handle))
+        if operation.device_handle is not None:
+            self.memory.unlock(operation.device_handle)
+        if operation.host_handle is not None:
+            self.host.unlock(operation.host_handle)
+        if operation.kind == "write":
+            mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
+            self.writing[mine] = NONE
+            if operation.companions:
+                self.writing[self.writing == operation.number] = NONE
+        elif operation.kind == "load":
+            mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
+            self.loading[mine] = NONE
+            if operation.companions:
+                self.loading[self.loading == operation.number] = NONE
+        elif operation.kind == "prefetch":
+            self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
+
+    def _number(self) -> int:
+        self.next_operation += 1
+        return self.next_operation - 1
+
+    def _begin(self, operation: Operation, step: Step) -> None:
+        self.operations[operation.number] = operation
+        started = TierOperationStarted(
+            step.time_us, operation.number, operation.kind, operation.pages, operation.request_id
+        )
+        step.decided.append(started)
+
+    # ---------------------------------------------------------------------------------------------- everything at once
+
+    def empty(self) -> None:
+        """Forget what host memory holds, as far as nothing moves."""
+        self._give_back_host(self.host.reset())
+
+    @property
+    def timed(self) -> bool:
+        """Whether somebody waits for one of the tiers until some time at most."""
+        return any(one.due_us is not None for one in self.candidates.values())
+
+    def void(self, generation: int, step: Step) -> None:
+        """The device and host memory are gone, and what was under way; storage is still there."""
+        for operation in self.operations.values():
+            if operation.device_handle is not None:
+                self.memory.unlock(operation.device_handle)
+            if operation.kind == "load":
+                self.memory.pool.free(operation.device_pages)
+            if self.memory.hybrid is not None:
+                self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+                for one in operation.companions if operation.kind == "load" else ():
+                    self.memory.hybrid.lost(one.kind, one.device)
+            step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
+        self.generation, self.operations, self.candidates = generation, {}, {}
+        self.fetching = {}
+        self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
+        if self.companions is not None:
+            self.companions.void()
+        self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
+        self.writing[:] = self.loading[:] = NONE
+
+    # --------------------------------------------------------------------------------------------------------- snapshot
+
+    def dump(self) -> dict[str, Any]:
+        """The state in builtins. Handles are numbers of nodes."""
+        return {
+            "generation": self.generation,
+            "pool": self.pool.dump(),
+            "host": self.host.dump(),
+            "operations": [_operation_image(one) for one in self.operations.values()],
+            "next": self.next_operation,
+            "candidates": [(number, msgspec.structs.astuple(one)) for number, one in self.candidates.items()],
+            "uses": self.uses.tobytes(),
+            "writing": self.writing.tobytes(),
+            "loading": self.loading.tobytes(),
+            "fetching": list(self.fetching.items()),
+            "stored": self.stored.tobytes(),
+            "fetched": self.fetched.tobytes(),
+            **({"companions": self.companions.dump()} if self.companions is not None else {}),
+        }
+
+    def load(self, state: dict[str, Any], device_nodes: dict[int, RadixNode]) -> None:
+        """Become what `dump` described. `device_nodes`: those of the device's radix cache, by number."""
+        self.generation = state["generation"]
+        self.pool = PagePool.load(state["pool"])
+        self.host = RadixCache.load(state["host"])
+        host_nodes = {node.number: node for node in self.host.walk()}
+        for image in state["operations"]:
+            operation = _operation(image, device_nodes, host_nodes)
+            self.operations[operation.number] = operation
+        self.next_operation = state["next"]
+        self.candidates = {number: Candidate(*values) for number, values in state["candidates"]}
+        self.uses = np.frombuffer(state["uses"], np.int32).copy()
+        self.writing = np.frombuffer(state["writing"], np.int32).copy()
+        self.loading = np.frombuffer(state["loading"], np.int32).copy()
+        self.fetching = dict(state["fetching"])
+        self.stored = np.frombuffer(state["stored"], np.bool_).copy()
+        self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()
+        if self.companions is not None:
+            self.companions.load(state["companions"])
+
+
+def path_tokens(node: RadixNode) -> bytes:
+    """The tokens from the root to the end of `node`, packed int32."""
+    parts = [node.key]
+    while (parent := node.parent) is not None:
+        parts.append(parent.key)
+        node = parent
+    parts.reverse()
+    return b"".join(parts)
+
+
+def sharable_tokens(tokens: bytes) -> int:
+    """Leading tokens that mean the same to every engine: those before the first placeholder of a medium."""
+    ids = np.frombuffer(tokens, np.int32)
+    own = ids < 0
+    return int(own.argmax()) if own.any() else len(ids)
+
+
+def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list[bytes]:
+    """The keys of a path's first pages: SHA-256 of the key before and the page's tokens, int32 little-endian.
+
+    In front of the first stands the SHA-256 of the namespace, as UTF-8.
+    """
+    key, size = sha256(namespace.encode()).digest(), page_size * TOKEN_BYTES
+    keys = []
+    for page in range(pages):
+        key = sha256(key + tokens[page * size : (page + 1) * size]).digest()
+        keys.append(key)
+    return keys
+
+
+def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
+    """The key of the first page that is new to who asks; of the last, if it lacks companions alone."""
+    return keys[min(max(known, reach), len(keys) - 1)]
+
+
+def _held_alone(handle: RadixNode) -> int:
+    """Pages on the path to a handle that nobody else locks."""
+    pages, node = 0, handle
+    while node.lock_count == 1 and node.parent is not None:
+        pages += len(node.pages)
+        node = node.parent
+    return pages
+
+
+_HANDLES = ("device_handle", "host_handle")
+_PAGES = ("device_pages", "host_pages")
+_LOCKED = ("windows_locked", "slots_locked")
+_MOVED = ("index", "device", "host", "counted")
+
+
+def _operation_image(operation: Operation) -> dict[str, Any]:
+    image = msgspec.structs.asdict(operation)
+    for name in _HANDLES:
+        image[name] = image[name].number if image[name] is not None else None
+    for name in _PAGES:
+        image[name] = image[name].tobytes()
+    locked = {name: image.pop(name).tobytes() for name in _LOCKED}
+    companions = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("companions")]
+    if companions:
+        image |= {"companions": companions, **locked}
+    return image
+
+
+def _operation(
+    image: dict[str, Any], device_nodes: dict[int, RadixNode], host_nodes: dict[int, RadixNode]
+) -> Operation:
+    values = dict(image)
+    for name, nodes in zip(_HANDLES, (device_nodes, host_nodes), strict=True):
+        values[name] = nodes[values[name]] if values[name] is not None else None
+    for name in (*_PAGES, *_LOCKED):
+        values[name] = np.frombuffer(values.get(name, b""), np.int32)
+    values["companions"] = [
+        Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
+        for kind, *columns in values.get("companions", ())
+    ]
+    return Operation(**values)

@@ -1,0 +1,120 @@
+"""What a plan says of requests that want more than tokens: spans of media, logprobs of the prompt, hidden states.
+
+All of it is about extends. How far each request was served is in its `Extras`: a position whose result was delivered
+is not asked about again after a retraction, and none whose result was lost is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.core.contract.commands import HiddenSpan, LogprobSpan, MediaSpan, RowTaken
+from lockstep.core.contract.events import PromptSpan
+from lockstep.core.requests.table import Extras, Request
+from lockstep.core.scheduler.batching import Part
+
+
+class PlanExtras(NamedTuple):
+    """The fields of a BatchPlan that say what is special about its rows."""
+
+    media_spans: tuple[MediaSpan, ...] = ()
+    logprob_spans: tuple[LogprobSpan, ...] = ()
+    hidden_spans: tuple[HiddenSpan, ...] = ()
+
+
+NO_EXTRAS = PlanExtras()
+
+
+def plan_extras(parts: list[Part]) -> PlanExtras:
+    """What an extend of these parts has to say, beside tokens."""
+    special = [(i, part) for i, part in enumerate(parts) if part.request.extras is not None]
+    if not special:
+        return NO_EXTRAS
+    return PlanExtras(
+        tuple(span for i, part in special for span in _media(i, part)),
+        tuple(span for i, part in special for span in _logprobs(i, part)),
+        tuple(span for i, part in special for span in _hidden(i, part)),
+    )
+
+
+def delivered(request: Request, stop: int) -> None:
+    """The results of the request's positions up to `stop` are on the host."""
+    extras = request.extras
+    if extras is None:
+        return
+    if extras.logprobs_from is not None:
+        extras.logprobs_from = max(extras.logprobs_from, stop)
+        if extras.logprobs_from >= request.prompt_tokens - 1:
+            extras.logprobs_from = None
+    if extras.hidden_from is not None:
+        extras.hidden_from = max(extras.hidden_from, stop)
+
+
+def spans_within(spans: Iterable[PromptSpan], tokens: int) -> tuple[PromptSpan, ...]:
+    """Those of the first so many tokens, the last one cut short if it must be."""
+    return tuple(msgspec.structs.replace(span, stop=min(span.stop, tokens)) for span in spans if span.start < tokens)
+
+
+def put_behind(request: Request, kept: int, spans: tuple[PromptSpan, ...]) -> None:
+    """A turn's own prompt stands behind `kept` tokens with these spans: what it asked of its positions moves along."""
+    before = spans_within(spans, kept)
+    extras = request.extras
+    if extras is None and before:
+        extras = request.extras = Extras()
+    if extras is None or not kept:
+        return
+    own = (msgspec.structs.replace(span, start=span.start + kept, stop=span.stop + kept) for span in extras.spans)
+    extras.spans = (*before, *own)
+    if extras.logprobs_from is not None:
+        extras.logprobs_from += kept
+    if extras.hidden_from is not None:
+        extras.hidden_from += kept
+
+
+def kept(request: Request) -> None:
+    """The request was retracted with its output: what came with each token of it was delivered with the token."""
+    extras = request.extras
+    if extras is not None and extras.hidden_from is not None and request.outputs:
+        extras.hidden_from = request.prompt_tokens + request.outputs - 1
+
+
+def wants_logprobs(request: Request) -> bool:
+    """Whether any logprobs may come for it."""
+    return request.extras is not None and request.extras.logprobs
+
+
+def with_extras(taken: RowTaken, extras: Extras) -> RowTaken:
+    """What the executor must know of the row's holder for as long as it has the row."""
+    return msgspec.structs.replace(
+        taken,
+        logprobs=extras.logprobs,
+        hidden_states=extras.hidden_from is not None,
+        token_type_ids=extras.token_type_ids,
+    )
+
+
+def _media(i: int, part: Part) -> Iterator[MediaSpan]:
+    extras = part.request.extras
+    for span in extras.spans if extras is not None else ():
+        start, stop = max(span.start, part.start), min(span.stop, part.stop)
+        if start < stop:
+            yield MediaSpan(i, start, stop, span.digest, start - span.start)
+
+
+def _logprobs(i: int, part: Part) -> Iterator[LogprobSpan]:
+    request, extras = part.request, part.request.extras
+    if extras is None or extras.logprobs_from is None:
+        return
+    start, stop = max(part.start, extras.logprobs_from), min(part.stop, request.prompt_tokens - 1)
+    if start < stop:
+        yield LogprobSpan(i, start, np.frombuffer(request.tokens, np.int32)[start + 1 : stop + 1])
+
+
+def _hidden(i: int, part: Part) -> Iterator[HiddenSpan]:
+    extras = part.request.extras
+    if extras is not None and extras.hidden_from is not None and extras.hidden_from < part.stop:
+        yield HiddenSpan(i, max(part.start, extras.hidden_from))

@@ -1,0 +1,578 @@
+"""Requests: their lifecycle, the rows they hold, and the columns of those that decode together.
+
+A request waits as a plain object. Admission gives it a *row*: its line in the page table and the output table, kept
+until nothing in flight uses it. Once its whole prompt is launched it joins the *cohort*, the requests that decode
+together, whose facts are columns in batch order, so that one decode step costs a few array operations.
+
+    WAITING --admitted--> PREFILLING --prompt launched--> RUNNING --finished--> FINISHED
+       ^                       |                             |
+       +-------retracted-------+-----------------------------+      cancel, time-out and error finish from anywhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.digest import ids_digest
+from lockstep.core.contract.errors import InvariantError
+from lockstep.core.contract.events import (
+    Decided,
+    DeferReason,
+    PrefillCompleted,
+    Prompt,
+    PromptSpan,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestId,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+    TokenDigest,
+    TokenIds,
+    TokenRuns,
+)
+
+if TYPE_CHECKING:
+    from lockstep.core.kv.radix import Found, RadixNode
+    from lockstep.core.requests.validation import Accepted
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+NO_ROW = -1
+TOKEN_IDS = 2**31  # ids fit an int32
+NO_IDS = np.empty(0, np.int32)
+# Operands for columns: arrays without dimensions. NumPy converts a scalar anew at every use, which costs more than the
+# addition.
+ZERO: Int32s = np.array(0, np.int32)
+ONE: Int32s = np.array(1, np.int32)
+ZERO.flags.writeable = ONE.flags.writeable = False
+FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
+HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
+FACTS = 7  # columns of a cohort
+NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
+OUTPUTS_MAX = 2**31 - 1
+NOBODY: RequestId = -1
+VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
+
+
+class Adapter(NamedTuple):
+    """What a request runs on: the model with this adapter (LoRA) added."""
+
+    name: str
+    version: int
+
+
+BASE = Adapter("", 0)
+"""The model itself."""
+
+
+class RequestState(IntEnum):
+    """Where a request is in its life. FINISHED absorbs."""
+
+    ARRIVING = 0  # between its arrival and the verdict on it, inside one step
+    WAITING = 1
+    PREFILLING = 2
+    RUNNING = 3
+    FINISHED = 4
+
+
+_S = RequestState
+
+TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
+    (_S.ARRIVING, RequestQueued): _S.WAITING,
+    (_S.ARRIVING, RequestRejected): _S.FINISHED,
+    (_S.WAITING, RequestAdmitted): _S.PREFILLING,
+    (_S.WAITING, RequestRejected): _S.FINISHED,  # its deadline passed, or its grammar failed
+    (_S.WAITING, RequestFinished): _S.FINISHED,  # cancelled or timed out while it waited
+    (_S.PREFILLING, PrefillCompleted): _S.RUNNING,
+    (_S.PREFILLING, RequestRetracted): _S.WAITING,
+    (_S.PREFILLING, RequestFinished): _S.FINISHED,
+    (_S.RUNNING, RequestRetracted): _S.WAITING,
+    (_S.RUNNING, RequestFinished): _S.FINISHED,
+}
+
+
+class Extras(msgspec.Struct):
+    """What few requests ask, and how much of it they were given. Ordinary requests have none of this."""
+
+    pooled: bool = False  # one vector over all positions, so that all of them are computed together
+    spans: tuple[PromptSpan, ...] = ()
+    token_type_ids: bytes = b""
+    logprobs: bool = False  # of its output
+    logprobs_from: int | None = None  # prompt logprobs are still wanted from this position on; None: not at all
+    hidden_from: int | None = None  # the same for hidden states
+    leader: RequestId = NOBODY  # the sample whose prompt it waits for
+    awaits_media: bool = False  # held for them
+
+    @property
+    def media(self) -> dict[bytes, int]:
+        """What an encoder must see: tokens by digest."""
+        return {span.digest: span.encoder_tokens for span in self.spans if span.encoder_tokens}
+
+    @property
+    def cacheable_tokens(self) -> int | None:
+        """Leading tokens of which nothing but KV is wanted, so that cached KV will do; None: all of them."""
+        if self.pooled:
+            return 0
+        wanted = [start for start in (self.logprobs_from, self.hidden_from) if start is not None]
+        return min(wanted) if wanted else None
+
+
+class Request:
+    """One prompt and its continuation. While it has a row, output beyond `tokens` is in the output table."""
+
+    __slots__ = (
+        "adapter",
+        "arrived_us",
+        "behind",
+        "bypassed",
+        "cached_tokens",
+        "chunks",
+        "computed",
+        "deadline_us",
+        "decodes",
+        "deferred",
+        "epoch",
+        "extras",
+        "finish_by_us",
+        "grammar",
+        "grammar_due_us",
+        "grammar_outputs",
+        "handle",
+        "holds",
+        "ignore_eos",
+        "label",
+        "matched",
+        "max_new_tokens",
+        "min_new_tokens",
+        "namespace",
+        "outputs",
+        "prefilled_before",
+        "priority",
+        "prompt_tokens",
+        "protected_pages",
+        "request_id",
+        "routing_key",
+        "row",
+        "sampling",
+        "sent",
+        "session",
+        "session_start",
+        "state",
+        "stop_token_ids",
+        "stream_every",
+        "streams",
+        "tenant",
+        "tokens",
+        "waiting_since_us",
+        "watches_text",
+    )
+
+    def __init__(self, arrived: RequestArrived, accepted: Accepted, stops: tuple[int, ...]) -> None:
+        self.request_id: RequestId = arrived.request_id
+        self.label = arrived.label
+        self.namespace = accepted.namespace
+        self.tenant = arrived.tenant
+        self.routing_key = arrived.routing_key
+        self.adapter = accepted.adapter
+        self.priority = arrived.priority
+        self.arrived_us = arrived.time_us
+        self.waiting_since_us = arrived.time_us
+        self.deadline_us = arrived.deadline_us
+        self.finish_by_us = arrived.finish_by_us
+        self.max_new_tokens = accepted.max_new_tokens
+        self.min_new_tokens = min(arrived.min_new_tokens, accepted.max_new_tokens)
+        self.ignore_eos = arrived.ignore_eos
+        self.stop_token_ids = stops
+        self.watches_text = bool(arrived.stop_texts)  # the host looks for stop texts, and may hold tokens back
+        self.sent = 0  # output tokens sent so far, if it watches its text; otherwise they follow from its cadence
+        self.grammar = arrived.grammar
+        self.grammar_due_us: int | None = None  # while its grammar is compiled: when it gives up
+        self.grammar_outputs = OUTPUTS_MAX  # output tokens its grammar takes: past these it admits nothing more
+        self.sampling = arrived.sampling
+        self.session = arrived.session  # whose turn it is; cleared when that closes before its end
+        self.session_start = arrived.session_start
+        self.streams = arrived.stream
+        self.stream_every = 1
+        self.tokens = accepted.tokens  # int32 ids of its prompt and of the output it had when it began to wait
+        self.prompt_tokens = len(accepted.tokens) // 4
+        self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
+        self.state = RequestState.ARRIVING
+        self.holds = 0  # things that must come before it may join the line
+        self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
+        self.row = NO_ROW
+        self.decodes = False  # whether it is a member of the engine's cohort
+        self.computed = 0  # positions whose KV is launched, unless it is in the cohort: then see Engine.positions
+        self.chunks = 0
+        self.handle: RadixNode | None = None  # its lock on the radix cache
+        self.protected_pages = 0  # leading pages of its row that the radix cache owns
+        self.cached_tokens = -1  # of its prompt, at its first admission; -1: never admitted
+        self.matched: Found | None = None  # its prefix in the radix cache as last looked up, see ordering.matched
+        self.prefilled_before = 0  # Engine.prefilled_tokens when it arrived
+        self.bypassed = 0  # requests admitted before it since it waits, though they stood behind it in the line
+        self.behind: RequestId = -1  # the request that computes its prefix, when last it was put off for that
+        self.extras = msgspec.structs.replace(accepted.extras) if accepted.extras is not None else None
+        self.deferred: DeferReason | None = None  # what was last said about why it waits alone
+
+    @property
+    def name(self) -> str:
+        """What people call it: the client's label, or r and its id."""
+        return self.label or f"r{self.request_id}"
+
+    @property
+    def ran(self) -> bool:
+        """Whether it was ever admitted."""
+        return self.cached_tokens >= 0
+
+    @property
+    def limit(self) -> int:
+        """Positions of prompt and output together at which it ends by length."""
+        return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def reach(self) -> int:
+        """Positions that are computed for it at most: its last token is never fed back."""
+        return max(self.limit - 1, self.prompt_tokens)
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether it ends when its prompt is computed, without drawing a token."""
+        return not self.max_new_tokens
+
+    @property
+    def cacheable_tokens(self) -> int:
+        """Leading tokens whose KV may be taken from the radix cache: all but one, if no more is wanted of them."""
+        most = len(self.tokens) // 4 - 1
+        limit = self.extras.cacheable_tokens if self.extras is not None else None
+        return most if limit is None else min(most, limit)
+
+    @property
+    def needs_plain_extend(self) -> bool:
+        """Whether its extends must not share a batch with decodes.
+
+        More than KV is wanted of their positions, or embeddings are given in place of tokens. Media are placeholders.
+        """
+        extras = self.extras
+        if extras is None:
+            return False
+        return extras.cacheable_tokens is not None or any(span.kind == "embedding" for span in extras.spans)
+
+    def advance(self, event: Decided) -> None:
+        """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""
+        following = TRANSITIONS.get((self.state, type(event)))
+        if following is None:
+            raise InvariantError(f"{self.name} cannot take {type(event).__name__} while {self.state.name}")
+        self.state = following
+
+
+def prompt_bytes(prompt: Prompt) -> bytes:
+    """The prompt's ids as packed int32. Raises ValueError when they were not kept. Ask prompt_length first."""
+    match prompt:
+        case TokenIds(ids):
+            return ids
+        case TokenRuns(runs):
+            return expand_runs(runs).tobytes()
+        case TokenDigest():
+            raise ValueError("the prompt's tokens were not kept (journal content: digests), only their digest")
+
+
+def prompt_length(prompt: Prompt) -> int:
+    """Tokens of a prompt, without spelling it out. Raises ValueError when it is malformed."""
+    match prompt:
+        case TokenIds(ids):
+            if len(ids) % 4:
+                raise ValueError(f"prompt ids must be packed int32, got {len(ids)} bytes")
+            return len(ids) // 4
+        case TokenRuns(runs):
+            for first, count in _pairs(runs):
+                if count < 1 or not 0 <= first <= TOKEN_IDS - count:
+                    raise ValueError(
+                        f"a run of {count} ids from {first} on; ids are 0 to {TOKEN_IDS - 1}, counts from 1"
+                    )
+            return sum(runs[1::2])
+        case TokenDigest(tokens):
+            return tokens
+
+
+def expand_runs(runs: tuple[int, ...]) -> Int32s:
+    """Spell out (first, count, first, count, ...) as int32 ids."""
+    pieces = [np.arange(first, first + count, dtype=np.int32) for first, count in _pairs(runs)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate((NO_IDS, *pieces))
+
+
+def _pairs(runs: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    if len(runs) % 2:
+        raise ValueError(f"token runs must be pairs of first id and count, got {len(runs)} numbers")
+    return zip(runs[0::2], runs[1::2], strict=True)
+
+
+class RequestTable:
+    """Rows of requests: the device's page table, mirrored here, the output tokens, and who holds each row.
+
+    `pages` [rows, pages_width] and `outputs` [rows, outputs_width] grow by doubling as longer requests come. A row's
+    pages are valid up to what its holder has launched, its outputs up to what was delivered; the rest is left over.
+    """
+
+    def __init__(self, rows_max: int, page_size: int) -> None:
+        self.rows_max = rows_max
+        self.page_size = page_size
+        rows = min(rows_max, 64)
+        self.holders: list[Request | None] = [None] * rows
+        self.free_rows: list[int] = list(range(rows - 1, -1, -1))
+        self.pages: Int32s = np.zeros((rows, 16), np.int32)
+        self.outputs: Int32s = np.zeros((rows, 64), np.int32)
+
+    def row_available(self) -> bool:
+        return bool(self.free_rows) or len(self.holders) < self.rows_max
+
+    def take_row(self, request: Request) -> int:
+        """Give the request a row and lay the output it kept out there."""
+        if not self.free_rows:
+            self._add_rows()
+        row = self.free_rows.pop()
+        self.reserve(0, request.outputs + 1)
+        self.outputs[row, : request.outputs] = np.frombuffer(request.tokens, np.int32)[request.prompt_tokens :]
+        self.holders[row] = request
+        request.row = row
+        return row
+
+    def free_row(self, row: int) -> None:
+        """Take the row back. Its holder may have moved on to another row long ago."""
+        self.holders[row] = None
+        self.free_rows.append(row)
+
+    def reserve(self, pages: int, outputs: int) -> None:
+        """Make every row wide enough for this many pages and output tokens."""
+        if pages > self.pages.shape[1]:
+            self.pages = _widened(self.pages, self.pages.shape[0], _doubled(self.pages.shape[1], pages))
+        if outputs > self.outputs.shape[1]:
+            self.outputs = _widened(self.outputs, self.outputs.shape[0], _doubled(self.outputs.shape[1], outputs))
+
+    def write_outputs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
+        """outputs[rows, numbers] = tokens; int32 [n] all three."""
+        if rows.size < FLAT_ROWS_MIN:
+            self.outputs[rows, numbers] = tokens
+            return
+        self.outputs.reshape(-1)[rows * np.int64(self.outputs.shape[1]) + numbers] = tokens
+
+    def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
+        """pages[rows, index] = pages; int32 [n] all three."""
+        if rows.size < FLAT_ROWS_MIN:
+            self.pages[rows, index] = pages
+            return
+        self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
+
+    def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
+        """Take exactly this shape; for a table that is being restored."""
+        self.holders = [None] * rows
+        self.pages = np.zeros((rows, pages_width), np.int32)
+        self.outputs = np.zeros((rows, outputs_width), np.int32)
+
+    def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
+        """The first `count` tokens of a row's holder, packed int32: the `known` ones it came with, then its output."""
+        have = len(known) // 4
+        if count <= have:
+            return known[: 4 * count]
+        return known + self.outputs[row, have - prompt_tokens : count - prompt_tokens].tobytes()
+
+    def _add_rows(self) -> None:
+        have = len(self.holders)
+        rows = min(self.rows_max, have * 2)
+        if rows == have:
+            raise InvariantError(f"all {have} rows are taken; admission must ask row_available first")
+        self.holders.extend([None] * (rows - have))
+        self.free_rows.extend(range(rows - 1, have - 1, -1))
+        self.outputs = _widened(self.outputs, rows, self.outputs.shape[1])
+        self.pages = _widened(self.pages, rows, self.pages.shape[1])
+
+
+def _doubled(width: int, wanted: int) -> int:
+    while width < wanted:
+        width *= 2
+    return width
+
+
+def _widened(table: Int32s, rows: int, width: int) -> Int32s:
+    wider = np.zeros((rows, width), np.int32)
+    wider[: table.shape[0], : table.shape[1]] = table
+    return wider
+
+
+class Cohort:
+    """The requests that decode together, as columns in batch order. Immutable: membership changes make a new one.
+
+    Its arrays are shared by every plan launched from it. Where each member stands is `Engine.positions`, which moves.
+    """
+
+    __slots__ = (
+        "_ids_digest",
+        "constrained",
+        "everyone",
+        "facts",
+        "ignores_eos",
+        "limits",
+        "ones",
+        "prompts",
+        "request_ids",
+        "requests",
+        "rows",
+        "size",
+        "steady",
+        "stops",
+        "watched",
+    )
+
+    def __init__(self, requests: list[Request], request_ids: Int64s, facts: Int32s, stops: Int32s) -> None:
+        self.requests = requests
+        self.size = len(requests)
+        self.request_ids = request_ids
+        self._ids_digest: bytes | None = None
+        self.facts = facts  # [FACTS, size]; the columns are its lines
+        self.rows: Int32s = facts[0]
+        self.prompts: Int32s = facts[1]
+        self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
+        self.ignores_eos: Int32s = facts[5]  # 0 or 1
+        self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
+        special = int(np.bitwise_or.reduce(facts[6])) if np.count_nonzero(facts[6]) else 0
+        self.constrained = bool(special & HAS_GRAMMAR)
+        self.watched = bool(special & WATCHES_TEXT)
+        self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # a message for every token of each
+        self.everyone: Int32s = _counting(self.size)
+        self.ones: Int32s = _ones(self.size)
+
+    @property
+    def min_new(self) -> Int32s:
+        """Per member: output tokens before which only its length ends it."""
+        column: Int32s = self.facts[3]
+        return column
+
+    @property
+    def every(self) -> Int32s:
+        """Per member: tokens between messages; negative: the request does not stream, see `delivery.sent_by`."""
+        column: Int32s = self.facts[4]
+        return column
+
+    @property
+    def special(self) -> Int32s:
+        """Per member: HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE, what few requests ask for."""
+        column: Int32s = self.facts[6]
+        return column
+
+    @property
+    def has_grammar(self) -> NDArray[np.bool_]:
+        """Per member: whether its output must parse."""
+        has: NDArray[np.bool_] = self.special & HAS_GRAMMAR != 0
+        return has
+
+    @property
+    def watches_text(self) -> NDArray[np.bool_]:
+        """Per member: whether the host looks for stop texts in its output."""
+        watches: NDArray[np.bool_] = self.special & WATCHES_TEXT != 0
+        return watches
+
+    @property
+    def ids_digest(self) -> bytes:
+        """Stands for `request_ids` in the digests of steps, if they are many."""
+        if self._ids_digest is None:
+            self._ids_digest = ids_digest(self.request_ids)
+        return self._ids_digest
+
+    @staticmethod
+    def of(requests: list[Request]) -> Cohort:
+        """Gather the columns of these requests, in this order."""
+        facts = [
+            (
+                r.row,
+                r.prompt_tokens,
+                r.limit,
+                r.min_new_tokens,
+                r.stream_every if r.streams else -r.stream_every,
+                r.ignore_eos,
+                HAS_GRAMMAR * (r.grammar is not None)
+                + WATCHES_TEXT * r.watches_text
+                + HAS_CADENCE * (r.stream_every != 1 or not r.streams),
+            )
+            for r in requests
+        ]
+        return Cohort(
+            requests,
+            np.array([r.request_id for r in requests], np.int64),
+            np.array(facts, np.int32).reshape(-1, FACTS).T.copy(),
+            _stops(requests),
+        )
+
+    def joined_by(self, other: Cohort) -> Cohort:
+        """This cohort with another's members behind it."""
+        if not self.size:
+            return other
+        widest = max(self.stops.shape[1], other.stops.shape[1])
+        return Cohort(
+            self.requests + other.requests,
+            np.concatenate((self.request_ids, other.request_ids)),
+            np.concatenate((self.facts, other.facts), axis=1),
+            np.concatenate((_padded(self.stops, widest), _padded(other.stops, widest)))
+            if widest
+            else _no_stops(self.size + other.size),
+        )
+
+    def only(self, staying: NDArray[np.intp]) -> Cohort:
+        """These of its members: indices, ascending."""
+        return Cohort(
+            list(map(self.requests.__getitem__, staying.tolist())),
+            self.request_ids.take(staying),
+            self.facts.take(staying, axis=1),
+            _trimmed(self.stops.take(staying, axis=0)),
+        )
+
+
+def _trimmed(stops: Int32s) -> Int32s:
+    """Without the columns that no member left needs."""
+    return stops[:, (stops != NO_TOKEN).any(axis=0)] if stops.shape[1] else stops
+
+
+def _no_stops(size: int) -> Int32s:
+    return np.empty((size, 0), np.int32)
+
+
+def _stops(requests: list[Request]) -> Int32s:
+    widest = max([len(r.stop_token_ids) for r in requests], default=0)
+    if not widest:
+        return _no_stops(len(requests))
+    stops = np.full((len(requests), widest), NO_TOKEN, np.int32)
+    for i, request in enumerate(requests):
+        stops[i, : len(request.stop_token_ids)] = request.stop_token_ids
+    return stops
+
+
+def _padded(stops: Int32s, widest: int) -> Int32s:
+    if stops.shape[1] == widest:
+        return stops
+    wider = np.full((stops.shape[0], widest), NO_TOKEN, np.int32)
+    wider[:, : stops.shape[1]] = stops
+    return wider
+
+
+_COUNTING: Int32s = np.arange(4096, dtype=np.int32)
+_ONES: Int32s = np.ones(4096, np.int32)
+_COUNTING.flags.writeable = _ONES.flags.writeable = False
+
+
+def _counting(size: int) -> Int32s:
+    """0, 1, 2, ... size - 1; read only."""
+    return _COUNTING[:size] if size <= _COUNTING.size else np.arange(size, dtype=np.int32)
+
+
+def _ones(size: int) -> Int32s:
+    """As many ones; read only."""
+    return _ONES[:size] if size <= _ONES.size else np.ones(size, np.int32)
+
+
+EMPTY_COHORT = Cohort.of([])

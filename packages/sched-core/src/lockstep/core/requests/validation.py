@@ -1,0 +1,263 @@
+"""What an arriving request must satisfy, and which parts of the contract this engine does not serve yet."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import (
+    PromptSpan,
+    RejectReason,
+    RequestArrived,
+    SamplingParams,
+    TokenDigest,
+    TokenIds,
+)
+from lockstep.core.requests.table import BASE, TOKEN_IDS, VERSION_MARK, Adapter, Extras, prompt_bytes, prompt_length
+
+STOP_TOKENS_MAX = 64
+"""Stop tokens one request may have; each is a column of every decode step's comparison."""
+
+SAMPLES_MAX = 128
+"""Samples one arrival may ask for. An arrival that asks for another number takes one id, and is refused."""
+
+PARTS_MARK = "\1"
+
+
+class Refused(LockstepError):
+    """A request that can never run here. The message names the field, its value and the limit."""
+
+    def __init__(self, reason: RejectReason, message: str) -> None:
+        super().__init__(message)
+        self.reason: RejectReason = reason
+        self.message = message
+
+
+class Accepted(NamedTuple):
+    """What the engine keeps of an arrival, once everything asked for is valid, supported and fits."""
+
+    tokens: bytes  # the prompt's ids, packed int32
+    namespace: str
+    adapter: Adapter
+    max_new_tokens: int
+    truncated_tokens: int
+    extras: Extras | None
+
+
+def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Accepted:
+    """What becomes of an arrival that runs on this adapter. Raises Refused."""
+    _refuse_unsupported(event, config)
+    if event.adapter and not config.max_loras:
+        raise Refused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
+    try:
+        length = prompt_length(event.prompt)
+    except ValueError as error:
+        raise Refused("bad_request", f"`prompt` is malformed: {error}") from error
+    if not length:
+        raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
+    _refuse_multi_step(event, config)
+    _refuse_malformed(event)
+    _refuse_inconsistent(event, length, config)
+    most = _fitting_tokens(event, length, config)
+    tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
+    if isinstance(event.prompt, TokenIds) and int(np.frombuffer(tokens, np.int32).min()) < 0:
+        raise Refused("bad_request", "`prompt` holds a negative token id")
+    if most < length:
+        tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
+    room = config.request_tokens_max - most
+    if config.role == "prefill":
+        room = min(room, 1)  # the decode engine draws the others
+    return Accepted(
+        tokens,
+        cache_namespace(event, adapter, config),
+        adapter,
+        min(event.max_new_tokens, room),
+        length - most,
+        _extras(event, most),
+    )
+
+
+def samples_asked(event: RequestArrived) -> int:
+    """How many ids an arrival takes, itself included."""
+    return event.parallel_samples if 1 <= event.parallel_samples <= SAMPLES_MAX else 1
+
+
+def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...]:
+    """Tokens that end a request: its own, and the model's unless it ignores them."""
+    return event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
+
+
+def sample_of(event: RequestArrived, number: int) -> RequestArrived:
+    """Sample `number` of an arrival as a request of its own: its id, its seed, its name, its room."""
+    if not number:
+        return event
+    sampling = event.sampling or SamplingParams()
+    return msgspec.structs.replace(
+        event,
+        request_id=event.request_id + number,
+        sampling=msgspec.structs.replace(sampling, seed=sampling.seed + number),
+        label=sample_label(event.label, number),
+        transfer_room=event.transfer_room + number if event.transfer_room is not None else None,
+    )
+
+
+def sample_label(label: str, number: int) -> str:
+    """What people call sample `number` of a request with this label."""
+    return f"{label}.{number}" if label and number else label
+
+
+def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> str:
+    """Inside which prefixes are shared: the host's namespace, and behind it all that makes equal tokens differ.
+
+    Every part says its length, and a text made of parts opens with PARTS_MARK, as no other does: no two coincide.
+    """
+    parts: list[tuple[str, str]] = []
+    if config.isolate_tenants:
+        parts.append(("tenant", event.tenant))
+    if event.token_type_ids:
+        parts.append(("types", sha256(event.token_type_ids).hexdigest()))
+    if adapter != BASE:
+        parts.append(("adapter", f"{adapter.name}@{adapter.version}"))
+    if not parts and not event.namespace.startswith(PARTS_MARK):
+        return event.namespace
+    parts.append(("host", event.namespace))
+    return PARTS_MARK + "".join(f"{name} {len(value)} {value} " for name, value in parts)
+
+
+def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
+    """What is special about it; None for nothing."""
+    top_logprobs = event.sampling.top_logprobs if event.sampling is not None else 0
+    start, pooled = event.logprob_start, event.kind == "embed"
+    wants = pooled or top_logprobs > 0 or start is not None or event.return_hidden_states
+    if not (wants or event.spans or event.token_type_ids):
+        return None
+    return Extras(
+        pooled=pooled,
+        spans=event.spans,
+        token_type_ids=event.token_type_ids,
+        logprobs=top_logprobs > 0 or start is not None,
+        logprobs_from=start if start is not None and start < prompt_tokens - 1 else None,
+        hidden_from=0 if event.return_hidden_states else None,
+    )
+
+
+def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
+    for field, asked in (
+        ("transfer_room", event.transfer_room is not None and not config.hands_over),
+        ("prompt", type(event.prompt) is TokenDigest),
+    ):
+        if asked:
+            value = getattr(event, field)
+            raise Refused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
+
+
+def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
+    steps = config.decode_steps_per_launch
+    if steps > 1 and event.stop_texts:
+        message = f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is {steps}"
+        raise Refused("unsupported", message)
+    if steps > 1 and event.grammar is not None:
+        message = f"`grammar` must see every token before the next, but `decode_steps_per_launch` is {steps}"
+        raise Refused("unsupported", message)
+
+
+def _refuse_malformed(event: RequestArrived) -> None:
+    for field, name in (("namespace", event.namespace), ("tenant", event.tenant)):
+        if VERSION_MARK in name:
+            message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
+            raise Refused("bad_request", message)
+    most = event.max_new_tokens
+    if most < 0:
+        raise Refused("bad_request", f"`max_new_tokens` must be at least 0, got {most}")
+    if most and event.kind != "generate":
+        raise Refused("bad_request", f"`max_new_tokens` must be 0 for kind {event.kind}, got {most}")
+    if not 0 <= event.min_new_tokens <= most:
+        raise Refused("bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}")
+    if event.grammar is not None and not event.grammar.digest:
+        raise Refused("bad_request", "`grammar` has no digest, by which it is known; take one of its source")
+    samples = event.parallel_samples
+    if not 1 <= samples <= SAMPLES_MAX:
+        raise Refused("bad_request", f"`parallel_samples` must be between 1 and {SAMPLES_MAX}, got {samples}")
+    if samples > 1 and not most:
+        raise Refused("bad_request", f"`parallel_samples` is {samples}, but `max_new_tokens` 0 leaves one answer")
+    if samples > 1 and event.session:
+        raise Refused("bad_request", f"`parallel_samples` is {samples}, but a turn of a `session` has one answer")
+    if event.token_type_ids and event.session:
+        raise Refused("bad_request", "`token_type_ids` cannot say of what type the tokens of a `session` are")
+    if event.grammar is not None and not most:
+        raise Refused("bad_request", "`grammar` constrains output, but `max_new_tokens` is 0")
+    if len(event.stop_token_ids) > STOP_TOKENS_MAX:
+        given = len(event.stop_token_ids)
+        raise Refused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")
+    for token in event.stop_token_ids:
+        if not 0 <= token < TOKEN_IDS:
+            raise Refused("bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})")
+
+
+def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig) -> None:
+    """What must agree with the prompt's length: logprob_start, token types, spans."""
+    start = event.logprob_start
+    if start is not None and not 0 <= start <= length:
+        raise Refused("bad_request", f"`logprob_start` must be between 0 and {length}, got {start}")
+    if event.token_type_ids and len(event.token_type_ids) != length:
+        given = len(event.token_type_ids)
+        raise Refused("bad_request", f"`token_type_ids` has {given} bytes for a prompt of {length} tokens")
+    if event.spans:
+        refuse_spans(event.spans, length, config)
+
+
+def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig) -> None:
+    """Raise Refused for spans that do not go together, or whose media the encoder cache cannot hold at once."""
+    at, sizes = 0, dict[bytes, int]()
+    for span in spans:
+        where = f"`spans` has [{span.start}:{span.stop})"
+        if not at <= span.start < span.stop <= length:
+            raise Refused("bad_request", f"{where}, but spans are in order, apart and within [0:{length})")
+        if len(span.digest) != sha256().digest_size:
+            raise Refused("bad_request", f"{where} with a digest of {len(span.digest)} bytes, expected a SHA-256")
+        if span.encoder_tokens < 0 or (span.encoder_tokens and span.kind == "embedding"):
+            raise Refused("bad_request", f"{where}, a given {span.kind} with {span.encoder_tokens} encoder tokens")
+        if sizes.setdefault(span.digest, span.encoder_tokens) != span.encoder_tokens:
+            raise Refused("bad_request", f"{where} and another span of its digest with other encoder tokens")
+        at = span.stop
+    room, needed = config.encoder_cache_tokens, sum(sizes.values())
+    if room is not None and needed > room:
+        raise Refused("too_long", f"`spans` need {needed} encoder tokens, more than encoder_cache_tokens {room}")
+
+
+def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> int:
+    """Tokens of the prompt that are kept: all, or what the limits leave if it may be cut."""
+    answers = event.max_new_tokens > 0
+    bound = bool(event.spans or event.token_type_ids or event.session) or event.logprob_start is not None
+    if config.truncate_input != "no" and not bound:
+        return min(tokens, config.prompt_tokens_max(answers))
+    refuse_too_long(tokens, answers, config, event.spans)
+    return tokens
+
+
+def refuse_too_long(tokens: int, answers: bool, config: SchedConfig, spans: tuple[PromptSpan, ...] = ()) -> None:
+    """Raise Refused for a prompt longer than the limits allow; one that `answers` needs room for a token of output.
+
+    `tokens` are those behind the expansion of media: what the spans take of them is said.
+    """
+    if tokens <= config.prompt_tokens_max(answers):
+        return
+    has = f"the prompt has {tokens} tokens"
+    if spans:
+        taken = sum(span.stop - span.start for span in spans)
+        has += f" ({taken} of them placeholders of {len(spans)} span{'s' if len(spans) > 1 else ''})"
+    if config.max_input_tokens is not None and tokens > config.max_input_tokens:
+        message = f"{has}, more than max_input_tokens {config.max_input_tokens}"
+        raise Refused("too_long", message)
+    pool = config.pool_tokens
+    if answers:
+        pool_binds, needs = config.request_tokens_max != config.context_tokens_max, " and needs room for one more"
+    else:
+        pool_binds, needs = pool < config.context_tokens_max, ""
+    limit = f"the KV pool of {pool} tokens" if pool_binds else f"the context of {config.context_tokens_max} tokens"
+    raise Refused("too_long", f"{has}{needs}, more than {limit} holds")

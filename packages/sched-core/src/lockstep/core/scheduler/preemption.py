@@ -1,0 +1,256 @@
+"""Who makes room for a more important request: priority preemption.
+
+A request that waits has its turn and lacks memory, a row or a place among those that run. Then requests that decode and
+are less important by more than `priority_preemption_threshold` are retracted, if that is enough for it to start; if
+not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so nobody is retracted while
+the request waits for what others gave up before.
+
+**Nobody is retracted in circles.** A victim is strictly less important than the request it made room for, so it is
+considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
+one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
+still more important ones, and goes first for that reason.)
+
+**Microbatches.** Whoever decodes may be retracted, in whichever of them; only a place is one of a microbatch. A request
+starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the least
+important of all who decode: nobody is retracted for a place before the microbatch of that one is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lockstep.core.contract.commands import NO_ROWS, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import DeferReason
+from lockstep.core.kv.radix import Match
+from lockstep.core.requests.table import ONE, Cohort, Int32s, Request
+from lockstep.core.scheduler.admission import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.scheduler.retraction import importance
+
+if TYPE_CHECKING:
+    from lockstep.core.kv.hybrid import Hybrid
+    from lockstep.core.scheduler.engine import Engine
+
+SHORTAGES: frozenset[DeferReason] = frozenset(
+    {"running_limit", "microbatch", "rows", "kv_budget", "pages", "window", "state"}
+)
+"""What a request may lack that others can give it."""
+
+
+def candidates(request: Request, cohort: Cohort, config: SchedConfig) -> list[int]:
+    """Members of the cohort that may have to make room for the request: the least important first, then the newest."""
+    least = importance(request, config) - config.priority_preemption_threshold
+    ranked = [
+        (rank, -member.request_id, i)
+        for i, member in enumerate(cohort.requests)
+        if (rank := importance(member, config)) < least
+    ]
+    return [i for _, _, i in sorted(ranked)]
+
+
+def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
+    """The shortest beginning of `ranked` that is enough, without those it can do without, the last ranked spared first.
+
+    `enough` stays true when more are taken. Returns: [] if not even all are enough.
+    """
+    if not enough(ranked):
+        return []
+    least, most = 1, len(ranked)
+    while least < most:
+        middle = (least + most) // 2
+        if enough(ranked[:middle]):
+            most = middle
+        else:
+            least = middle + 1
+    chosen = ranked[:most]
+    for one in reversed(chosen[:-1]):
+        others = [other for other in chosen if other != one]
+        if enough(others):
+            chosen = others
+    return chosen
+
+
+def make_room(
+    engine: Engine, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
+) -> list[Request]:
+    """Retract members so that the request can start, now or once work in flight has given their pages back.
+
+    Nobody is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
+    adapter or for a tier.
+
+    Args:
+        budget: of the extend that is being put together; it regains what comes free at once.
+        parts: requests in that extend so far.
+    Returns: whom it retracted; they do not stand in the line yet.
+    """
+    config, memory = engine.config, engine.memory
+    if not config.enable_priority_preemption or lacks not in SHORTAGES:
+        return []
+    everybody, _ = engine.everybody
+    ranked = candidates(request, everybody, config)
+    if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
+        return []
+    if memory.tiers is not None and memory.tiers.holds_back(request, engine.now_us):
+        return []
+    need = Need.of(engine, request, budget, parts)
+    if need is None or need.is_met(engine, budget, []):
+        return []
+    if engine.microbatches is not None and not engine.microbatches.has_place_for_newcomer(
+        engine, everybody.requests[ranked[0]]
+    ):
+        return []
+    victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
+    if not victims:
+        return []
+    available, reserved = memory.available_pages, tokens_kept_free(engine)
+    engine.break_ranks(victims)
+    for victim in victims:
+        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+    back = (memory.available_pages - available) * config.page_size
+    unreserved = reserved - tokens_kept_free(engine)
+    budget.regain(back, unreserved, engine.set_aside(engine.cohort, engine.positions))
+    return victims
+
+
+def make_room_for_split(
+    engine: Engine, request: Request, take: int, budget: PrefillBudget, step: Step
+) -> list[Request]:
+    """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
+
+    `take`: tokens of its next chunk, as far as full pages go.
+    """
+    config, hybrid = engine.config, engine.memory.hybrid
+    if not config.enable_priority_preemption or hybrid is None or take <= 0:
+        return []
+    if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+        return []
+    span, (cohort, positions) = (request.computed, take), engine.everybody
+
+    def enough(leaving: list[int]) -> bool:
+        back = engine.memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], None)
+        staying = np.delete(np.arange(cohort.size), leaving)
+        then = np.minimum(positions[staying] + back.launches * engine.moves_by, cohort.limits[staying] - ONE)
+        return _goes_on(hybrid, engine, request, span, NO_ROWS, budget, leaving, then)
+
+    ranked = candidates(request, cohort, config)
+    if not ranked or enough([]):
+        return []
+    victims = [cohort.requests[i] for i in fewest(ranked, enough)]
+    engine.break_ranks(victims)
+    for victim in victims:
+        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+    return victims
+
+
+def stays_behind(engine: Engine, request: Request) -> bool:
+    """Whether a request that waits would have to make room for the prompt that is split, for want of window pages.
+
+    It does not start before that is computed: it would be retracted again.
+    """
+    split, hybrid = engine.prefilling, engine.memory.hybrid
+    if split is None or hybrid is None or hybrid.window is None or not engine.config.enable_priority_preemption:
+        return False
+    least = importance(split, engine.config) - engine.config.priority_preemption_threshold
+    return importance(request, engine.config) < least
+
+
+def _goes_on(
+    hybrid: Hybrid,
+    engine: Engine,
+    request: Request,
+    span: tuple[int, int],
+    path: Int32s,
+    budget: PrefillBudget,
+    leaving: list[int],
+    then: Int32s,
+) -> bool:
+    """Whether pools beside full attention have room for a chunk of the span, see `Hybrid.would_start`."""
+    room = hybrid.would_start(engine, request, span, path, budget, leaving, then)
+    may_split = engine.prefilling is None or engine.prefilling is request
+    return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
+
+
+def tokens_kept_free(engine: Engine) -> int:
+    """Tokens of the total budget that those who decode take: their reserve, and what decodes in the same pass."""
+    return engine.reserve_of(*engine.everybody) + _tokens_along(engine, engine.cohort.size)
+
+
+def _tokens_along(engine: Engine, members: int) -> int:
+    """Tokens of the total budget that so many take who decode in the same pass."""
+    config = engine.config
+    along = config.reserve == "ratio" and config.batching != "prefill_first"
+    return members * engine.tokens_per_decode if along else 0
+
+
+class Need(NamedTuple):
+    """What a request needs to start, in the terms of its admission."""
+
+    request: Request
+    match: Match | None
+    matched_pages: int  # of its prefix, that nobody holds: they cannot be had for anything else
+    wanted: int  # tokens of the total budget
+    new_pages: int  # that its whole prompt needs
+    pages: int  # of its first extend
+    span: tuple[int, int]  # of that: where it begins, and how many tokens
+
+    @staticmethod
+    def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Need | None:
+        """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
+        config = engine.config
+        page_size = config.page_size
+        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
+            return None
+        if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+            return None
+        match = engine.memory.match(request)
+        cached, locking = (match.pages * page_size, match.evictable_pages) if match is not None else (0, 0)
+        new_tokens = len(request.tokens) // 4 - cached
+        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=engine.prefilling is None)
+        if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
+            return None
+        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
+        pages = -(-take // page_size)
+        return Need(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
+
+    def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
+        """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
+
+        Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
+        """
+        config, memory, (cohort, positions) = engine.config, engine.memory, engine.everybody
+        page_size, several = config.page_size, engine.microbatches
+        back = memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], self.match)
+        active = engine.active - back.places - len(leaving)
+        if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
+            return False
+        if several is not None and several.free_places(engine, [cohort.requests[i] for i in leaving]) <= 0:
+            return False
+        stay = np.ones(cohort.size, np.bool_)
+        stay[leaving] = False
+        staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
+        then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
+        along, along_then = staying, then  # those of the same pass
+        if several is not None:
+            mine = several.mine(engine)[stay].nonzero()[0]
+            along, along_then = staying.only(mine), then[mine]
+        pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
+        gained = pages * page_size
+        gained += tokens_kept_free(engine) - engine.reserve_of(staying, then) - _tokens_along(engine, along.size)
+        if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
+            return False
+        locking = self.matched_pages + back.matched
+        if active and engine.counts_on_ends(self.request):
+            free = budget.current + pages * page_size - self.new_pages * page_size
+            if not lasts_with(staying, then, [*budget.newcomers, self.request], engine.ratio.value, free):
+                return False
+        elif active and not budget.has(self.wanted, locking * page_size - gained):
+            return False
+        if self.pages > memory.available_pages + pages - engine.set_aside(along, along_then) - locking:
+            return False
+        if memory.hybrid is None:
+            return True
+        path = memory.path_of(self.match)
+        return _goes_on(memory.hybrid, engine, self.request, self.span, path, budget, leaving, then)

@@ -1,0 +1,194 @@
+"""How an engine begins that keeps a journal: a new one, or where the one before it in the same folder stopped.
+
+keeper = Keeper(run, death="killed")            reads what there is, if anything
+clock = HostClock(start_us=keeper.start_us)     the time goes on
+engine, journal = keeper.begin(header)          tells the engine that it was restarted, and takes a snapshot
+keeper.recovered.find(...), keeper.verdict      for whoever asks for answers that were open
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.core.contract.commands import Command
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    ControlRequested,
+    EngineRestarted,
+    LoadAdapterControl,
+    RequestArrived,
+    RequestId,
+    UnloadAdapterControl,
+    UpdateWeights,
+    WeightsSwapped,
+)
+from lockstep.core.journal.journal import Durability, JournalHeader, JournalWriter, find_journal, read_journal
+from lockstep.core.requests.validation import samples_asked
+from lockstep.core.scheduler.engine import Engine
+from lockstep.host.adapters import AdaptersLog
+from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
+from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
+from lockstep.host.weights import WeightsLog
+
+log = logging.getLogger("lockstep.host")
+
+Started = tuple[Engine, DurableJournal]
+
+
+@dataclass(slots=True)
+class Keeper:
+    """What is in a run folder, and what will be.
+
+    Args:
+        death: how the engine before this one ended; None: nobody says, as when a whole server was started again.
+    Raises: JournalError, JournalCorrupt, Divergence for a journal that cannot be gone on with.
+    """
+
+    run: Path
+    content: Content = "full"
+    durability: Durability = "none"
+    retention: Retention = field(default_factory=Retention)
+    death: Death | None = None
+    recovered: Recovered | None = None  # None: a new journal, or one of digests
+    verdict: Verdict = field(default_factory=Verdict)
+    before: JournalHeader | None = None  # of the journal that is there
+    start_us: int = 0
+    last_request_id: int = -1  # in a journal without content
+    took_s: float = 0.0  # to recover
+    journal: DurableJournal | None = None  # that goes on
+    orders: tuple[Command, ...] = ()  # what the restart asks of the host, for it to perform first
+    weights: WeightsLog = field(default_factory=WeightsLog)  # the host's, from now on
+    adapters: AdaptersLog = field(default_factory=AdaptersLog)  # likewise; empty where there are no slots
+
+    def __post_init__(self) -> None:
+        if not any((self.run / "journal").glob("*.log")):
+            return
+        began_s = time.monotonic()
+        folder = find_journal(self.run)
+        newest = max(folder.glob("*.log")).stat().st_mtime
+        if (header := read_journal(folder, first_segment=_first_whole(folder)).header).content != self.content:
+            raise ConfigError(
+                f"`journal_content` is {self.content}, but the journal in {self.run} was begun with {header.content}\n"
+                "hint: choose another folder"
+            )
+        self.before = header
+        if self.content == "full":
+            self.recovered = recover(folder)
+            self.weights = self.recovered.image.weights
+            if self.recovered.image.adapters is not msgspec.UNSET:
+                self.adapters = self.recovered.image.adapters
+            self.start_us = self.recovered.engine.now_us + max(0, round((time.time() - newest) * 1e6))
+            for why in self.recovered.refused:
+                log.warning("recovery began at an older snapshot: %s", why)
+        else:
+            self._read_ids(folder)
+        self.took_s = time.monotonic() - began_s
+
+    @property
+    def config(self) -> SchedConfig | None:
+        """The settings that the journal was begun with."""
+        return None if self.before is None else self.before.config
+
+    def suspects(self) -> dict[RequestId, int]:
+        """Who is to be let in alone. Take those away who are cleared: the next snapshot has what is left."""
+        return {} if self.recovered is None else self.recovered.image.suspects
+
+    def settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        """All settings of the scheduler, as the journal has them, where these were given, which must be the same.
+
+        So that sizes which follow from a device's memory are the same again. Raises ConfigError.
+        """
+        assert self.config is not None
+        self.check(msgspec.structs.replace(self.config, **given))
+        return {one.name: getattr(self.config, one.name) for one in msgspec.structs.fields(SchedConfig)}
+
+    def check(self, config: SchedConfig) -> None:
+        """Raise ConfigError where settings are not those that the journal was begun with."""
+        if self.config is None or config == self.config:
+            return
+        names = [one.name for one in msgspec.structs.fields(SchedConfig)]
+        other = [name for name in names if getattr(config, name) != getattr(self.config, name)]
+        said = ", ".join(f"`{name}` {getattr(config, name)} (was {getattr(self.config, name)})" for name in other)
+        raise ConfigError(
+            f"the journal in {self.run} was begun with other settings: {said}\n"
+            "hint: a journal is of one engine; give these settings again, or another folder"
+        )
+
+    def begin(self, header: JournalHeader) -> Started:
+        """The engine and its journal, ready for the first event. Raises ConfigError, JournalError."""
+        header = msgspec.structs.replace(header, content=self.content)
+        self.check(header.config)
+        if self.before is None:
+            writer = JournalWriter.create(self.run, header, durability=self.durability)
+            engine = Engine(header.config)
+            image = HostImage(weights=self.weights)
+            if header.config.max_loras:
+                image.adapters = self.adapters
+            return engine, DurableJournal(writer, engine, self.retention, image=image)
+        if self.recovered is None:
+            return self._begin_without_content(header)
+        told = self.recovered
+        engine, image = told.engine, told.image
+        if self.death is not None:
+            self.verdict = judge(told, self.death)
+        writer = JournalWriter.go_on(told.journal, durability=self.durability)
+        image.suspects, image.origins = dict(self.verdict.suspects), dict(told.origins)
+        if image.suspects and image.running_max is None:
+            image.running_max = engine.config.max_running_requests
+        journal = DurableJournal(writer, engine, self.retention, image=image)
+        event = EngineRestarted(self.start_us, engine.generation + 1)
+        step = engine.step(event)
+        journal.append(event, step.digest)
+        journal.flush()
+        journal.begin_segment(expire=False)  # somebody may still ask for what ended
+        self.journal, self.orders = journal, tuple(step.commands)
+        return engine, journal
+
+    def settled(self) -> None:
+        """Nobody asks any more for what ended before."""
+        if self.journal is not None:
+            self.journal.expire()
+
+    def _read_ids(self, folder: Path) -> None:
+        """How far a journal without content went, and which weights it ended with."""
+        for record in read_journal(folder, repair=True).events():
+            self.start_us = record.event.time_us
+            match record.event:
+                case RequestArrived() as arrived:
+                    self.last_request_id = arrived.request_id + samples_asked(arrived) - 1
+                case ControlRequested(control=UpdateWeights(version, source)) if version > self.weights.version:
+                    self.weights.asked[version] = source
+                case ControlRequested(control=LoadAdapterControl(adapter=name, version=version, source=source)):
+                    self.adapters.sources.setdefault(name, {})[version] = source
+                case ControlRequested(control=UnloadAdapterControl(name)):
+                    self.adapters.sources[name] = {}
+                case WeightsSwapped(version=version, error="") if version > self.weights.version:
+                    self.weights = WeightsLog(version, self.weights.asked.get(version, ""))
+
+    def _begin_without_content(self, header: JournalHeader) -> Started:
+        """An empty engine behind a journal of digests; ids go on, so that none is used twice."""
+        engine = Engine(header.config)
+        engine.now_us, engine.last_request_id = self.start_us, self.last_request_id
+        engine.memory.weights_version = self.weights.version
+        writer = JournalWriter.go_on(read_journal(self.run), durability=self.durability)
+        kept = DurableJournal(writer, engine, self.retention, image=HostImage(weights=self.weights))
+        event = EngineRestarted(engine.now_us, engine.generation + 1)
+        kept.append(event, engine.step(event).digest)
+        kept.flush()
+        return engine, kept
+
+
+def _first_whole(folder: Path) -> int:
+    """The newest segment with a header, whose settings are those of all."""
+    segments = sorted(folder.glob("*.log"))
+    newest = segments[-1]
+    if newest.stat().st_size < 4096 and len(segments) > 1:  # it may be torn within its header
+        newest = segments[-2]
+    return int(newest.stem)

@@ -1,0 +1,380 @@
+"""Making calibrations: from published serving points, from batches that were timed, from operator tables.
+
+found = read_serving_points(path)
+trial = Trial.of(points)                            # every point simulated once, under each client of CLIENTS
+fit = fit_points(trial, trial.rows("vllm"))          # one parameter set for all of an engine's rows
+fit.tpot_us(trial, rows), fit.ttft_us(trial, rows)   # predictions, for rows the fit need not have seen
+calibration = calibration_of_points(trial, "vllm", date="2026-11-22")
+
+A prediction is the schedule of the uncorrected simulation with its batches timed anew, which differs from simulating
+again by less than a percent (docs/validation.md) and takes a microsecond.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.calibrate.serving_points import CLIENTS, Played, ServingPoint, parts_of, play
+from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, extend_shape
+from lockstep.sim.cost.calibration import (
+    UNSEEN_MODELS,
+    Calibration,
+    Correction,
+    Metric,
+    Population,
+    Residuals,
+    Source,
+)
+from lockstep.sim.cost.fit import correction_of, fit_weights, left_out, relative_shift
+from lockstep.sim.cost.tables import BaseModel, MeasuredModel, OperatorTables
+from lockstep.sim.results.batch_times import BatchTime, BatchTimes, ErrorRow, error_row
+
+Float64s = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+MODELS_MIN = 3  # of an engine, before leaving one out says something about models it has not seen
+POINTS_MIN = 4  # of an engine
+BLOCKS = 10  # of a journal, left out in turn
+BATCHES_MIN = 50  # of a journal
+
+# ------------------------------------------------------------------------------------------------------ serving points
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Points, and each of them simulated without correction under every client its source leaves possible."""
+
+    points: Sequence[ServingPoint]
+    played: Mapping[str, Sequence[Played]]  # by name of the client, one per point
+    base: str = "roofline"  # kind of the cost model
+
+    @classmethod
+    def of(cls, points: Sequence[ServingPoint], *, operators: Path | None = None) -> Trial:
+        """Simulate on the roofline, or with a folder of operator tables on the measured model."""
+        played: dict[str, list[Played]] = {name: [] for name in CLIENTS}
+        for point in points:
+            known: Played | None = None
+            for name, client in CLIENTS.items():
+                if known is None or not point.lengths_known:
+                    known = play(point, client, operators=operators)
+                played[name].append(known)
+        return cls(points, played, "roofline" if operators is None else "measured")
+
+    def rows(self, engine: str) -> Rows:
+        """Return the indices of an engine's points."""
+        return np.array([i for i, point in enumerate(self.points) if point.engine == engine], np.int64)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines, in order of appearance."""
+        return list(dict.fromkeys(point.engine for point in self.points))
+
+    def measured_us(self, metric: str, rows: Rows) -> Float64s:
+        """Return `tpot_us` or `ttft_us` as measured."""
+        return np.array([getattr(self.points[i], metric) for i in rows], np.float64)
+
+    def uncorrected_us(self, metric: str, rows: Rows, client: str) -> Float64s:
+        """Return `tpot_us` or `ttft_us` as simulated without correction."""
+        return np.array([getattr(self.played[client][i], metric) for i in rows], np.float64)
+
+    def parts(self, metric: str, rows: Rows, client: str) -> Float64s:
+        """Return `tpot_parts` or `ttft_parts`, float64 [rows, 5]."""
+        return np.array([getattr(self.played[client][i], metric) for i in rows], np.float64).reshape(len(rows), -1)
+
+
+@dataclass(frozen=True)
+class PointFit:
+    """One parameter set, and the client under which its rows are explained."""
+
+    correction: Correction
+    client: str
+
+    def tpot_us(self, trial: Trial, rows: Rows) -> Float64s:
+        """Predict the mean TPOT of points."""
+        predicted: Float64s = trial.parts("tpot_parts", rows, self.client) @ np.array(self.correction.weights)
+        return predicted
+
+    def ttft_us(self, trial: Trial, rows: Rows) -> Float64s:
+        """Predict the mean TTFT of points."""
+        predicted: Float64s = trial.parts("ttft_parts", rows, self.client) @ np.array(self.correction.weights)
+        return predicted + self.correction.frontend_us
+
+
+def fit_points(trial: Trial, rows: Rows) -> PointFit:
+    """Fit the correction to TPOT, then what TTFT has besides; choose the client that leaves the smaller errors."""
+    best: tuple[float, PointFit] | None = None
+    tpot_us, ttft_us = trial.measured_us("tpot_us", rows), trial.measured_us("ttft_us", rows)
+    for client in CLIENTS:
+        weights = fit_weights(trial.parts("tpot_parts", rows, client), tpot_us)
+        frontend_us = relative_shift(trial.parts("ttft_parts", rows, client) @ weights, ttft_us)
+        fit = PointFit(correction_of(weights, frontend_us), client)
+        error = median_error(fit.tpot_us(trial, rows), tpot_us) + median_error(fit.ttft_us(trial, rows), ttft_us)
+        if best is None or error < best[0]:
+            best = error, fit
+    assert best is not None
+    return best[1]
+
+
+def median_error(predicted_us: Float64s, measured_us: Float64s) -> float:
+    """Return the median of |predicted / measured - 1|."""
+    return float(np.median(np.abs(predicted_us / measured_us - 1.0)))
+
+
+def left_out_ratios(trial: Trial, rows: Rows, groups: Sequence[object]) -> dict[Metric, Float64s]:
+    """Return measured / predicted of each row by a fit that had no row of its group, for time (TPOT) and TTFT."""
+    time, ttft = np.empty(len(rows)), np.empty(len(rows))
+    for mask, _ in left_out(groups):
+        held = rows[mask]
+        fit = fit_points(trial, rows[~mask])
+        time[mask] = trial.measured_us("tpot_us", held) / fit.tpot_us(trial, held)
+        ttft[mask] = trial.measured_us("ttft_us", held) / fit.ttft_us(trial, held)
+    return {"time": time, "ttft": ttft}
+
+
+def calibration_of_points(
+    trial: Trial, engine: str, *, date: str, rows: Rows | None = None, sources: Sequence[Source] = ()
+) -> Calibration:
+    """Fit an engine's points, and say how wrong that is by leaving out rows, and models where there are three.
+
+    Args:
+        rows: of the engine's points; None is all of them.
+    Raises: CalibrationError if there are fewer than POINTS_MIN, or they are of several GPUs.
+    """
+    rows = trial.rows(engine) if rows is None else rows
+    points = [trial.points[i] for i in rows]
+    if len(points) < POINTS_MIN:
+        raise CalibrationError(f"engine `{engine}` has {len(points)} points, a calibration needs {POINTS_MIN}")
+    gpus = sorted({point.gpu.name for point in points})
+    if len(gpus) > 1:
+        raise CalibrationError(f"points of engine `{engine}` are of {', '.join(gpus)}\nhint: choose one with --gpu")
+    fit = fit_points(trial, rows)
+    kinds: list[object] = [(p.model.name, p.tp) for p in points]
+    method = "all rows of one model and tp left out"
+    if len(set(kinds)) == 1:  # nothing would be left to fit
+        kinds, method = list(range(len(points))), "one row left out"
+    residuals = [
+        Residuals.of(ratios, metric=metric, population="seen", method=method)
+        for metric, ratios in left_out_ratios(trial, rows, kinds).items()
+    ]
+    models = [point.model.name for point in points]
+    if len(set(models)) >= MODELS_MIN:
+        residuals += [
+            Residuals.of(ratios, metric=metric, population="unseen", method="one model left out")
+            for metric, ratios in left_out_ratios(trial, rows, models).items()
+        ]
+    else:
+        residuals += UNSEEN_MODELS
+    client = CLIENTS[fit.client]
+    notes = []
+    if not all(point.lengths_known for point in points):
+        notes.append(f"TTFT is that of a client whose prompts are equally long, and whose {client.why}")
+    layouts = Counter(str(point.split) for point in points if not point.split.is_plain)
+    notes += [f"on {layout}: {count} rows" for layout, count in sorted(layouts.items())]
+    low_kv = sum(point.kv_dtype != "bf16" for point in points)
+    if low_kv:
+        notes.append(f"with KV in fp8: {low_kv} rows")
+    return Calibration(
+        engine=engine,
+        engine_version=", ".join(sorted({point.engine_version or "unstated" for point in points})),
+        gpu=gpus[0],
+        models=tuple(sorted(set(models))),
+        date=date,
+        base=trial.base,
+        cpu="included",
+        correction=fit.correction,
+        residuals=tuple(residuals),
+        sources=tuple(sources),
+        notes=tuple(notes),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True, eq=False)
+class TimedBatches:
+    """Batches whose times are known, with the parts that a correction weighs, in the order of their ends."""
+
+    batches: Sequence[BatchTime]
+    parts: Float64s  # float64 [batches, 5], in the order of FEATURES
+    took_us: Float64s
+    left_out: int  # batches without times, or sampled apart from their forward pass
+
+    @property
+    def uncorrected_us(self) -> Float64s:
+        """What is predicted without a correction."""
+        uncorrected: Float64s = self.parts @ np.array(Correction().weights)
+        return uncorrected
+
+
+def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatches:
+    """Take every batch apart. Raises: CalibrationError if there are too few; `where` they are from."""
+    if len(times.batches) < BATCHES_MIN:
+        raise CalibrationError(
+            f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
+            "hint: `started_us` and `finished_us` of BatchFinished are the host's to report"
+        )
+    parts = np.array([parts_of(base, batch.passes).sum(axis=0) for batch in times.batches])
+    took_us = np.array([batch.took_us for batch in times.batches], np.float64)
+    return TimedBatches(times.batches, parts, took_us, times.left_out)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Each tenth of a run, predicted by a fit of the other nine."""
+
+    batches: Sequence[BatchTime]
+    took_us: Float64s
+    before_us: Float64s  # without a correction
+    after_us: Float64s  # by the fit that had not seen this batch's tenth
+    ratios: Sequence[float]  # of each tenth as a whole: measured / predicted
+
+    def rows(self) -> list[tuple[ErrorRow, ErrorRow]]:
+        """Errors before and after, by kind of batch, and of all last."""
+        modes = np.array([batch.mode for batch in self.batches])
+        found = []
+        for mode in [*sorted(set(modes.tolist())), "all"]:
+            picked = np.ones(len(modes), np.bool_) if mode == "all" else modes == mode
+            measured_us = self.took_us[picked]
+            before = error_row(mode, "", measured_us, self.before_us[picked])
+            found.append((before, error_row(mode, "", measured_us, self.after_us[picked])))
+        return found
+
+
+def held_out(timed: TimedBatches) -> HeldOut:
+    """Fit nine tenths of a run, in the order of time, and predict the one left out; in turn."""
+    count = len(timed.took_us)
+    after_us = np.empty(count)
+    ratios = []
+    for mask, _ in left_out((np.arange(count) * BLOCKS // count).tolist()):
+        after_us[mask] = timed.parts[mask] @ fit_weights(timed.parts[~mask], timed.took_us[~mask])
+        ratios.append(float(timed.took_us[mask].sum() / after_us[mask].sum()))
+    return HeldOut(timed.batches, timed.took_us, timed.uncorrected_us, after_us, ratios)
+
+
+def calibration_of_batches(
+    timed: TimedBatches,
+    held: HeldOut,
+    *,
+    engine: str,
+    engine_version: str,
+    base: BaseModel,
+    date: str,
+    source: Source,
+    notes: Sequence[str] = (),
+) -> Calibration:
+    """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine.
+
+    Args:
+        held: of `timed`.
+    """
+    weights = fit_weights(timed.parts, timed.took_us)
+    single = timed.took_us / (timed.parts @ weights)
+    # A robust standard deviation: half the distance from the 16th to the 84th percentile.
+    spread = float(np.diff(np.quantile(single, [0.16, 0.84]))[0]) / 2.0 / float(np.median(single))
+    residuals = [
+        Residuals.of(held.ratios, metric="time", population="seen", method=f"one of {BLOCKS} parts of the run left out")
+    ]
+    before, after = held.rows()[-1]
+    errors = f"median {before.error:.1%} -> {after.error:.1%}, P95 {before.error_p95:.1%} -> {after.error_p95:.1%}"
+    return Calibration(
+        engine=engine,
+        engine_version=engine_version,
+        gpu=base.gpu.name,
+        models=(base.model.name,),
+        date=date,
+        base=str(base.describe()["kind"]),
+        cpu="separate",
+        correction=correction_of(weights),
+        spread=round(min(spread, 0.99), 5),
+        residuals=(*residuals, *UNSEEN_MODELS),
+        sources=(source,),
+        notes=(
+            f"of one run, on {base.split}: other degrees of parallelism were not seen",
+            f"error of held-out batches: {errors}",
+            *notes,
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ operator tables
+
+DECODES = [decode_shape(rows, context) for rows in (1, 4, 16, 64, 256) for context in (512, 2048, 8192)]
+EXTENDS = [extend_shape(tokens) for tokens in (64, 256, 1024, 4096, 8192)]
+
+
+def calibration_of_tables(
+    bases: Sequence[RooflineModel], tables: OperatorTables, *, engine: str, engine_version: str, date: str
+) -> Calibration:
+    """Fit the roofline's kernels and collectives to tables, over usual batches of some models on one GPU.
+
+    Batches for which the tables would have to be extrapolated are left out. Residuals are of models left out if there
+    are three, and of batches left out.
+    Raises: CalibrationError if fewer than POINTS_MIN batches are left.
+    """
+    parts, took_us, models = [], [], []
+    asked = 0
+    for base in bases:
+        measured = MeasuredModel(base, tables)
+        for shape in (*DECODES, *EXTENDS):
+            asked += 1
+            measured.forget()
+            us = measured.batch_us(shape).mean_us
+            if not measured.extrapolated:
+                parts.append(parts_of(base, [shape])[0] * [1.0, 1.0, 0.0, 0.0, 0.0])
+                took_us.append(us)
+                models.append(base.model.name)
+    if len(took_us) < POINTS_MIN:
+        raise CalibrationError(f"the tables of {tables.gpu} cover {len(took_us)} of {asked} batches of these models")
+    features, times_us = np.array(parts), np.array(took_us)
+
+    def left_out_residuals(groups: Sequence[object], population: Population, method: str) -> Residuals:
+        ratios = np.empty(len(times_us))
+        for mask, _ in left_out(groups):
+            ratios[mask] = times_us[mask] / (features[mask] @ fit_weights(features[~mask], times_us[~mask]))
+        return Residuals.of(ratios, metric="time", population=population, method=method)
+
+    residuals = [left_out_residuals(range(len(times_us)), "seen", "one batch left out")]
+    if len(set(models)) >= MODELS_MIN:
+        residuals.append(left_out_residuals(models, "unseen", "one model left out"))
+    else:
+        residuals += UNSEEN_MODELS
+    weights = fit_weights(features, times_us)
+    return Calibration(
+        engine=engine,
+        engine_version=engine_version,
+        gpu=tables.gpu,
+        models=tuple(sorted(set(models))),
+        date=date,
+        correction=correction_of(weights * [1.0, 1.0, 0.0, 0.0, 0.0]),
+        residuals=tuple(residuals),
+        sources=tuple(
+            Source(kind="operator_tables", file=t.file, sha256=t.sha256, rows_used=len(t.latency_us))
+            for t in tables.files
+        ),
+        notes=("kernels and collectives alone: what an engine does around them is not in it",),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- provenance
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file; of a folder, that of its files' names and digests in order."""
+    digest = hashlib.sha256()
+    if path.is_dir():
+        for file in sorted(path.iterdir()):
+            if file.is_file():
+                digest.update(f"{file.name} {sha256_of(file)}\n".encode())
+        return digest.hexdigest()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

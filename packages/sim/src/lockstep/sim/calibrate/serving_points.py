@@ -1,0 +1,384 @@
+"""Published serving points: somebody's TTFT and TPOT at a fixed concurrency, and the same in the simulator.
+
+points, left_out = read_serving_points(Path("serving_points.csv"))
+played = play(points[0], CLIENTS["spread"])
+played.tpot_us, played.ttft_us      # means over requests, to hold against points[0].tpot_us and points[0].ttft_us
+played.tpot_parts @ weights         # the same under a correction, without simulating again: see cost/fit.py
+
+A point is played by as many users as its concurrency, each of whom sends when the answer to the request before ends.
+Scheduler settings are those of the engine (ENGINES). What the sources do not say about the client is in CLIENTS.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from simpy import Environment
+
+from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.scheduler.engine import Engine
+from lockstep.sim.catalogue import load_gpu, load_model
+from lockstep.sim.cost import (
+    BatchShape,
+    CalibrationError,
+    CapacityError,
+    CatalogueError,
+    CostModel,
+    CpuModel,
+    Duration,
+    GpuSpec,
+    KvDtype,
+    ModelSpec,
+    Parallelism,
+    WeightsDtype,
+    kv_capacity,
+)
+from lockstep.sim.cost.calibration import Calibration
+from lockstep.sim.cost.models import check_split
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.tables import BaseModel, base_cost_model
+from lockstep.sim.host.host import Arrivals, EngineHost
+from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.run.simulate import NoJournal
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
+
+Float64s = NDArray[np.float64]
+
+FREE_CPU = CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
+OUTPUT_FIRST_TOKEN = 2**30  # outputs take ids from here; prompts take those below
+
+
+# ---------------------------------------------------------------------------------------------------- what was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPoint:
+    """One row: an engine on some GPUs under a fixed number of requests at a time, and the latencies seen."""
+
+    row: int  # in the file, the first after the header is 2
+    engine: str
+    engine_version: str
+    model: ModelSpec
+    gpu: GpuSpec
+    tp: int
+    weights_dtype: WeightsDtype
+    prompt_tokens: int
+    output_tokens: int
+    lengths_from: float  # lengths are uniform in [lengths_from * N, N]; 1.0: N
+    lengths_known: bool  # the source says how lengths were distributed
+    concurrency: int
+    ttft_us: float
+    tpot_us: float
+    ep: int = 1
+    kv_dtype: KvDtype = "bf16"
+
+    @property
+    def split(self) -> Parallelism:
+        """How the engine is laid out."""
+        return Parallelism(tp=self.tp, ep=self.ep)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The conditions. Of points with equal ones the first is kept, lest a fit be tested on what it was made of."""
+        return (
+            self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
+            self.prompt_tokens, self.output_tokens, self.concurrency,
+        )  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        """The conditions in a few words."""
+        lengths = f"{self.prompt_tokens}/{self.output_tokens}"
+        return f"{self.engine} {self.model.name} {self.weights_dtype} {self.split}, {lengths}, {self.concurrency} users"
+
+
+REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
+PRECISIONS: dict[str, WeightsDtype] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
+UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that campaign's rows, unknown for the others
+UNIFORM_FROM = 0.8
+USERS_MAX = 2**20
+TP_MAX = 1024
+HINT = "hint: docs/cost-models.md, section 6, says what serving points are"
+
+
+def read_serving_points(
+    path: Path, *, suspect: bool = False, experts: bool = True
+) -> tuple[list[ServingPoint], dict[str, list[int]]]:
+    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
+
+    Args:
+        suspect: keep rows whose column `suspect` says something.
+        experts: lay experts out as the column `ep` says; False: all GPUs share every expert's width.
+    Returns: the points, and the numbers of the rows left out by reason.
+    Raises: CalibrationError naming the file, the row and the column that cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise CalibrationError(f"{path}: column `{missing[0]}` is missing\nhint: {', '.join(REQUIRED)}")
+            rows = list(reader)
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot be read: {error.strerror or error}\n{HINT}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise CalibrationError(f"{path}: not a CSV file: {error}\n{HINT}") from error
+    points: list[ServingPoint] = []
+    left_out: dict[str, list[int]] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for number, row in enumerate(rows, start=2):
+        where = f"{path}, row {number}"
+        if row.get("suspect") and not suspect:
+            left_out.setdefault("marked suspect", []).append(number)
+            continue
+        if _number(row, "dp", where, default=1.0) > 1:
+            left_out.setdefault("data parallel, which is not modelled", []).append(number)
+            continue
+        try:
+            point = _point(row, number, where, experts=experts)
+            check_split(point.model, point.split)
+        except (CatalogueError, CapacityError) as error:
+            reason = str(error).splitlines()[0]
+            left_out.setdefault(reason, []).append(number)
+            continue
+        if point.key in seen:
+            left_out.setdefault("the same conditions again", []).append(number)
+            continue
+        seen.add(point.key)
+        points.append(point)
+    return points, left_out
+
+
+def _point(row: Mapping[str, str], number: int, where: str, *, experts: bool) -> ServingPoint:
+    name = row["model"].strip()
+    model = load_model(name.removesuffix("-FP8").removesuffix("-fp8"))
+    precision = row["precision"].strip().split(" ")[0].lower()
+    if precision not in PRECISIONS:
+        raise CalibrationError(f"{where}: `precision` must be one of {', '.join(PRECISIONS)}, got `{precision}`")
+    engine = row["engine"].strip().lower()
+    if engine not in ENGINES:
+        raise CalibrationError(f"{where}: `engine` must be one of {', '.join(ENGINES)}, got `{row['engine']}`")
+    lengths = row.get("length_dist") or "unknown"
+    uniform = lengths.startswith(UNIFORM_CAMPAIGN)
+    return ServingPoint(
+        row=number,
+        engine=engine,
+        engine_version=row.get("engine_version") or "",
+        model=model,
+        gpu=load_gpu(row["gpu"]),
+        tp=_whole(row, "tp", where, TP_MAX),
+        weights_dtype=PRECISIONS[precision],
+        kv_dtype="fp8" if engine in FP8_KV and PRECISIONS[precision] == "fp8" else "bf16",
+        prompt_tokens=_whole(row, "isl", where, LENGTH_TOKENS_MAX),
+        output_tokens=_whole(row, "osl", where, LENGTH_TOKENS_MAX),
+        lengths_from=UNIFORM_FROM if uniform else 1.0,
+        lengths_known=uniform or lengths.startswith("fixed"),
+        concurrency=_whole(row, "concurrency", where, USERS_MAX),
+        ttft_us=1e3 * _number(row, "ttft_ms", where),
+        tpot_us=1e3 * _number(row, "tpot_ms", where),
+        ep=int(_number(row, "ep", where, default=1.0)) if experts else 1,
+    )
+
+
+def _number(row: Mapping[str, str], column: str, where: str, default: float | None = None) -> float:
+    text = (row.get(column) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise CalibrationError(f"{where}: `{column}` must be a number above 0, got `{text}`\nhint: leave the row out")
+    return value
+
+
+def _whole(row: Mapping[str, str], column: str, where: str, most: int) -> int:
+    value = _number(row, column, where)
+    if value != int(value) or value > most:
+        problem = f"`{column}` must be a whole number from 1 to {most:,}, got `{row[column]}`"
+        raise CalibrationError(f"{where}: {problem}\nhint: leave the row out")
+    return int(value)
+
+
+# -------------------------------------------------------------------------------------------------- how it was measured
+
+ENGINES: dict[str, dict[str, Any]] = {
+    # vLLM takes 8,192 new tokens a pass when it serves on a GPU of 70 GB or more (v1 engine defaults, by usage).
+    "vllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
+    "sglang": profile_settings("sglang"),
+    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and who runs goes first. Its
+    # default policy never evicts: who is admitted has the pages of its whole answer (GUARANTEED_NO_EVICT).
+    "trtllm": {
+        **profile_settings("vllm"),
+        "chunked_prefill_size": 8192,
+        "max_prefill_tokens": 8192,
+        "reserve": "full",
+    },
+}
+"""Settings of the scheduler by engine."""
+
+
+FP8_KV = ("trtllm",)
+"""Engines whose KV is fp8 where weights are. No source says it. With 128 requests of 1,536 tokens on one H100 Qwen3-32B
+answered first tokens after 0.75 s: all were admitted at once, which KV in bf16 has no room for (5.6 s, simulated)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What a load generator did that its report does not say."""
+
+    name: str
+    requests_per_user: int  # one after another
+    output_spread: float  # outputs are uniform in [(1 - spread) N, (1 + spread) N], where their lengths are not known
+    why: str
+
+
+CLIENTS = {
+    client.name: client
+    for client in (
+        Client("spread", 10, 0.2, "outputs vary by a fifth, so its users get out of step"),
+        Client("waves", 10, 0.0, "requests are all equally long, so its users stay in step"),
+    )
+}
+"""Ten requests per user is what InferenceX sends. Whether users stay in step decides TTFT: a wave of prompts that come
+together waits for all of them. The sources do not say it; a calibration names the client that explained its rows."""
+
+
+# ----------------------------------------------------------------------------------------------------------- playing it
+
+
+@dataclass(frozen=True, eq=False)
+class Played:
+    """A point as the simulator sees it. Parts are float64 [5], means over requests, in the order of FEATURES."""
+
+    tpot_us: float
+    ttft_us: float
+    tpot_parts: Float64s  # of the passes between a request's first and last token, per token
+    ttft_parts: Float64s  # of the passes between its arrival and its first token
+    batches: int
+
+
+class _Recorder:
+    """A cost model that remembers what it was asked, in order."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.shapes: list[BatchShape] = []
+
+    def batch_us(self, shape: BatchShape) -> Duration:
+        self.shapes.append(shape)
+        return Duration(self._cost.batch_us(shape).mean_us)  # the mean alone: one run stands for all
+
+    def describe(self) -> dict[str, Any]:
+        return self._cost.describe()
+
+
+def play(
+    point: ServingPoint,
+    client: Client,
+    calibration: Calibration | None = None,
+    *,
+    operators: Path | None = None,
+    seed: int = 7,
+) -> Played:
+    """Simulate a point: its users in a closed loop on the engine's scheduler, with `calibration` or without.
+
+    `operators` is a folder of operator tables; with it the cost model is the measured one.
+    """
+    dtypes: dict[str, Any] = {"weights_dtype": point.weights_dtype, "kv_dtype": point.kv_dtype}
+    base = base_cost_model(point.model, point.gpu, point.split, **dtypes, operators=operators)
+    assert not isinstance(base, PipelineModel)  # no column says how many stages there were
+    cost = _Recorder(base if calibration is None else calibration.cost_model(base))
+    settings = ENGINES[point.engine]
+    config = SchedConfig(
+        context_tokens_max=2 * (point.prompt_tokens + point.output_tokens),
+        **{**settings, "max_running_requests": max(point.concurrency, settings.get("max_running_requests", 256))},
+    )
+    kv = kv_capacity(
+        point.model,
+        point.gpu,
+        point.split,
+        **dtypes,
+        page_tokens=config.page_size,
+        sampled_rows=config.max_running_requests,
+        state_rows=point.concurrency,
+    )
+    config = SchedConfig(**{**_fields(config), "pages": kv.pages})
+    metrics = MetricsFold(kv_pages=config.pages)
+    arrivals = Arrivals(turns_of(point, client, seed))
+    host = EngineHost(
+        Environment(), Engine(config, digests=False), arrivals, cost, FREE_CPU, NoJournal(), metrics, seed=seed
+    )
+    host.env.process(host.run())
+    host.env.run()
+    return _measure(metrics.result(), cost.shapes, base, point)
+
+
+def _fields(config: SchedConfig) -> dict[str, Any]:
+    return {field: getattr(config, field) for field in config.__struct_fields__}
+
+
+def turns_of(point: ServingPoint, client: Client, seed: int) -> list[Turn]:
+    """The requests of all users: the n-th of a user follows on the answer to the one before."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    users = point.concurrency
+    count = users * client.requests_per_user
+    prompts = rng.integers(math.ceil(point.lengths_from * point.prompt_tokens), point.prompt_tokens + 1, count)
+    if point.lengths_known:
+        least, most = math.ceil(point.lengths_from * point.output_tokens), point.output_tokens
+    else:
+        least = round((1.0 - client.output_spread) * point.output_tokens)
+        most = round((1.0 + client.output_spread) * point.output_tokens)
+    outputs = rng.integers(max(2, least), most + 1, count)
+    turns = []
+    first_token, output_token = 0, OUTPUT_FIRST_TOKEN
+    for index, (prompt, output) in enumerate(zip(prompts.tolist(), outputs.tolist(), strict=True)):
+        after = index - users if index >= users else None
+        turns.append(Turn(index, 0, (first_token, prompt), prompt, output, output_token, str(index), after=after))
+        first_token += prompt
+        output_token += output
+    return turns
+
+
+def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: ServingPoint) -> Played:
+    requests, batches = run.requests, run.batches
+    if not requests.completed.all():
+        lost = int((~requests.completed).sum())
+        raise CalibrationError(f"{point.title}: {lost} requests were not answered: {requests.finish_reason[0]}")
+    parts = parts_of(base, shapes)
+    until = np.vstack([np.zeros(parts.shape[1]), np.cumsum(parts, axis=0)])  # until[i]: of the first i batches
+    arrival_us = requests.arrival_us
+    arrived = np.searchsorted(batches.finished_us, arrival_us, side="right")
+    first = np.searchsorted(batches.finished_us, arrival_us + requests.ttft_us, side="right")
+    last = np.searchsorted(batches.finished_us, arrival_us + requests.e2e_us, side="right")
+    gaps = (requests.output_tokens - 1)[:, None]
+    # Who arrives during a batch waits for the rest of it.
+    running = np.minimum(arrived, len(shapes) - 1)
+    took_us = np.maximum(batches.finished_us - batches.started_us, 1)
+    gone = np.clip((arrival_us - batches.started_us[running]) / took_us[running], 0.0, 1.0)
+    ttft_parts = until[first] - until[arrived] - gone[:, None] * parts[running]
+    return Played(
+        tpot_us=float(requests.tpot_us.mean()),
+        ttft_us=float(requests.ttft_us.mean()),
+        tpot_parts=((until[last] - until[first]) / gaps).mean(axis=0),
+        ttft_parts=ttft_parts.mean(axis=0),
+        batches=len(shapes),
+    )
+
+
+def parts_of(base: BaseModel, shapes: list[BatchShape]) -> Float64s:
+    """Return the parts of each batch, float64 [batches, 5], in the order of FEATURES."""
+    tokens = [shape.extend_tokens + shape.decode_rows for shape in shapes]
+    total_us = np.array([base.batch_us(shape).mean_us for shape in shapes])
+    collectives_us = np.array([base.collectives_us(count) for count in tokens])
+    rows = np.array([shape.extend_rows + shape.decode_rows for shape in shapes], np.float64)
+    ones = np.ones(len(shapes))
+    return np.column_stack([total_us - collectives_us, collectives_us, ones, rows, base.collectives * ones])

@@ -1,0 +1,380 @@
+"""`lockstep calibrate`: argument parsing only. What is done with the arguments is in calibrate.py."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from lockstep.sim.cli.out_paths import check_file
+from lockstep.sim.cli.simulate import refusals
+
+if TYPE_CHECKING:
+    from lockstep.core.journal.journal import JournalHeader
+    from lockstep.sim.calibrate.calibrate import HeldOut
+    from lockstep.sim.cost import Calibration
+    from lockstep.sim.cost.models import Fp8Activations
+
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+class _Calibrate(click.Group):
+    """`calibrate --from RUN ...` is `calibrate journal RUN ...`, with the options of that."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if not any(word == "--from" or word.startswith("--from=") for word in args):
+            return super().make_context(info_name, args, parent, **extra)
+        rest = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("--from=") else [arg])]
+        rest.remove("--from")
+        return journal.make_context(f"{info_name} --from", rest, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.group(cls=_Calibrate)
+@click.option("--from", "source", metavar="RUN", help="Refresh from a run: --from RUN --help. Same as journal RUN.")
+def calibrate(source: str | None) -> None:
+    """Fit the cost model to measurements, and write a calibration file for `lockstep simulate --calibration`."""
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of every source."""
+    for option in (
+        click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="where to write it"),
+        click.option(
+            "--date", required=True, metavar="YYYY-MM-DD", help="of the calibration: never taken from the clock"
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _operators(command: Callable[..., Any]) -> Callable[..., Any]:
+    text = "calibrate the cost model measured by these operator tables  [default: the roofline]"
+    option = click.option("--operators", type=click.Path(path_type=Path), metavar="DIR", help=text)
+    return option(command)
+
+
+def _checked_date(date: str) -> str:
+    try:
+        if DATE.fullmatch(date):
+            return datetime.date.fromisoformat(date).isoformat()
+    except ValueError:
+        pass
+    raise click.BadParameter(f"expected a day as YYYY-MM-DD, got `{date}`", param_hint="--date")
+
+
+def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
+    """Why nothing is left, and what there would be."""
+    text = f"{file} has no rows of engine `{engine}`" + (f" on `{gpu}`" if gpu else "")
+    if left_out:
+        text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
+    other = f"--engine {' or '.join(engines)}" if engines else "another file" if gpu is None else "another --gpu"
+    return f"{text}\nhint: give {other}"
+
+
+def _write(calibration: Calibration, out: Path) -> None:
+    """Write the file and say what is in it."""
+    calibration.save(out)
+    c = calibration.correction
+    click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
+    click.echo(
+        f"kernels x {c.kernels:.3g}, collectives x {c.collectives:.3g}; {c.step_us:,.0f} us a pass, "
+        f"{c.row_us:.3g} us a row, {c.collective_us:.3g} us a collective, {c.frontend_us / 1e3:,.1f} ms a request"
+    )
+    for residuals in calibration.residuals:
+        low, middle, high = residuals.at([0.05, 0.5, 0.95])
+        click.echo(
+            f"measured / predicted {residuals.metric}, models {residuals.population}: median {middle:.2f}, "
+            f"90 % in {low:.2f} to {high:.2f} ({residuals.count} predictions, {residuals.method})"
+        )
+    for source in calibration.sources:
+        left_out = f", {source.rows_left_out:,} left out ({source.why_left_out})" if source.rows_left_out else ""
+        click.echo(f"from {source.file}: {source.rows_used:,} rows{left_out}, SHA-256 {source.sha256[:16]}...")
+    for note in calibration.notes:
+        click.echo(note)
+    click.echo(f"wrote {out}", err=True)
+
+
+@calibrate.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
+@click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
+@click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
+@click.option(
+    "--ep/--no-ep",
+    "experts",
+    default=True,
+    show_default=True,
+    help="lay experts out as the column `ep` says, or as tp alone",
+)
+@_operators
+@_common
+def points(
+    file: Path,
+    engine: str,
+    gpu: str | None,
+    suspect: bool,
+    experts: bool,
+    operators: Path | None,
+    date: str,
+    out: Path,
+) -> None:
+    """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
+
+    Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
+    """
+    with refusals():
+        from lockstep.sim.calibrate.calibrate import POINTS_MIN, Trial, calibration_of_points, sha256_of
+        from lockstep.sim.calibrate.serving_points import read_serving_points
+        from lockstep.sim.catalogue import load_gpu
+        from lockstep.sim.cost import CalibrationError
+        from lockstep.sim.cost.calibration import Source
+
+        date = _checked_date(date)
+        check_file(out)
+        found, left_out = read_serving_points(file, suspect=suspect, experts=experts)
+        if gpu is not None:
+            name = load_gpu(gpu).name
+            found = [point for point in found if point.gpu.name == name]
+        engines = sorted({point.engine for point in found})
+        if engine not in engines:
+            raise CalibrationError(_no_rows(file, engine, gpu, engines, left_out))
+        found = [point for point in found if point.engine == engine]
+        if len(found) < POINTS_MIN:
+            raise CalibrationError(
+                f"{file} has {len(found)} points of engine `{engine}`, a calibration needs {POINTS_MIN}\n"
+                "hint: measure at more lengths or concurrencies"
+            )
+        click.echo(f"simulating {len(found)} points", err=True)
+        trial = Trial.of(found, operators=operators)
+        reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
+        source = Source(
+            kind="serving_points",
+            file=file.name,
+            sha256=sha256_of(file),
+            rows_used=len(found),
+            rows_left_out=sum(map(len, left_out.values())),
+            why_left_out=reasons,
+        )
+        _write(calibration_of_points(trial, engine, date=date, sources=[source]), out)
+
+
+@calibrate.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--model", help="what ran  [default: what RUN says]")
+@click.option("--gpu", help="where it ran  [default: what RUN says]")
+@click.option("--tp", type=click.INT, help="on so many GPUs  [default: what RUN says]")
+@click.option("--ep", type=click.INT, help="groups that shared out the experts  [default: what RUN says]")
+@click.option("--attention-dp", type=click.INT, help="shards with rows of their own  [default: what RUN says]")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
+@click.option("--engine", default="lockstep", show_default=True, help="what ran it")
+@click.option("--engine-version", default="", help="of the engine  [default: of the core that wrote it]")
+@_operators
+@_common
+def journal(
+    run: Path,
+    model: str | None,
+    gpu: str | None,
+    tp: int | None,
+    ep: int | None,
+    attention_dp: int | None,
+    weights_dtype: Any,
+    kv_dtype: Any,
+    engine: str,
+    engine_version: str,
+    operators: Path | None,
+    date: str,
+    out: Path,
+) -> None:
+    """From batches that were timed; `lockstep calibrate --from RUN` is the same.
+
+    RUN is the folder of a run whose host reported when each batch began and ended, such as one of `lockstep serve
+    --journal`, or a file of `lockstep replay PLANS --on-hardware`. Says how far predictions are off before and after,
+    for batches that the fit had not seen.
+    """
+    with refusals():
+        from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
+        from lockstep.sim.catalogue import load_gpu, load_model
+        from lockstep.sim.cost import CalibrationError, Parallelism
+        from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.stages import PipelineModel
+        from lockstep.sim.cost.tables import base_cost_model
+        from lockstep.sim.results.batch_times import of_journal, read_batch_times
+
+        date = _checked_date(date)
+        check_file(out)
+        notes: list[str] = []
+        fp8_activations: Fp8Activations = "auto"
+        if run.is_file():
+            times, file = read_batch_times(run), run
+            measured = times.measured
+            assert measured is not None, "it is the first line"
+            said: dict[str, Any] = msgspec.structs.asdict(measured)
+            weights_dtype = weights_dtype or measured.weights_dtype or None
+            if measured.device:
+                notes.append(f"measured on {measured.device}")
+            notes += measured.notes
+        else:
+            header = _journal_header(run)
+            said = {**header.host, "engine_version": header.core_version}
+            if said.get("kind") == "runtime" and "fp8_activations" not in said:  # rows met fp8 weights as they were
+                fp8_activations = "off"
+            if said.get("speed", 1.0) != 1.0:
+                raise CalibrationError(
+                    f"{run} was emulated {said['speed']:g} times as fast as its cost model says: no device is\n"
+                    "hint: serve with --speed 1"
+                )
+            times, file = None, run / "journal" if (run / "journal").is_dir() else run
+        for name, value in (("model", model), ("gpu", gpu)):
+            if not (value or said.get(name)):
+                raise CalibrationError(f"{run}: the journal's header does not say `{name}`\nhint: give --{name}")
+        known = [field.name for field in fields(Parallelism)]
+        layout: dict[str, Any] = {name: said[name] for name in known if name in said}
+        given = {"tp": tp, "ep": ep, "attention_dp": attention_dp}
+        split = Parallelism(**layout | {name: value for name, value in given.items() if value is not None})
+        base = base_cost_model(
+            load_model(str(model or said["model"])),
+            load_gpu(str(gpu or said["gpu"])),
+            split,
+            weights_dtype=weights_dtype,
+            kv_dtype=kv_dtype,
+            operators=operators,
+            fp8_activations=fp8_activations,
+        )
+        if isinstance(base, PipelineModel):
+            raise CalibrationError(
+                f"{run}: batches of a run with pp {split.pp} overlap, so what each took alone is not known\n"
+                "hint: calibrate with a run on one stage"
+            )
+        timed = timed_batches(times or of_journal(run), base, run)
+        source = Source(
+            kind="journal" if times is None else "batch_times",
+            file=run.name,
+            sha256=sha256_of(file),
+            rows_used=len(timed.took_us),
+            rows_left_out=timed.left_out,
+            why_left_out="no times" if timed.left_out else "",
+        )
+        held = held_out(timed)
+        found = calibration_of_batches(
+            timed,
+            held,
+            engine=engine,
+            engine_version=engine_version or str(said["engine_version"]),
+            base=base,
+            date=date,
+            source=source,
+            notes=notes,
+        )
+        _write(found, out)
+        _say_held_out(held)
+
+
+@calibrate.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="for machines")
+def acceptance(run: Path, as_json: bool) -> None:
+    """How many drafts of a run were right, beside what the simulator says of the same verifications.
+
+    RUN is the folder of a run that verified drafts, such as one of `lockstep serve --set speculative_method=ngram
+    --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
+    """
+    with refusals():
+        from lockstep.sim.metrics.acceptance import describe
+
+        found = describe(run)
+        if as_json:
+            click.echo(msgspec.json.encode(found).decode())
+            return
+        click.echo(f"{found['rows']:,} verifications of {found['requests']:,} requests, {found['method']}")
+        click.echo(f"{'first n drafts right':24}{'measured':>10}{'fitted':>10}{'usual':>10}")
+        columns = (found["by_position"], found["by_position_predicted"], found["by_position_usual"])
+        for number, row in enumerate(zip(*columns, strict=True), 1):
+            click.echo(f"{number:<24}" + "".join(f"{share:>10.1%}" for share in row))
+        lengths = (found[f"accepted_length{which}"] for which in ("", "_predicted", "_usual"))
+        click.echo(f"{'tokens per verification':24}" + "".join(f"{length:>10.3f}" for length in lengths))
+        for half in found["held_out"]:
+            off = half["predicted"] / half["measured"] - 1
+            click.echo(
+                f"requests the fit has not seen: {half['measured']:.3f} measured, {half['predicted']:.3f} predicted "
+                f"({off:+.1%})"
+            )
+        click.echo(f"simulate with: --speculative-method {found['method']} --acceptance {found['acceptance']}")
+
+
+def _journal_header(run: Path) -> JournalHeader:
+    from lockstep.core.journal.journal import JournalError, read_journal
+    from lockstep.sim.cost import CalibrationError
+
+    try:
+        return read_journal(run).header
+    except JournalError as error:
+        parts = sorted(part.parent.name for part in run.glob("engines/*/journal"))
+        place = f"{run}/engines/{parts[0]}: it is a cluster" if parts else "a run folder"
+        raise CalibrationError(f"{error}\nhint: give {place}") from error
+
+
+def _say_held_out(held: HeldOut) -> None:
+    """How far off predictions were for batches that the fit had not seen."""
+    click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
+    for before, after in held.rows():
+        click.echo(
+            f"  {before.mode:7} median {before.error:7.1%} -> {after.error:6.1%}   "
+            f"P95 {before.error_p95:7.1%} -> {after.error_p95:6.1%}   ({before.batches:,} batches)"
+        )
+
+
+@calibrate.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", "models", multiple=True, required=True, help="whose shapes; give it once for each model")
+@click.option("--gpu", required=True, help="whose tables")
+@click.option("--tp", "ranks", type=click.INT, multiple=True, default=(1,), show_default=True, help="once for each")
+@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
+@click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
+@click.option("--engine", default="kernels", show_default=True, help="whose kernels they are")
+@click.option("--engine-version", default="", help="of the engine")
+@_common
+def operators(
+    folder: Path,
+    models: tuple[str, ...],
+    gpu: str,
+    ranks: tuple[int, ...],
+    weights_dtype: Any,
+    kv_dtype: Any,
+    engine: str,
+    engine_version: str,
+    date: str,
+    out: Path,
+) -> None:
+    """From operator tables: what kernels and collectives take, without what an engine does around them.
+
+    Their format: docs/cost-models.md, section 3. `lockstep simulate --operators DIR` uses the tables themselves.
+    """
+    with refusals():
+        from lockstep.sim.calibrate.calibrate import calibration_of_tables
+        from lockstep.sim.catalogue import load_gpu, load_model
+        from lockstep.sim.cost import roofline
+        from lockstep.sim.cost.tables import read_operator_tables
+
+        date = _checked_date(date)
+        check_file(out)
+        card = load_gpu(gpu)
+        tables = read_operator_tables(folder, card)
+        bases = [
+            roofline(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+            for name in models
+            for tp in ranks
+        ]
+        found = calibration_of_tables(bases, tables, engine=engine, engine_version=engine_version, date=date)
+        _write(found, out)

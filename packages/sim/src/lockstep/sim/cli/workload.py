@@ -1,0 +1,134 @@
+"""`lockstep workload`: look into a trace, fit a model to it. Argument parsing and printing only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.sim.cli.simulate import refusals
+
+if TYPE_CHECKING:
+    from lockstep.sim.workload.fit import Row
+    from lockstep.sim.workload.workload import Workload
+
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.argument("workloads", nargs=-1, required=True, metavar="WORKLOAD..."),
+    click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]"),
+    click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap"),
+    click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 10m..1h"),
+    click.option("--limit", type=click.INT, help="keep the first so many requests"),
+    click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right"),
+    click.option("--seed", default=7, help="of whatever is drawn"),
+)
+
+
+def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
+    from lockstep.sim.run.simulate import check_seed
+    from lockstep.sim.workload.mix import mix_of
+    from lockstep.sim.workload.workload import open_workload
+
+    check_seed(options["seed"])
+    return open_workload(mix_of(workloads), **options)
+
+
+@click.group()
+def workload() -> None:
+    """Look into a workload, or fit a model to it. WORKLOAD is what `simulate --workload` takes."""
+
+
+@workload.command(context_settings={"show_default": True, "max_content_width": 120})
+@_workload_options
+@click.option("--json", "as_json", is_flag=True, help="one JSON object instead of text")
+def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Say what is in a workload: arrivals, lengths, sessions, sharing, tenants.
+
+    \b
+    lockstep workload describe conversation_trace.jsonl.gz
+    lockstep workload describe servegen_deepseek-r1.tar.zst --time-window 10h..11h
+    """
+    with refusals():
+        from lockstep.sim.workload.describe import describe, description_lines
+
+        figures = describe(_open(workloads, options))
+    if as_json:
+        click.echo(json.dumps(figures, indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        for line in description_lines(figures):
+            click.echo(line)
+
+
+@workload.command(context_settings={"show_default": True, "max_content_width": 120})
+@_workload_options
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="the model, as JSON")
+@click.option("--overwrite", is_flag=True, help="replace FILE")
+@click.option("--json", "as_json", is_flag=True, help="one JSON object instead of a table")
+def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, **options: Any) -> None:
+    """Fit a model to a workload, write it, and compare what it generates with the workload.
+
+    \b
+    lockstep workload fit azure-code.csv -o code.json
+    lockstep simulate --model qwen3-8b --gpu h200 --workload code.json --rate 5
+    lockstep simulate --model qwen3-8b --gpu h200 --workload gen:file=code.json,n=20000 --seed 3
+    """
+    with refusals():
+        from lockstep.sim.cli.out_paths import check_file
+        from lockstep.sim.run.simulate import code_version
+        from lockstep.sim.workload.fit import compare, fit
+        from lockstep.sim.workload.fitted import draw_model, write_model
+
+        if out.exists() and not overwrite:
+            raise click.UsageError(f"{out} exists\nhint: choose another --out, or add --overwrite")
+        check_file(out)
+        opened = _open(workloads, options)
+        provenance = {
+            "source": opened.name,
+            "format": opened.format,
+            "digest": opened.digest,
+            "turns": len(opened.turns),
+            "skipped_rows": opened.skipped.count,
+            "notes": list(opened.notes),
+            "options": {name: str(value) for name, value in options.items() if value not in (None, False)},
+            "lockstep": code_version(),
+        }
+        model = fit(opened.turns, provenance)
+        write_model(out, model)
+        rows = compare(opened.turns, draw_model(model, seed=options["seed"]))
+    if as_json:
+        comparison = [
+            {"what": row.what, "trace": row.trace, "generated": row.generated, "off": row.off} for row in rows
+        ]
+        report = {"file": str(out), "arrivals_tried": list(model.arrivals.evidence), "comparison": comparison}
+        click.echo(json.dumps(report, indent=2, allow_nan=False, ensure_ascii=False))
+        return
+    for line in _fit_lines(rows, model.arrivals.evidence, model.arrivals.chosen):
+        click.echo(line)
+    click.echo(f"{out} written, {out.stat().st_size:,} bytes", err=True)
+
+
+def _fit_lines(rows: Sequence[Row], evidence: Sequence[dict[str, Any]], chosen: str) -> Iterator[str]:
+    if evidence:
+        yield f"{'arrivals tried':<44}{'numbers':>10}{'error':>10}"
+        for tried in evidence:
+            mark = "  <- taken" if tried["tried"] == chosen else ""
+            yield f"{tried['tried']:<44}{tried['numbers']:>10}{tried['error']:>10.3f}{mark}"
+        yield ""
+    yield f"{'':<30}{'trace':>14}{'generated':>14}{'off':>12}"
+    for row in rows:
+        off = "" if row.off is None else f"{100 * row.off:+.1f} {'pt' if row.kind == 'share' else '%'}"
+        yield f"{row.what:<30}{_cell(row.trace, row.kind):>14}{_cell(row.generated, row.kind):>14}{off:>12}"
+
+
+def _cell(value: float | None, kind: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if kind == "count" else f"{value:.4f}" if kind == "share" else f"{value:.4g}"

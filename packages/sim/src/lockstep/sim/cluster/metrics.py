@@ -1,0 +1,379 @@
+"""Several engines measured as one service: what a client of their router sees, and what the engines did for it.
+
+Latencies are those of all requests together, with the hops between router and engine in them. Counts and rates are
+sums. Levels (waiting, running, pages) are sums of means; of a greatest value the greatest of any engine is given: their
+sum would be a moment that never was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.metrics.metrics import (
+    BINS_MAX,
+    Drafts,
+    Packed,
+    Requests,
+    RunData,
+    Series,
+    Slo,
+    Summary,
+    at_work_us,
+    decode_gaps_us,
+    describe,
+    describe_latency,
+    describe_slo,
+    describe_throughput,
+    makespan,
+)
+from lockstep.sim.metrics.value_counts import ValueCounts
+
+LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")
+AMOUNTS = ("prefill_tokens", "decode_tokens")
+
+
+class Refused(NamedTuple):
+    """A request that a router turned away."""
+
+    request_id: int
+    arrival_us: int
+    ended_us: int
+    prompt_tokens: int
+    label: str
+    tenant: str
+
+
+NOT_REFUSED: Sequence[Refused] = ()
+
+
+def combine(
+    datas: Sequence[RunData],
+    *,
+    hop_us: int,
+    slos: Sequence[Slo],
+    waited_us: Mapping[int, int] | None = None,
+    refused: Sequence[Refused] = NOT_REFUSED,
+    sent: Sequence[int] = (),
+    encoders: Sequence[int] = (),
+) -> RunData:
+    """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat.
+
+    Args:
+        waited_us: how long requests waited at the router, by id, where they did.
+        refused: those that no engine ever saw.
+        sent: ids by the numbers that engines knew requests by, where these are others.
+        encoders: by engine, which encoder GPUs it has where these are not the engine's: ranks share theirs.
+    """
+    requests = _requests(datas, hop_us, waited_us or {}, refused, sent)
+    itl_us = ValueCounts.join([data.itl_us for data in datas])
+    begun = [data.span_us for data in datas if data.summary["requests"]["arrived"]]
+    span_us = (min((s for s, _ in begun), default=0) - (hop_us if begun else 0), max((s for _, s in begun), default=0))
+    summary: Summary = {
+        "requests": _counts(datas, len(refused)),
+        "latency": describe_latency(requests, itl_us),
+        "throughput": describe_throughput(requests, slos),
+        "cache": _cache(datas),
+        "kv": _kv(datas),
+        "scheduler": _scheduler(datas),
+        "device": _device(datas, requests),
+        "cpu": _cpu(datas),
+        "slos": [describe_slo(slo, requests, itl_us) for slo in slos],
+    }
+    packed = Packed.join([data.packed for data in datas])
+    verified = [data.drafts for data in datas if data.drafts is not None]
+    drafts = Drafts.join(verified) if verified else None
+    if drafts is not None:
+        summary |= drafts.summary()
+    makespan_us = summary["throughput"]["makespan_us"]
+    encoder = _encoder(datas)
+    if any("media" in data.summary for data in datas):
+        summary["media"] = _media(datas, makespan_us, encoders or range(len(datas)))
+    if any("sessions" in data.summary for data in datas):
+        summary["sessions"] = _sessions(datas)
+    if any("samples" in data.summary for data in datas):
+        summary["samples"] = _samples(datas)
+    if any("adapters" in data.summary for data in datas):
+        summary["adapters"] = _adapters(datas)
+    return RunData(requests, _series(datas, span_us), itl_us, span_us, summary, packed, drafts, encoder=encoder)
+
+
+def combine_handover(
+    datas: Sequence[RunData],
+    decodes: Sequence[int],
+    *,
+    hop_us: int,
+    slos: Sequence[Slo],
+    encoders: Sequence[int] = (),
+) -> RunData:
+    """The same of prefill and decode engines, `decodes` by number: clients see what these stream, and nothing else.
+
+    Cache hits are those of the prefill engines, where prompts are computed. Media are theirs, too, and of those decode
+    engines that had to encode any.
+    """
+    whole = combine(datas, hop_us=hop_us, slos=slos)
+    answers = combine([datas[engine] for engine in decodes], hop_us=hop_us, slos=slos)
+    makers = [data for engine, data in enumerate(datas) if engine not in decodes]
+    summary = {
+        **whole.summary,
+        **{name: answers.summary[name] for name in ("requests", "latency", "throughput", "slos")},
+        "cache": _cache(makers),
+        "device": _device(datas, answers.requests),
+    }
+    if "media" in summary:
+        of = [engine for engine, data in enumerate(datas) if engine not in decodes or "media" in data.summary]
+        places = encoders or range(len(datas))
+        summary["media"] = _media(
+            [datas[engine] for engine in of], summary["throughput"]["makespan_us"], [places[engine] for engine in of]
+        )
+    if "adapters" in summary:  # each request runs on its own twice
+        summary["adapters"] = {**summary["adapters"], "requests": answers.summary["adapters"]["requests"]}
+    streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
+    series = replace(whole.series, output_tokens_per_s=streamed)
+    return RunData(
+        answers.requests,
+        series,
+        answers.itl_us,
+        whole.span_us,
+        summary,
+        whole.packed,
+        whole.drafts,
+        encoder=whole.encoder,
+    )
+
+
+def _counts(datas: Sequence[RunData], refused: int) -> Summary:
+    out = _added([data.summary["requests"] for data in datas])
+    if refused:
+        for name in ("arrived", "failed", "rejected"):
+            out[name] += refused
+        out["by_reject_reason"] = dict(sorted((Counter(out["by_reject_reason"]) + Counter(queue_full=refused)).items()))
+    return out
+
+
+def _requests(
+    datas: Sequence[RunData],
+    hop_us: int,
+    waited_us: Mapping[int, int],
+    refused: Sequence[Refused],
+    sent: Sequence[int],
+) -> Requests:
+    """All requests by id, which is by arrival."""
+    parts = [data.requests.columns() for data in datas]
+    columns: dict[str, NDArray[Any]] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if sent:
+        columns["request_id"] = np.array(sent, np.int64)[columns["request_id"]]
+    order = np.argsort(columns["request_id"], kind="stable")
+    columns = {name: column[order] for name, column in columns.items()}
+    if hop_us:
+        columns["arrival_us"] = columns["arrival_us"] - hop_us
+        for name, hops in (("queue_us", 1), ("ttft_us", 2), ("e2e_us", 2)):
+            columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + hops * hop_us)
+        columns["ended_us"] = np.where(columns["ended_us"] < 0, columns["ended_us"], columns["ended_us"] + hop_us)
+    if waited_us:
+        longer_us = np.array([waited_us.get(request_id, 0) for request_id in columns["request_id"].tolist()], np.int64)
+        columns["arrival_us"] = columns["arrival_us"] - longer_us
+        for name in ("queue_us", "ttft_us", "e2e_us"):
+            columns[name] = np.where(columns[name] < 0, columns[name], columns[name] + longer_us)
+    if refused:
+        columns = _with_refused(columns, refused)
+    return Requests(**columns)
+
+
+def _with_refused(columns: dict[str, NDArray[Any]], refused: Sequence[Refused]) -> dict[str, NDArray[Any]]:
+    known: dict[str, list[Any]] = {name: [getattr(one, name) for one in refused] for name in Refused._fields}
+    known["finish_reason"] = ["rejected_queue_full"] * len(refused)
+    known["output_tokens"] = known["retractions"] = [0] * len(refused)
+    out = {}
+    for name, column in columns.items():
+        missing = np.nan if column.dtype.kind == "f" else -1
+        values = known.get(name, [missing] * len(refused))
+        out[name] = np.concatenate([column, np.array(values, column.dtype)])
+    order = np.argsort(out["request_id"], kind="stable")
+    return {name: column[order] for name, column in out.items()}
+
+
+def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
+    """Bins over the whole span; what the engines' own bins hold is spread over them evenly."""
+    start_us, stop_us = span_us[0], max(span_us[1], span_us[0] + 1)
+    width_us = -(-(stop_us - start_us) // BINS_MAX)
+    edges_us = np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
+    widths_us = np.diff(edges_us)
+    totals = {
+        name: np.zeros(len(widths_us)) for name in (*LEVELS, *AMOUNTS, "gpu_busy_fraction", "output_tokens_per_s")
+    }
+    for data in datas:
+        if not data.summary["requests"]["arrived"]:
+            continue
+        own_us = np.append(data.series.t_us, max(data.span_us[1], int(data.series.t_us[-1]) + 1)).astype(np.float64)
+        for name, total in totals.items():
+            values = getattr(data.series, name).astype(np.float64)
+            areas = values if name in AMOUNTS else values * np.diff(own_us)
+            spread = np.diff(np.interp(edges_us, own_us, np.append(0.0, np.cumsum(areas))))
+            total += spread if name in AMOUNTS else spread / widths_us
+    totals["gpu_busy_fraction"] /= len(datas)
+    columns: dict[str, Any] = {
+        name: np.rint(t).astype(np.int64) if name in AMOUNTS else t for name, t in totals.items()
+    }
+    return Series(t_us=edges_us[:-1], **columns)
+
+
+def _added(parts: Sequence[Summary]) -> Summary:
+    """The sum of each number, and of each number of a dict by name. What one part does not say adds nothing."""
+    out: Summary = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        known = [part[name] for part in parts if part.get(name) is not None]
+        if known and isinstance(known[0], dict):
+            out[name] = dict(sorted(sum((Counter(one) for one in known), Counter()).items()))
+        else:
+            out[name] = sum(known) if known else None
+    return out
+
+
+def _greatest(parts: Sequence[Summary], name: str) -> Any:
+    return max((part[name] for part in parts if part[name] is not None), default=None)
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else round(part / whole, 6)
+
+
+def _cache(datas: Sequence[RunData]) -> Summary:
+    out = _added([data.summary["cache"] for data in datas])
+    return out | {"hit_ratio": _ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
+
+
+def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence[int]) -> Summary:
+    """Counts of all engines; waits are means weighted by who waited, and the greatest of the others."""
+    parts = [data.summary["media"] for data in datas if "media" in data.summary]
+    own = {
+        at: data.summary["media"]["encoder_gpus"]
+        for at, data in zip(encoders, datas, strict=True)
+        if "media" in data.summary
+    }
+    waited = [part["requests_waited"] or 0 for part in parts]
+    means = [part["wait_us_mean"] or 0.0 for part in parts]
+    out = _added(parts)
+    encoder_gpus = sum(own.values())
+    gpus = encoder_gpus or len(datas)
+    weighted = sum(count * mean for count, mean in zip(waited, means, strict=True))
+    return out | {
+        "encoder_gpus": encoder_gpus,
+        "embedding_hit_ratio": _ratio(out["reused"], out["contents"]),
+        "encoder_busy_fraction": _ratio(out["encoder_busy_us"], (makespan_us or 0) * gpus),
+        "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
+        **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
+    }
+
+
+def _sessions(datas: Sequence[RunData]) -> Summary:
+    """Counts and pages of all engines; of shares the mean, and the greatest."""
+    parts = [data.summary["sessions"] for data in datas if "sessions" in data.summary]
+    out = _added(parts)
+    held = [part["held_share_mean"] for part in parts if part["held_share_mean"] is not None]
+    out["held_share_mean"] = round(sum(held) / len(datas), 6) if held else None
+    return out | {"held_share_max": _greatest(parts, "held_share_max")}
+
+
+def _samples(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines; the mean weighted by who completed, and the greatest of the percentiles."""
+    parts = [data.summary["samples"] for data in datas if "samples" in data.summary]
+    out = _added(parts)
+    weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)
+    out["e2e_us_mean"] = round(weighted / out["requests_completed"], 1) if out["requests_completed"] else None
+    return out | {name: _greatest(parts, name) for name in out if "_us_p" in name}
+
+
+def _adapters(datas: Sequence[RunData]) -> Summary:
+    """Counts of all engines, each of which loads for itself; of different adapters, the most on any engine."""
+    parts = [data.summary["adapters"] for data in datas if "adapters" in data.summary]
+    out = _added(parts)
+    for name, counted in (("load_us_mean", "loads"), ("wait_us_mean", "requests_waited")):
+        weighted = sum(part[counted] * (part[name] or 0.0) for part in parts)
+        out[name] = round(weighted / out[counted], 1) if out[counted] else None
+    greatest = ("adapters", "load_us_max", "wait_us_p50", "wait_us_p99", "wait_us_max")
+    return out | {name: _greatest(parts, name) for name in greatest}
+
+
+def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:
+    """What the encoders of all engines did."""
+    tables = [data.encoder for data in datas if data.encoder is not None]
+    return np.concatenate(tables) if tables else None
+
+
+def _kv(datas: Sequence[RunData]) -> Summary:
+    parts = [data.summary["kv"] for data in datas]
+    out = _added(parts)
+    out |= {name: _greatest(parts, name) for name in ("used_pages_max", "used_share_max", "cached_pages_max")}
+    return out | {"used_share_mean": _ratio(out["used_pages_mean"], out["pages"])}
+
+
+def _scheduler(datas: Sequence[RunData]) -> Summary:
+    parts = [data.summary["scheduler"] for data in datas]
+    return _added(parts) | {name: _greatest(parts, name) for name in ("waiting_max", "running_max")}
+
+
+def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
+    parts = [data.summary["device"] for data in datas]
+    out = _added(
+        [{name: part[name] for name in ("batches", "batches_by_mode", "busy_us", "bubble_us")} for part in parts]
+    )
+    start_us, stop_us = makespan(requests) or (0, 0)
+    work_us = sum(at_work_us(data) for data in datas if data.summary["device"]["bubble_us"] is not None)
+    gaps = [decode_gaps_us(data) for data in datas]
+    gap_us = sum(round(gap.sum()) for gap, _ in gaps)
+    piped = [(part["pipeline"], part["busy_us"] or 0) for part in parts if "pipeline" in part]
+    there_us = sum(pipeline["stages"] * busy_us for pipeline, busy_us in piped)
+    used_us = sum(sum(pipeline["stage_busy_us"]) for pipeline, _ in piped)
+    pipelines = {
+        "stages": sum(pipeline["stages"] for pipeline, _ in piped),
+        "stage_busy_us": [us for pipeline, _ in piped for us in pipeline["stage_busy_us"]],
+        "stage_busy_share": _ratio(used_us, there_us),
+        "pipeline_bubble_us": sum(pipeline["pipeline_bubble_us"] for pipeline, _ in piped),
+    }
+    return {
+        "batches": out["batches"],
+        "batches_by_mode": out["batches_by_mode"],
+        "busy_us": out["busy_us"],
+        "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
+        "bubble_us": out["bubble_us"],
+        "bubble_share": _ratio(out["bubble_us"], work_us),
+        **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
+        "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
+        **({"pipeline": pipelines} if piped else {}),
+    }
+
+
+def _cpu(datas: Sequence[RunData]) -> Summary:
+    return _added([data.summary["cpu"] for data in datas])
+
+
+def balance(engines: Sequence[Summary], weights: Sequence[float], makespan_us: int | None) -> Summary:
+    """How evenly the work lay, of each engine's summary and its weight at the router.
+
+    An imbalance is the greatest load per weight of any engine over that of all together: 1 is even, and with all on one
+    of equal engines it is their number. `makespan_us` is that of the whole; no engine need be busy from end to end.
+    """
+    requests = [float(engine["requests"]["arrived"]) for engine in engines]
+    tokens = [
+        float(engine["throughput"]["prompt_tokens"] + engine["throughput"]["output_tokens"]) for engine in engines
+    ]
+    busy = [_ratio(engine["device"]["busy_us"] or 0, makespan_us) for engine in engines]
+    shares = [min(share, 1.0) for share in busy if share is not None]
+    return {
+        "requests_imbalance": _imbalance(requests, weights),
+        "tokens_imbalance": _imbalance(tokens, weights),
+        "busy_share_min": min(shares, default=None),
+        "busy_share_max": max(shares, default=None),
+        "ttft_us_p99_max": _greatest([engine["latency"] for engine in engines], "ttft_us_p99"),
+    }
+
+
+def _imbalance(loads: Sequence[float], weights: Sequence[float]) -> float | None:
+    most = max(load / weight for load, weight in zip(loads, weights, strict=True))
+    return _ratio(most, sum(loads) / sum(weights))

@@ -1,0 +1,279 @@
+"""What clusters have in common whose engines share one clock: requests as they come, their routes, their ends.
+
+Engines of an ordinary cluster have a clock each (`cluster_lane.py`). Those that meet in the middle of a request share
+one, because they hand it over (`handover.py`) or run every pass together (`data_parallel.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from simpy import Environment, Event
+
+from lockstep.core.cluster.router import LoadReported, RequestEnded, RequestOffered, Router, prefix_keys
+from lockstep.core.contract.events import RequestArrived, RequestCancelled, RequestId, TokenRuns
+from lockstep.sim.cluster.network import later
+from lockstep.sim.host.host import NEVER_US, EngineHost
+from lockstep.sim.metrics.metrics import RunData
+from lockstep.sim.run.simulate import Run, arrivals_of
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.turns import Turn
+
+if TYPE_CHECKING:
+    from lockstep.core.scheduler.engine import Engine
+    from lockstep.host.router_journal import NoRouterJournal, RouterJournal
+    from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
+
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
+
+Cluster = TypeVar("Cluster")
+
+
+class Routing:
+    """A router and its journal.
+
+    Args:
+        engines: those of the cluster that it chooses from, by its own numbers.
+    """
+
+    def __init__(self, router: Router, journal: RouterJournal | NoRouterJournal, engines: Sequence[int]) -> None:
+        self.by_reason: Counter[str] = Counter()
+        self._router, self._journal, self._engines = router, journal, engines
+        self._sessions: dict[int, str] = {}
+
+    def engine_for(self, event: RequestArrived, turn: Turn) -> int:
+        """Which engine of the cluster takes a request that comes now."""
+        config = self._router.config
+        prefix: tuple[int, ...] = ()
+        if config.policy == "prefix_affinity":
+            assert type(event.prompt) is TokenRuns
+            prefix = prefix_keys(prompt_ids(event.prompt.runs), config.block_tokens, event.tenant)
+        session = ""
+        if config.policy == "session_sticky":
+            session = turn.label if turn.after is None else self._sessions[turn.after]
+            self._sessions[turn.index] = session
+        offered = RequestOffered(
+            time_us=event.time_us,
+            request_id=event.request_id,
+            prompt_tokens=turn.prompt_tokens,
+            prefix=prefix,
+            session=session,
+        )
+        routed = self._router.step(offered)
+        assert routed is not None
+        assert routed.engine is not None
+        self._journal.append(offered, routed, self._router.digest)
+        self.by_reason[routed.reason] += 1
+        return self._engines[routed.engine]
+
+    def tell_end(self, time_us: int, request_id: RequestId, output_tokens: int) -> None:
+        """A request ended where it was sent to."""
+        self.tell(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
+
+    def tell(self, fact: RequestEnded | LoadReported) -> None:
+        """The router hears something that routes nobody."""
+        self._router.step(fact)
+        self._journal.append(fact, None, self._router.digest)
+
+
+def report_of(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
+    """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
+    memory = core.memory
+    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
+    waiting = sum(request.prompt_tokens for request in core.waiting)
+    return LoadReported(
+        time_us=due_us, engine=engine, measured_us=measured_us, requests=len(core.requests), tokens=held + waiting
+    )
+
+
+class SharedFeed:
+    """The requests that were sent to one engine, on a clock that it shares with others."""
+
+    def __init__(self, env: Environment, ended: Callable[[RequestId, int, bool], None]) -> None:
+        self.open_turns: dict[RequestId, Turn] = {}
+        self.next_us = NEVER_US
+        self._env = env
+        self._ended = ended
+        self._line: deque[RequestArrived | RequestCancelled] = deque()
+        self._awaited: Event | None = None
+
+    def add(self, event: RequestArrived, turn: Turn) -> None:
+        """Send one more, not earlier than the one before."""
+        self.open_turns[event.request_id] = turn
+        self._line.append(event)
+        self.next_us = self._line[0].time_us
+        self.poke()
+
+    def take(self, _max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
+        """The next fact, due at `next_us`."""
+        event = self._line.popleft()
+        self.next_us = self._line[0].time_us if self._line else NEVER_US
+        return event
+
+    @property
+    def settled_until_us(self) -> int:
+        """Others act then; what they do at this very instant may come before or after."""
+        return int(min(max(self._env.peek(), self._env.now + 1), NEVER_US))
+
+    def more(self, env: Environment) -> Event | None:
+        """Until somebody pokes."""
+        self._awaited = env.event()
+        return self._awaited
+
+    def pause(self, env: Environment, next_us: int) -> Event:
+        """Until then, or until somebody pokes."""
+        awaited = self._awaited = env.event()
+        later(env, next_us - int(env.now), lambda: succeed(awaited))
+        return awaited
+
+    def poke(self) -> None:
+        """Something came: look."""
+        succeed(self._awaited)
+        self._awaited = None
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended."""
+        del self.open_turns[request_id]
+        self._ended(request_id, now_us, True)
+
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
+        """A request was rejected, or its client left."""
+        del self.open_turns[request_id]
+        self._ended(request_id, now_us, False)
+
+
+class SharedClock(Generic[Cluster]):
+    """The clock, the requests that come by it, and the hosts of all engines.
+
+    Args:
+        route: sends a request, which comes now, where it belongs.
+        on_finish: called with the number of requests that ended, after each.
+    """
+
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        route: Callable[[RequestArrived, Turn], None],
+        on_finish: Callable[[int], None] | None,
+    ) -> None:
+        self.setup = setup
+        self.env = Environment()
+        self.arrivals = arrivals_of(setup.engines[0])
+        self.hosts: list[EngineHost] = []  # added to by the cluster
+        self._route = route
+        self._on_finish = on_finish
+        self._ended_count = 0
+        self._stop_requested = False
+        self._changed: Event | None = None  # of what the arrivals know to come
+
+    @property
+    def stop_requested(self) -> bool:
+        """Set from a signal handler: every engine stops before its next fact."""
+        return self._stop_requested
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        self._stop_requested = value
+        for host in self.hosts:
+            host.stop_requested = value
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether any request is open, or is known to come."""
+        return bool(self.arrivals.open_turns) or self.arrivals.next_us < NEVER_US
+
+    def at(self, time_us: int, act: Callable[[], None]) -> None:
+        """Do something then."""
+        later(self.env, time_us - int(self.env.now), act)
+
+    def run(self, cluster: Cluster, give_up: Callable[[Cluster], bool] | None) -> bool:
+        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        stopped_early: list[bool] = []
+        for host in self.hosts:
+            self.env.process(host.run())
+        asked = None if give_up is None else functools.partial(give_up, cluster)
+        self.env.process(self._route_all(asked, stopped_early))
+        self.env.run()
+        return bool(stopped_early)
+
+    def _route_all(self, give_up: Callable[[], bool] | None, stopped_early: list[bool]) -> Generator[Event, None, None]:
+        env, arrivals = self.env, self.arrivals
+        max_new_tokens = self.setup.scenario.base.max_new_tokens
+        until_question = GIVE_UP_EVERY
+        while not self._stop_requested:
+            next_us = arrivals.next_us
+            if next_us == NEVER_US and not arrivals.awaits_answers:
+                return
+            if next_us > env.now:
+                changed = self._changed = env.event()
+                if next_us < NEVER_US:
+                    later(env, next_us - int(env.now), functools.partial(succeed, changed))
+                yield changed
+                continue
+            event = arrivals.take(max_new_tokens)
+            assert type(event) is RequestArrived
+            self._route(event, arrivals.open_turns[event.request_id])
+            until_question -= 1
+            if give_up is not None and until_question <= 0:
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // 16)
+                if give_up():
+                    stopped_early.append(True)
+                    return
+
+    def output_tokens(self, request_id: RequestId) -> int:
+        """Of a request whose client has not heard of its end."""
+        turn = self.arrivals.open_turns.get(request_id)
+        return turn.output_tokens if turn is not None else 0
+
+    def heard(self, request_id: RequestId, seen_us: int, answered: bool) -> None:
+        """A client learns of the end of its request."""
+        if answered:
+            self.arrivals.answered(request_id, seen_us)
+        else:
+            self.arrivals.broke_off(request_id, seen_us)
+        succeed(self._changed)
+        self._ended_count += 1
+        if self._on_finish is not None:
+            self._on_finish(self._ended_count)
+
+    def measured(
+        self, data: RunData, datas: Sequence[RunData], by_reason: Counter[str], stopped_early: bool, began_s: float
+    ) -> ClusterRun:
+        """What came of it. Outputs that were cut short count where clients hear of them."""
+        from lockstep.sim.cluster.cluster import ClusterRun
+
+        cpu_s = time.process_time() - began_s
+        engines = tuple(
+            Run(
+                setup=one,
+                data=measured,
+                batches=host.batches,
+                clamped=host.clamped if one.config.role != "prefill" else 0,
+                rejected=host.rejected,
+                never_sent=0,
+                interrupted=self._stop_requested,
+                cpu_s=cpu_s / len(self.hosts),
+            )
+            for one, measured, host in zip(self.setup.engines, datas, self.hosts, strict=True)
+        )
+        return ClusterRun(
+            setup=self.setup,
+            engines=engines,
+            data=data,
+            routed_by_reason=dict(sorted(by_reason.items())),
+            never_sent=self.arrivals.never_sent,
+            interrupted=self._stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+        )
+
+
+def succeed(event: Event | None) -> None:
+    """Wake who waits for it, if anybody does."""
+    if event is not None and not event.triggered:
+        event.succeed()

@@ -1,0 +1,336 @@
+"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends: plain_kernel.py, as machine code.
+
+    run = simulate(setup)      # takes this way by itself where it may, and gives equal results
+
+It may where nobody asks for a journal, a check or every step, and once it `pays`. `obstacle` says what of a setup only
+the core can do. What turns up on the way (somebody has to be retracted) makes `PlainRun.run` return False: the run then
+begins anew, with the core. Batches are still priced by the setup's own cost model, one call each, so every model of
+cost is as good as any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.kv.memory import EVICT_AHEAD_SHARE
+from lockstep.core.requests.table import VERSION_MARK
+from lockstep.core.scheduler.admission import NewTokenRatio
+from lockstep.sim.cost import BatchShape
+from lockstep.sim.fast import kernel as kernel
+from lockstep.sim.fast import machine_code
+from lockstep.sim.host.host import Device, standard_normal
+from lockstep.sim.host.pipeline import device_type_of
+from lockstep.sim.metrics.metrics import Measured, MeasuredRequests, MetricsFold
+
+if TYPE_CHECKING:
+    from lockstep.sim.run.simulate import Setup
+
+# By the core so many take 0.2 s under load, and 2 s where each token is a batch; loading machine code takes 0.5 s.
+REQUESTS_MIN = 500
+FLUSH_ROWS = 4_096  # batches, gauges and messages of an engine between two times that they are measured ...
+FLUSH_ROWS_ALL = 65_536  # ... of all engines together ...
+FLUSH_ROWS_MIN = 64  # ... but at least so many of each
+GAPS = 16  # messages that one batch is taken to have
+MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # as the kernel numbers them
+RESERVES, BATCHINGS = ("ratio", "on_demand", "full"), ("prefill_first", "mixed", "running_first")
+DEFERRED = ("running_limit", "kv_budget", "prefill_budget", "pages")
+
+# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in a plain run.
+FOLLOWED = frozenset(
+    "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
+    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
+    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
+)
+NEVER_ASKED = frozenset(
+    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
+    "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
+    "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
+    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
+)
+
+
+_requests = 0  # of this process, that might have been simulated by machine code
+
+
+def pays(requests: int) -> bool:
+    """Whether machine code is worth loading for one more run: once as many requests have come as that costs."""
+    global _requests
+    _requests += requests
+    return _requests >= REQUESTS_MIN
+
+
+def obstacle(setup: Setup) -> str:
+    """What of one engine's setup only the core can do, in a word or two; empty: nothing that is known in advance."""
+    config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
+    plain = SchedConfig()
+    for name in config.__struct_fields__:
+        if name not in FOLLOWED and name not in NEVER_ASKED and getattr(config, name) != getattr(plain, name):
+            return name
+    beside = {
+        "early ends": scenario.max_new_tokens is not None,
+        "receive_interval": scenario.receive_interval != 1,
+        "closed loop": scenario.concurrency is not None or bool((turns.after >= 0).any()),
+        "server sessions": scenario.server_sessions,
+        "drafts": setup.drafting is not None or setup.forcing is not None,
+        "media": setup.encoding is not None or turns.media is not None,
+        "adapters": setup.lora is not None or turns.adapter is not None,
+        "samples": turns.samples is not None,
+        "grammars": any(turns.grammars[code] for code in np.unique(turns.grammar)),
+        "debugging": bool(setup.debug),
+        "tenants": any(VERSION_MARK in name for name in turns.tenants),
+        "stages": device_type_of(setup.cost) is not Device,
+        "no requests": not len(turns),
+    }
+    for name, is_there in beside.items():
+        if is_there:
+            return name
+    prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
+    if not outputs.min() or not prompts.min():
+        return "empty prompts or answers"
+    if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
+        return "prompts that do not fit"
+    firsts = turns.run_first_token[turns.run_starts]
+    if config.radix_cache and len(np.unique(firsts)) < len(firsts):
+        return "shared prefixes"
+    return ""
+
+
+class PlainRun:
+    """Engines that run plainly, one alone or several behind a router, each with a fold that measures it.
+
+    `run` it once, and before that, where there is a router, say so by `route`; set `stop_requested` from a signal
+    handler to end it early.
+
+    Args:
+        setups: of the engines, which differ in what they are, not in what comes. `obstacle` of each was empty.
+        on_finish: called now and then with the number of requests that ended, and again from the beginning by the core
+            where the run turns out not to be plain.
+    """
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        metrics: Sequence[MetricsFold],
+        on_finish: Callable[[int], None] | None = None,
+    ) -> None:
+        self.stop_requested = False
+        self.metrics = metrics
+        self._setups = setups
+        self._on_finish = on_finish
+        turns, engines = setups[0].workload.turns, len(setups)
+        rows = min(max(one.config.max_running_requests for one in setups), len(turns))
+        slots = max(one.config.launches_max for one in setups)
+        run = np.zeros(1, kernel.RUN)
+        run["priced"], run["until_question"] = 1, kernel.NOBODY
+        requests = np.zeros(len(turns), kernel.REQUEST)
+        requests["arrival_us"] = turns.arrival_us
+        requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
+        for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
+            requests[name] = -1
+        flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // engines), FLUSH_ROWS_MIN)
+        gap_rows = GAPS * flush_rows + rows
+        self._state = np.array([_engine(one) for one in setups])
+        # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
+        requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
+        self._state["coming"] = 0
+        run["until_us"], run["next_request"] = kernel.NEVER_US, len(turns)
+        self._arrays = kernel.Arrays(
+            run=run,
+            engines=self._state,
+            requests=requests,
+            cohort=np.zeros((engines, rows), np.int64),
+            flights=np.zeros((engines, slots), kernel.FLIGHT),
+            samplers=np.zeros((engines, slots, rows), np.int64),
+            parts=np.zeros((engines, slots, rows, 3), np.int64),
+            unseen=np.zeros((2 * rows, 2), np.int64),
+            shape=np.zeros(1, kernel.SHAPE),
+            launches=np.zeros((engines, flush_rows, 9), np.int64),
+            gauges=np.zeros((engines, flush_rows, 5), np.int64),
+            works=np.zeros((engines, 2 * flush_rows, 3), np.int64),
+            messages=np.zeros((engines, flush_rows, 2), np.int64),
+            gap_requests=np.zeros((engines, gap_rows), np.int64),
+            gaps=np.zeros((engines, gap_rows), np.int64),
+        )
+        self._addresses = machine_code.addresses(self._arrays)
+        # By engine, gaps of requests that have not ended: whose they are, and how long.
+        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * engines
+
+    def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
+        """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
+        run, requests = self._arrays.run, self._arrays.requests
+        self._state["coming"] = kernel.NOBODY
+        requests["engine"] = given if len(given) else kernel.NOBODY
+        run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
+        run["goes_by"] = {
+            "least_requests": kernel.LEAST_REQUESTS,
+            "total_requests": kernel.LEAST_REQUESTS,  # as counted: no engine reports
+            "session_sticky": kernel.LEAST_REQUESTS,  # each is its session's first
+            "least_tokens": kernel.LEAST_TOKENS,
+            "total_tokens": kernel.LEAST_PROMPTS,
+            "prefix_affinity": kernel.BOUNDED,
+            "follow_bootstrap_room": kernel.GIVEN,
+        }.get(config.policy, kernel.IN_TURN)
+        run["load_bound"], run["load_floor"] = config.load_bound, config.load_floor
+        run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
+        self._state["weight"] = [share.weight for share in shares]
+
+    def run(self, ask_after: int = -1, ask: Callable[[int], int] | None = None) -> bool:
+        """Go to the end, or until `stop_requested`, and hand all that was measured over.
+
+        Args:
+            ask: called after `ask_after` requests have come with their number; returns after how many to ask again, or
+                0 to end the run here.
+        Returns: False if something came that only the core can do; what was measured until then is of no use.
+        """
+        run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
+        costs = [one.cost for one in self._setups]
+        seed, took_us = self._setups[0].scenario.seed, 0.0
+        run["until_question"] = ask_after
+        while not self.stop_requested:
+            why = advance(self._addresses.ctypes.data, took_us)
+            if why == kernel.PRICED:
+                *sums, batch_id, engine = shape.tolist()[0]
+                expected = costs[engine].batch_us(BatchShape(*sums))
+                took_us = expected.mean_us
+                if expected.spread_us > 0.0:
+                    took_us += expected.spread_us * standard_normal(f"{seed} engine{engine} {batch_id}")
+            elif why == kernel.FLUSH:
+                self._flush(int(run["engine"][0]))
+                if self._on_finish is not None:
+                    self._on_finish(int(self._state["ended"].sum()))
+            elif why == kernel.ASKED and ask is not None:
+                again = ask(int(run["next_request"][0]))
+                if not again:
+                    break
+                run["until_question"] = again
+            elif why == kernel.LOST and not self.stop_requested:
+                return False
+            else:
+                break
+        self.hand_over()
+        if self._on_finish is not None:
+            self._on_finish(int(self._state["ended"].sum()))
+        return True
+
+    def batches(self, engine: int) -> int:
+        """Batches that an engine has launched."""
+        return int(self._state["next_batch_id"][engine])
+
+    def routed(self) -> int:
+        """Requests that have come."""
+        return int(self._arrays.run["next_request"][0])
+
+    def _flush(self, engine: int) -> None:
+        """Let what has come of an engine since the last time be measured, and make room for more."""
+        arrays, state = self._arrays, self._state[engine : engine + 1]
+        taken = {}
+        for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
+            taken[name] = getattr(arrays, name)[engine, : int(state["gaps" if name == "gap_requests" else name][0])]
+        for name in ("launches", "gauges", "works", "messages", "gaps"):
+            state[name] = 0
+        open_requests, open_gaps = self._open_gaps[engine]
+        requests = np.concatenate((open_requests, taken["gap_requests"]))
+        gaps = np.concatenate((open_gaps, taken["gaps"]))
+        ended = arrays.requests["ended_us"][requests] >= 0
+        self._open_gaps[engine] = requests[~ended], gaps[~ended]
+        if warm_up := self._setups[0].scenario.warm_up:
+            ended &= requests >= warm_up
+        self.metrics[engine].take_measured(
+            Measured(
+                batches=taken["launches"],
+                modes=MODES,
+                gauges=taken["gauges"],
+                cpu=taken["works"],
+                works=WORKS,
+                messages=taken["messages"],
+                itl_us=gaps[ended],
+            )
+        )
+        if int(arrays.run["unseen"][0]) + arrays.cohort.shape[1] > len(arrays.unseen):
+            self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
+            self._addresses = machine_code.addresses(self._arrays)
+
+    def hand_over(self) -> None:
+        """Let all be measured that has come so far: rows, requests, batches in flight, and what was counted."""
+        for engine in range(len(self.metrics)):
+            self._flush(engine)
+        arrays, turns = self._arrays, self._setups[0].workload.turns
+        sent_to = arrays.requests["engine"]
+        for engine, fold in enumerate(self.metrics):
+            state = self._state[engine]
+            sent = np.flatnonzero(sent_to[: self.routed()] == engine)
+            arrived = sent[: int(state["arrived"])]
+            requests = arrays.requests[arrived]
+            slots = (state["oldest"] + np.arange(state["in_flight"])) % arrays.flights.shape[1]
+            flying = arrays.flights[engine, slots]
+            columns = ("batch_id", "mode", "launched_us", "rows", "new_tokens", "prefill_tokens", "kv_tokens")
+            fold.take_measured_requests(
+                MeasuredRequests(
+                    request_id=arrived,
+                    arrival_us=requests["arrival_us"] + arrays.run["hop_us"] - state["frontend_us"],
+                    prompt_tokens=requests["prompt_tokens"],
+                    admitted_us=requests["admitted_us"],
+                    ended_us=requests["ended_us"],
+                    output_tokens=requests["outputs"],
+                    first_message_us=requests["first_us"],
+                    last_message_us=requests["last_us"],
+                    itl_us_max=np.where(requests["itl_us_max"] < 0, np.nan, requests["itl_us_max"]),
+                    labels=turns.labels,
+                    tenants=[turns.tenants[code] for code in turns.tenant[arrived].tolist()],
+                    last_us=int(state["last_us"]),
+                    open_batches={name: flying[name] for name in columns},
+                    modes=MODES,
+                    evicted_pages={name: int(state[f"evicted_by_{name}"]) for name in ("admission", "decode")},
+                    decodes_skipped=int(state["decodes_skipped"]),
+                    deferred={reason: int(state[f"deferred_{reason}"]) for reason in DEFERRED},
+                )
+            )
+
+
+def _engine(setup: Setup) -> Any:
+    """One engine at its beginning, of `plain_kernel.ENGINE`."""
+    config, cpu = setup.config, setup.cpu
+    ratio = NewTokenRatio(config.schedule_conservativeness)
+    chunked, most = config.chunked_prefill_size, config.prefill_max_requests
+    state = np.zeros((), kernel.ENGINE)
+    values = {
+        "page_size": config.page_size,
+        "evict_ahead": config.pages // EVICT_AHEAD_SHARE,
+        "radix_cache": config.radix_cache,
+        "same_step_sharing": config.same_step_sharing,
+        "reserve": RESERVES.index(config.reserve),
+        "batching": BATCHINGS.index(config.batching),
+        "slots": config.launches_max,
+        "max_running_requests": config.max_running_requests,
+        "prefill_max_requests": kernel.NO_LIMIT if most is None else most,
+        "prefill_decode_interval": config.prefill_decode_interval,
+        "max_prefill_tokens": config.max_prefill_tokens,
+        "chunked_prefill_size": kernel.NO_LIMIT if chunked is None else chunked,
+        "align": config.split_tokens,
+        "unit": config.chunk_unit_tokens,
+        "ratio_initial": ratio.initial,
+        "ratio_floor": ratio.floor,
+        "ratio_decay": ratio.decay,
+        "plan_fixed_us": cpu.plan_fixed_us,
+        "plan_row_us": cpu.plan_row_us,
+        "result_fixed_us": cpu.result_fixed_us,
+        "result_row_us": cpu.result_row_us,
+        "arrival_us": cpu.arrival_us,
+        "frontend_us": round(setup.calibration.correction.frontend_us),
+        "nothing_new": 1,
+        "extended_at": -config.prefill_decode_interval,
+        "ratio": ratio.value,
+        "free_pages": config.pages,
+        "weight": 1.0,
+    }
+    values |= dict.fromkeys(
+        ("sent", "coming", "head", "prefilling", "deferred", "least_used", "last_used", "last_chosen"), kernel.NOBODY
+    )
+    for name, value in values.items():
+        state[name] = value
+    return state

@@ -1,0 +1,194 @@
+"""`kernel.advance` as machine code: made by numba once, kept as LLVM's text, from then on loaded without numba.
+
+    advance = load()
+    why = advance(addresses(arrays), 0.0)
+
+Making takes some seconds, loading half of one, so what was made is kept: in `__pycache__` beside the source or, where
+nobody may write there, in the user's cache folder. It is text that LLVM reads, checks and compiles for this processor,
+no pickle, and trusted like the compiled Python in those places: only if it is the user's own or the system's, and
+nobody else may write to it. Its name follows from the source, from who made it and for which processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.fast import kernel
+from lockstep.sim.fast.kernel import Arrays
+
+SOURCE = Path(kernel.__file__)
+ENTRY = "lockstep_advance"
+
+Int64s = NDArray[np.int64]
+Advance = Callable[[int, float], int]
+
+
+@cache
+def is_available() -> bool:
+    """Whether numba, which makes the machine code, is installed."""
+    return find_spec("numba") is not None
+
+
+def addresses(arrays: Arrays) -> Int64s:
+    """Where each array lies, and its shape: int64 [arrays, 5]. The caller keeps both alive."""
+    table = np.ones((len(arrays), 5), np.int64)
+    for row, array in zip(table, arrays, strict=True):
+        if not array.flags.c_contiguous:
+            raise ValueError("machine code reads arrays that lie in one piece")
+        row[0] = array.ctypes.data
+        row[1 : 1 + array.ndim] = array.shape
+    return table
+
+
+@cache
+def load() -> Advance:
+    """The machine code, which is made if none is kept. It takes the address of what `addresses` returned."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name = f"{SOURCE.stem}-{_digest(llvm)}.ll"
+    text = next(filter(None, (_kept(folder / name) for folder in _folders())), None)
+    if text is None:
+        text = _made()
+        _keep(name, text)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    engine = llvm.create_mcjit_compiler(module, machine)
+    never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+    for symbol in (*module.functions, *module.global_variables):
+        if symbol.is_declaration and not symbol.name.startswith("llvm."):
+            engine.add_global_mapping(symbol, never)  # how numba raises errors, of which this code has none
+    engine.finalize_object()
+    _ENGINES.append(engine)
+    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
+
+
+_ENGINES: list[Any] = []  # they own the code that runs
+
+
+def _digest(llvm: Any) -> str:
+    """Of all that the machine code depends on."""
+    facts = (version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    hashed = blake2b(digest_size=12)
+    for fact in (SOURCE.read_bytes(), Path(__file__).read_bytes(), *(fact.encode() for fact in facts)):
+        hashed.update(len(fact).to_bytes(8, "little") + fact)
+    return hashed.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------------------- keeping
+
+
+def _folders() -> list[Path]:
+    """Where machine code may be kept."""
+    own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return [SOURCE.parent / "__pycache__", Path(own).expanduser() / "lockstep"]
+
+
+def _kept(path: Path) -> str | None:
+    """What was kept, if it is whole, and nobody else can have written it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            owned = not hasattr(os, "getuid") or status.st_uid in (0, os.getuid())
+            if not owned or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
+            seal, _, text = file.read().partition("\n")
+            return text if seal == _seal(text) else None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _seal(text: str) -> str:
+    """The first line of what is kept, a comment: damage is seen, and it is made again."""
+    return f"; blake2b {blake2b(text.encode(), digest_size=16).hexdigest()}"
+
+
+def _keep(name: str, text: str) -> None:
+    """Keep it in the first place that takes it, instead of what was kept there; or nowhere."""
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
+                file.write(f"{_seal(text)}\n{text}")
+            for old in folder.glob(f"{SOURCE.stem}-*.ll"):
+                old.unlink(missing_ok=True)
+            Path(file.name).replace(folder / name)
+            return
+        except OSError:
+            continue
+
+
+# --------------------------------------------------------------------------------------------------------------- making
+
+
+def _made() -> str:
+    """LLVM's text of the kernel, optimised for this processor."""
+    import numba
+    from numba import types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    spec = spec_from_file_location("lockstep.sim._plain_kernel_to_compile", SOURCE)  # a copy, which keeps the original
+    assert spec is not None
+    assert spec.loader is not None
+    kernel = module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    for name, function in list(vars(kernel).items()):
+        if isinstance(function, FunctionType) and function.__module__ == kernel.__name__:
+            setattr(kernel, name, numba.njit(error_model="numpy")(function))
+
+    @intrinsic  # type: ignore[untyped-decorator]  # numba has no types
+    def at(_context: Any, address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+        return types.voidptr(address), generate
+
+    carray = numba.carray
+    run_t, engine_t, request_t = kernel.RUN, kernel.ENGINE, kernel.REQUEST
+    flight_t, shape_t, int64 = kernel.FLIGHT, kernel.SHAPE, np.int64
+
+    def entry(table: Any, took_us: float) -> int:
+        t = carray(table, (15, 5))
+        arrays = kernel_arrays(
+            carray(at(t[0, 0]), (t[0, 1],), run_t),
+            carray(at(t[1, 0]), (t[1, 1],), engine_t),
+            carray(at(t[2, 0]), (t[2, 1],), request_t),
+            carray(at(t[3, 0]), (t[3, 1], t[3, 2]), int64),
+            carray(at(t[4, 0]), (t[4, 1], t[4, 2]), flight_t),
+            carray(at(t[5, 0]), (t[5, 1], t[5, 2], t[5, 3]), int64),
+            carray(at(t[6, 0]), (t[6, 1], t[6, 2], t[6, 3], t[6, 4]), int64),
+            carray(at(t[7, 0]), (t[7, 1], t[7, 2]), int64),
+            carray(at(t[8, 0]), (t[8, 1],), shape_t),
+            carray(at(t[9, 0]), (t[9, 1], t[9, 2], t[9, 3]), int64),
+            carray(at(t[10, 0]), (t[10, 1], t[10, 2], t[10, 3]), int64),
+            carray(at(t[11, 0]), (t[11, 1], t[11, 2], t[11, 3]), int64),
+            carray(at(t[12, 0]), (t[12, 1], t[12, 2], t[12, 3]), int64),
+            carray(at(t[13, 0]), (t[13, 1], t[13, 2]), int64),
+            carray(at(t[14, 0]), (t[14, 1], t[14, 2]), int64),
+        )
+        return int(advance(arrays, took_us))
+
+    kernel_arrays, advance = kernel.Arrays, kernel.advance
+    signature = types.int64(types.CPointer(types.int64), types.float64)
+    made = numba.cfunc(signature, error_model="numpy")(entry)
+    text: str = made._library.get_llvm_str()
+    return text.replace(made._wrapper_name, ENTRY)

@@ -1,0 +1,207 @@
+"""Host memory and storage of a simulated engine: when each move between them ends.
+
+    tiers = HostTiers(host_cache_gb=1000, storage_gb=20_000)
+    tiers.settings(PageBytes.of(...))    -> CacheTiers, for the scheduler: sizes in pages
+    TierLinks(tiers, ...)                -> the lanes: commands in, answers out, each at its time
+
+Every GPU has a link of its own to the host, one lane for each direction, and they move their parts of a page side by
+side. Storage is one lane for reads and one for writes, shared by all GPUs of an engine, and keeps what was used last.
+Windows and states of hybrid models go along, into storage too, each with its own bytes. What is left out: the host's
+own memory bandwidth, and small pages costing more than their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+import msgspec
+
+from lockstep.core.contract.commands import (
+    CancelPrefetch,
+    Command,
+    CopyToHost,
+    LoadFromHost,
+    PrefetchFromStorage,
+    WriteToStorage,
+)
+from lockstep.core.contract.events import HostCopyFinished, PrefetchFinished, StorageWritten
+from lockstep.core.kv.block_tiers import in_storage
+from lockstep.sim.cost import GpuSpec, KvDtype, ModelSpec
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.host.links import Link
+from lockstep.sim.host.tier_options import HostTiers
+
+PCIE_SHARE = 0.85  # of the data sheet's rate that large copies from pinned memory reach: an estimate
+HOST_LINK_LATENCY_US = 10.0  # to begin a copy: an estimate
+
+Answer = HostCopyFinished | PrefetchFinished | StorageWritten
+
+
+class PageBytes(NamedTuple):
+    """What one page of KV weighs, or a companion of one."""
+
+    on_host: int  # the parts of all GPUs that hold it
+    on_link: int  # the part of one GPU; with stages, of the one that has most
+
+    @classmethod
+    def of(cls, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int) -> PageBytes:
+        """Of a page of `page_size` tokens. A GPU keeps on the host what it holds: what is replicated, is there too."""
+        return cls.of_rank(model.kv_bytes_per_token(kv_dtype, split) * page_size, split)
+
+    @classmethod
+    def of_rank(cls, rank: int, split: Parallelism) -> PageBytes:
+        """Of what has so many bytes on one rank, all layers together."""
+        return cls(rank * split.attention_tp, -(-rank // split.pp))
+
+
+NO_COMPANIONS: Mapping[str, PageBytes] = {}
+NOTHING: Mapping[bytes, int] = {}
+
+
+class Stored:
+    """What a storage of so many bytes has under which key. What was used longest ago makes room."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the one used longest ago first
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._sizes
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        """These were used. They must be there."""
+        for key in keys:
+            self._sizes.move_to_end(key)
+
+    def write(self, sizes: Mapping[bytes, int]) -> None:
+        """Keep so many bytes under each key. What is there already is used."""
+        for key, size in sizes.items():
+            self.bytes += size - self._sizes.pop(key, 0)
+            self._sizes[key] = size
+        while self.bytes > self.bytes_max:
+            self.bytes -= self._sizes.popitem(last=False)[1]
+
+
+class _Prefetch(NamedTuple):
+    answer: PrefetchFinished
+    size: int
+    ends_us: float  # on the link
+
+
+class TierLinks:
+    """The lanes between the tiers of one engine, and what storage has."""
+
+    def __init__(
+        self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, companions: Mapping[str, PageBytes] = NO_COMPANIONS
+    ) -> None:
+        """`companions`: what a window page and a state weigh, by kind, where there are any."""
+        gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
+        self.pages, self.companions = pages, companions
+        self.down = Link(gbs, HOST_LINK_LATENCY_US)
+        self.up = Link(gbs, HOST_LINK_LATENCY_US)
+        self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
+        self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
+        self.stored = Stored(int(tiers.storage_gb * 1e9))
+        self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: when, count, answer, what it stores
+        self._prefetches: dict[int, _Prefetch] = {}
+        self._count = 0
+
+    def share_storage(self, other: TierLinks) -> None:
+        """What another one has in storage, and the lanes there, are this one's too: they are ranks of one engine."""
+        self.storage_out, self.storage_in, self.stored = other.storage_out, other.storage_in, other.stored
+
+    @property
+    def next_us(self) -> int:
+        """When the next move ends. There must be one under way."""
+        return self.due[0][0]
+
+    def begin(self, command: Command, now_us: int) -> int | None:
+        """Take a command of the tiers, if it is one. Returns before when no batch may begin, if one has to wait."""
+        if type(command) is CopyToHost:
+            size = len(command.host_pages)
+            done_us = self.down.send(now_us, self._on_link(command))
+            self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
+            if not command.given_up:
+                return None
+            self.up.free_us = max(self.up.free_us, self.down.free_us)  # nor a load, into the very pages
+            return done_us
+        if type(command) is LoadFromHost:
+            size = len(command.host_pages)
+            done_us = self.up.send(now_us, self._on_link(command))
+            self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
+        elif type(command) is PrefetchFromStorage:
+            found, companions = in_storage(command, self.stored.__contains__)
+            self.stored.read(command.keys[:found])
+            size = found * self.pages.on_host
+            orders = {one.kind: one for one in command.companions}
+            for one in companions:
+                self.stored.read(orders[one.kind].keys[index] for index in one.indices)
+                size += len(one.indices) * self.companions[one.kind].on_host
+            done_us = self.storage_out.send(now_us, size)
+            answer = PrefetchFinished(
+                done_us, command.prefetch_id, found, generation=command.generation, companions=companions
+            )
+            self._prefetches[command.prefetch_id] = _Prefetch(answer, size, self.storage_out.free_us)
+            self._answer(answer)
+        elif type(command) is CancelPrefetch:
+            self._cut_short(command.prefetch_id, now_us)
+        elif type(command) is WriteToStorage:
+            sizes = dict.fromkeys(command.keys, self.pages.on_host)
+            for beside in command.companions:
+                sizes |= dict.fromkeys(beside.keys, self.companions[beside.kind].on_host)
+            done_us = self.storage_in.send(now_us, sum(sizes.values()))
+            size = len(command.host_pages)
+            self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation), sizes)
+        return None
+
+    def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
+        """Bytes that the link of one GPU carries of a copy."""
+        beside = sum(len(one.host) * self.companions[one.kind].on_link for one in copy.companions)
+        return len(copy.host_pages) * self.pages.on_link + beside
+
+    def take(self, now_us: int) -> Answer:
+        """The next answer, which the engine hears of now."""
+        _, _, answer, sizes = heappop(self.due)
+        self.stored.write(sizes)
+        if type(answer) is PrefetchFinished:
+            self._prefetches.pop(answer.prefetch_id, None)
+        return msgspec.structs.replace(answer, time_us=now_us)
+
+    def _cut_short(self, prefetch_id: int, now_us: int) -> None:
+        """End a prefetch now, with the pages that have come. What stands behind it on the link keeps its time."""
+        under_way = self._prefetches.pop(prefetch_id, None)
+        if under_way is None or under_way.answer.time_us <= now_us:
+            return
+        answer, size, ends_us = under_way
+        if ends_us == self.storage_out.free_us:
+            gone = self.storage_out.cut_short(now_us, size)
+        else:
+            left = min(max(ends_us - now_us, 0.0) * self.storage_out.bytes_per_us, float(size))
+            gone = size - round(left)
+        self.due = [entry for entry in self.due if entry[2] is not answer]
+        heapify(self.due)
+        done = min(gone // self.pages.on_host, answer.pages_done)
+        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, companions=()))
+
+    def _answer(self, answer: Answer, sizes: Mapping[bytes, int] = NOTHING) -> None:
+        heappush(self.due, (answer.time_us, self._count, answer, sizes))
+        self._count += 1
+
+    def describe(self) -> dict[str, Any]:
+        """How much each lane carried, for metrics.json. Bytes of the host's lanes are those of one GPU."""
+        lanes = {"to_host": self.down, "from_host": self.up}
+        if self.stored.bytes_max >= self.pages.on_host:
+            lanes |= {"to_storage": self.storage_in, "from_storage": self.storage_out}
+        return {
+            name: {
+                "gbs": lane.bytes_per_us / 1e3,
+                "transfers": lane.transfers,
+                "bytes": lane.bytes,
+                "busy_us": round(lane.busy_us),
+            }
+            for name, lane in lanes.items()
+        }

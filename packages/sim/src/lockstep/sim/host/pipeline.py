@@ -1,0 +1,216 @@
+"""The device of an engine with several stages: batches follow each other through them.
+
+    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        a decode waits until its newest token, which
+    stage 2        . | prefill 4 | prefill 5 |...                      batch 5 sampled in the last stage, is back
+
+A batch enters the first stage when that is free, and the next one when it has been sent there and that is free. A row
+that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
+the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
+
+Drafts are made in the last stage, behind its sampling, for the next pass of their rows: they go back to the first stage
+with the newest token. A batch takes that time, as it takes that of its own drafts where there is one stage.
+
+Media are encoded in the first stage, where their embeddings are needed: behind the batches that have left it, before
+those that come, while the other stages go on.
+
+The engine has `overlap_depth + 1` batches in flight and one set of running rows; or as many of each of its microbatches
+(`pp_size`), which divide its rows and keep stages busier while they decode. Of these it is noted when each was in each
+stage, for the timeline.
+
+States of linear attention are copied in each stage, those of its own layers, before it runs the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.host.host import Device, EngineHost, Running, Untimed, state_copies
+from lockstep.sim.host.hybrid_memory import state_copies_us
+from lockstep.sim.metrics.metrics import RunData, StageTimes
+
+
+class Stages:
+    """The stages of a pipeline: batches go through them in the order of their launches."""
+
+    def __init__(self, cost: PipelineModel) -> None:
+        self.cost = cost
+        self.free_us = [0.0] * len(cost.stages)
+        self.busy_us = [0.0] * len(cost.stages)
+        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # of the state of one request
+
+    def with_copies(self, times_us: Sequence[float], copies: float) -> Sequence[float]:
+        """Times in each stage, with those of so many copies of states, each stage its own layers' part."""
+        if not copies:
+            return times_us
+        return [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
+
+    def run(
+        self, now_us: float, times_us: Sequence[float], send_us: float, held_us: float = 0.0
+    ) -> tuple[float, float, list[int]]:
+        """A batch goes through all of them, that long in each; in none it begins before `held_us`.
+
+        Returns: when it entered the first and left the last; start and stop in each, rounded.
+        """
+        started_us, spans = -1.0, list[int]()
+        for stage, took_us in enumerate(times_us):
+            now_us = max(now_us + (send_us if stage else 0.0), self.free_us[stage], held_us)
+            started_us = started_us if stage else now_us
+            now_us += took_us
+            self.free_us[stage] = now_us
+            self.busy_us[stage] += took_us
+            spans += (round(now_us - took_us), round(now_us))
+        return started_us, now_us, spans
+
+    def sampled(self, at_us: float, sampling_us: float) -> None:
+        """The last stage waited with sampling what left it, and is through with that."""
+        self.free_us[-1] = at_us
+        self.busy_us[-1] += sampling_us
+
+    def describe(self, busy_us: int | None) -> dict[str, Any]:
+        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
+        used_us = sum(self.busy_us)  # of stages; a batch that waits between two uses none
+        there_us = len(self.busy_us) * (busy_us or 0)
+        return {
+            "stages": len(self.busy_us),
+            "stage_busy_us": [round(us) for us in self.busy_us],
+            "stage_busy_share": round(used_us / there_us, 6) if there_us else None,
+            "pipeline_bubble_us": max(0, round(there_us - used_us)),
+        }
+
+
+class StageNotes:
+    """When each batch was in each stage; the wait for grammars before it samples is not in it."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
+
+    def add(self, plan: BatchPlan, send_us: float, spans: Sequence[int]) -> None:
+        """A batch went through all stages."""
+        self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
+
+    def times(self) -> StageTimes:
+        """All of it, as columns."""
+        noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * self._stages)
+        return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])
+
+
+def device_type_of(cost: CostModel) -> type[Device]:
+    """What runs batches that cost so much."""
+    return PipelinedDevice if isinstance(cost, PipelineModel) else Device
+
+
+def with_stages(data: RunData, host: EngineHost) -> RunData:
+    """The same, and how busy the stages were if the device has several."""
+    stages, notes, several = host.device.stages, host.device.notes, host.engine.microbatches
+    if stages is None:
+        return data
+    told = data.summary["device"]
+    told["pipeline"] = stages.describe(told["busy_us"])
+    if several is None or notes is None:
+        return data
+    times = notes.times()
+    told["pipeline"]["microbatches"] = several.count
+    told["pipeline"]["batches_by_microbatch"] = np.bincount(times.microbatch, minlength=several.count).tolist()
+    told["pipeline"]["stage_bubble_us"] = [sum(stop - start for start, stop in gaps) for gaps in times.bubbles()]
+    return replace(data, stages=times)
+
+
+class PipelinedDevice(Device):
+    """Stages that batches go through in the order of their launches. A batch starts in the first, ends in the last."""
+
+    def __init__(self, cost: PipelineModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
+        super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
+        self._pipeline = cost
+        self.stages: Stages = Stages(cost)
+        self.notes: StageNotes = StageNotes(len(cost.stages))
+        self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
+        self._last_us = 0  # when the last batch handed over will have finished
+        self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
+
+    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        tokens = self._sample(plan).tobytes()
+        accepted = b"" if plan.speculation is None else self._accepted(plan)
+        if plan.sample_after is not None or self.untimed:
+            sampled_us = 0 if plan.sample_after is None else None
+            self.untimed.append(Untimed(plan, handed_over_us, 0.0, 0.0, tokens, sampled_us, accepted))
+            self._untimed_shapes[plan.batch_id] = shape
+            return
+        self._run(plan, shape, handed_over_us, tokens, accepted, 0)
+
+    def hold_until(self, us: int) -> None:
+        """No batch that is handed over from now on begins before `us`, in any stage."""
+        self.stages.free_us = [max(free_us, float(us)) for free_us in self.stages.free_us]
+
+    @property
+    def free_us(self) -> int:
+        """When all that was handed over will have run."""
+        return self._last_us
+
+    @property
+    def encoder_free_us(self) -> int:
+        """When the first stage, which encodes, is through with what was handed over."""
+        return math.ceil(self.stages.free_us[0])
+
+    def encode_until(self, us: int) -> None:
+        """The first stage begins no batch before `us`; the others go on with those that they have."""
+        self.stages.free_us[0] = max(self.stages.free_us[0], float(us))
+
+    def sample(self, batch_id: int, at_us: int) -> None:
+        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        for _ in range(len(self.untimed)):
+            batch = self.untimed.popleft()
+            self.untimed.append(batch._replace(sampled_us=at_us) if batch.plan.batch_id == batch_id else batch)
+        while self.untimed and self.untimed[0].sampled_us is not None:
+            plan, handed_over_us, _, _, tokens, sampled_us, accepted = self.untimed.popleft()
+            shape = self._untimed_shapes.pop(plan.batch_id)
+            self._run(plan, shape, handed_over_us, tokens, accepted, sampled_us or 0)
+
+    def _run(
+        self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, accepted: bytes, sampled_us: int
+    ) -> None:
+        """Time a batch; before `sampled_us` it does not sample."""
+        pipeline = self._pipeline
+        draft_us = 0.0 if self.speculation is None else self.speculation.draft_us(plan, shape)
+        send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows + shape.draft_tokens)
+        back_us = pipeline.send_us(max(shape.sampled_rows, 1))
+        decoding = plan.rows[plan.extend_rows :]
+        now_us = max(float(handed_over_us), float(self._token_back_us[decoding].max()) if decoding.size else 0.0)
+        begun_us = 0
+        copies = state_copies(plan) if self.state_copy_us else 0.0
+        for step in range(plan.steps):
+            if step:
+                shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
+                now_us += back_us
+            times_us, sampling_us = pipeline.stage_us(shape), 0.0
+            if sampled_us:  # the forward of the last stage may run before
+                last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
+                sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
+            else:
+                times_us[-1] += draft_us
+            started_us, now_us, spans = self.stages.run(
+                now_us, times_us if step else self.stages.with_copies(times_us, copies), send_us
+            )
+            begun_us = begun_us if step else round(started_us)
+            if self.notes_times:
+                self.notes.add(plan, send_us, spans)
+            if sampled_us:
+                now_us = max(now_us, float(sampled_us)) + sampling_us
+                self.stages.sampled(now_us, sampling_us)
+        self._last_us = finished_us = max(begun_us + 1, round(now_us), self._last_us)
+        if plan.sample_rows.size:
+            self._token_back_us[plan.rows[plan.sample_rows]] = finished_us + back_us
+        self.queue.append(
+            Running(plan.batch_id, plan.generation, len(plan.rows), begun_us, finished_us, tokens, accepted)
+        )

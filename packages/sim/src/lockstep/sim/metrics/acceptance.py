@@ -1,0 +1,147 @@
+"""How many drafts a run had right, beside what the simulator's model says of the same verifications.
+
+    seen = read_verifications(folder)          # of a journal: each row that verified drafts, and how many were right
+    rates = fitted_rates(seen)                 # the chance of draft 1, 2, ..., each given the ones before it
+    seen.accepted_length, predicted_length(seen, rates)
+    halves(seen)                               # fitted to every other request, held against the others
+
+The model of `speculation.py` has one chance for each place, the same for all requests and all of their text. That is
+true of no text; by how much it is off in the mean is what the halves say, whose requests the fit has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import BatchPlan, LaunchBatch
+from lockstep.core.contract.events import BatchFinished, EngineRestarted
+from lockstep.core.journal.replay import fold
+from lockstep.sim.cost import CalibrationError
+from lockstep.sim.host.speculation import DEFAULT_RATES
+
+Int64s = NDArray[np.int64]
+ROWS_MIN = 50  # with a draft, before a chance means anything
+
+
+@dataclass(frozen=True, eq=False)
+class Verifications:
+    """Rows that were verified, dead ones included; what a grammar forced is left out. int64 [rows] all."""
+
+    method: str
+    requests: Int64s
+    drafts: Int64s
+    right: Int64s
+
+    def only(self, rows: NDArray[np.bool_]) -> Verifications:
+        """Some of them."""
+        return Verifications(self.method, self.requests[rows], self.drafts[rows], self.right[rows])
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a row got from one verification, on average: the drafts that were right, and one."""
+        return 1.0 + float(self.right.mean()) if len(self.right) else 1.0
+
+    @property
+    def by_position(self) -> list[float]:
+        """Of rows with at least n drafts, the share whose first n were right, for n = 1, 2, ..."""
+        shares = []
+        for number in range(1, int(self.drafts.max(initial=0)) + 1):
+            had = self.drafts >= number
+            shares.append(float(np.count_nonzero(self.right[had] >= number) / np.count_nonzero(had)))
+        return shares
+
+
+def read_verifications(folder: str | Path) -> Verifications:
+    """Those of a journal. Raises CalibrationError where drafts were hardly verified; JournalError, Divergence."""
+    launched: dict[int, BatchPlan] = {}
+    parts: list[Int64s] = []  # [3, rows] each: request, drafts, right
+    method = ""
+    for event, step in fold(folder):
+        if isinstance(event, EngineRestarted):
+            launched.clear()
+        elif isinstance(event, BatchFinished) and (plan := launched.pop(event.batch_id, None)) is not None:
+            speculation = plan.speculation
+            if event.error or speculation is None:
+                continue
+            method = speculation.method
+            verifying = plan.sample_rows >= plan.extend_rows
+            accepted = np.frombuffer(event.accepted, "<i4") if event.accepted else np.ones(len(verifying), np.int32)
+            free = np.ones(len(speculation.draft_lengths), np.bool_)
+            if speculation.forced_lengths.size:
+                free = speculation.forced_lengths == 0
+            requests, drafts = plan.request_ids[plan.extend_rows :][free], speculation.draft_lengths[free]
+            right = (accepted[verifying] - 1)[free]
+            parts.append(np.stack([requests, drafts, right]).astype(np.int64))
+        for command in step.commands:
+            if isinstance(command, LaunchBatch) and command.plan.speculation is not None:
+                if command.plan.speculation.method != "forced":
+                    launched[command.plan.batch_id] = command.plan
+    found = Verifications(method, *np.concatenate([np.empty((3, 0), np.int64), *parts], axis=1))
+    if (rows := int(np.count_nonzero(found.drafts))) < ROWS_MIN:
+        raise CalibrationError(
+            f"{folder}: {rows} rows verified drafts, and a chance takes {ROWS_MIN}\n"
+            "hint: a journal of `lockstep serve --set speculative_method=ngram --journal DIR`, under load"
+        )
+    return found
+
+
+def fitted_rates(seen: Verifications) -> tuple[float, ...]:
+    """The chance of draft 1, 2, ..., given that those before it were right; what was never tried is left out."""
+    rates = []
+    for number in range(int(seen.drafts.max(initial=0))):
+        had = (seen.drafts > number) & (seen.right >= number)
+        if not had.any():
+            break
+        rates.append(float(np.count_nonzero(seen.right[had] > number) / np.count_nonzero(had)))
+    return tuple(rates)
+
+
+def predicted_by_position(seen: Verifications, rates: tuple[float, ...]) -> list[float]:
+    """What the model says for the same drafts: the share of rows whose first n are right."""
+    most = int(seen.drafts.max(initial=0))
+    shares: list[float] = np.cumprod([rates[min(number, len(rates) - 1)] for number in range(most)]).tolist()
+    return shares
+
+
+def predicted_length(seen: Verifications, rates: tuple[float, ...]) -> float:
+    """Tokens of a verification that the model says for the same drafts."""
+    reach = np.concatenate(([0.0], np.cumsum(predicted_by_position(seen, rates))))
+    return 1.0 + float(reach[seen.drafts].mean())
+
+
+def halves(seen: Verifications) -> list[tuple[float, float]]:
+    """Measured and predicted length of the odd requests by rates of the even ones, and the other way round."""
+    even = seen.requests % 2 == 0
+    found = []
+    for fitting in (even, ~even):
+        rates = fitted_rates(seen.only(fitting))
+        held = seen.only(~fitting)
+        if rates and len(held.right):
+            found.append((held.accepted_length, predicted_length(held, rates)))
+    return found
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """All of it, for people and machines."""
+    seen = read_verifications(folder)
+    rates, usual = fitted_rates(seen), DEFAULT_RATES[seen.method]
+    return {
+        "method": seen.method,
+        "rows": len(seen.right),
+        "requests": len(np.unique(seen.requests)),
+        "drafts": int(seen.drafts.sum()),
+        "rates": [round(rate, 4) for rate in rates],
+        "acceptance": ",".join(f"{rate:.3f}" for rate in rates),
+        "by_position": seen.by_position,
+        "by_position_predicted": predicted_by_position(seen, rates),
+        "by_position_usual": predicted_by_position(seen, usual),
+        "accepted_length": seen.accepted_length,
+        "accepted_length_predicted": predicted_length(seen, rates),
+        "accepted_length_usual": predicted_length(seen, usual),
+        "held_out": [{"measured": measured, "predicted": predicted} for measured, predicted in halves(seen)],
+    }

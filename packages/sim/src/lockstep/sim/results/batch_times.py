@@ -1,0 +1,268 @@
+"""Batches and how long a device took for them: from a journal, or from a file of `lockstep replay PLANS --on-hardware`.
+
+times = read_batch_times("measured.jsonl")            # or of_journal(run)
+predicted_us = predict(cost, times.batches)
+for row in error_rows(times.batches, predicted_us):   # by kind and size
+    ...
+
+The file is JSON lines: a header that says what ran where, then one batch per line. `predicted_us` in it is what the
+model named in the header said when it was written, for people; whoever calibrates predicts anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import BatchPlan, Mode
+from lockstep.core.contract.events import BatchFinished
+from lockstep.core.journal.replay import fold
+from lockstep.sim.cost import BatchShape, CalibrationError, CostModel
+from lockstep.sim.host.host import extend_shape_of
+
+Float64s = NDArray[np.float64]
+
+FORMAT = "lockstep-batch-times"
+VERSION = 1
+OUTLIER = 2.0  # times what is usual for batches of its kind and size, up or down
+USUAL_MIN = 5  # batches of a kind and size, before one of them can be unusual
+
+
+class BatchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A batch, and how long the device took for it."""
+
+    batch_id: int
+    mode: Mode
+    shape: BatchShape  # of its first pass
+    steps: int = 1  # passes, each of the same rows one position on
+    took_us: float
+    predicted_us: float = 0.0  # 0: nobody said
+
+    @property
+    def passes(self) -> list[BatchShape]:
+        """The shape of every pass."""
+        context, rows = self.shape.decode_context_tokens, self.shape.decode_rows
+        return [replace(self.shape, decode_context_tokens=context + more * rows) for more in range(self.steps)]
+
+    @property
+    def size(self) -> int:
+        """New tokens of an extend or a mixed batch, rows of a decode."""
+        shape = self.shape
+        return shape.decode_rows if self.mode == "decode" else shape.extend_tokens + shape.decode_rows
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What ran where: the first line of a file."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    model: str  # catalogue name or path
+    gpu: str  # catalogue name
+    tp: int = 1
+    weights_dtype: str = ""  # "": the checkpoint's own
+    engine: str = "lockstep"
+    engine_version: str = ""
+    device: str = ""  # as its driver calls it
+    plans: str = ""  # name of the run whose plans were run
+    calibration: str = ""  # behind `predicted_us`
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise CalibrationError(f"`format` must be {FORMAT}, got `{self.format}`")
+        if self.version != VERSION:
+            raise CalibrationError(f"`version` {self.version} is not one this release reads, which is {VERSION}")
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """Batches in the order of their ends."""
+
+    batches: Sequence[BatchTime]
+    left_out: int = 0  # without times, sampled apart from their forward pass, or with drafts
+    measured: Measured | None = None  # of a file
+
+
+def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> BatchTime:
+    """A plan that was run."""
+    return BatchTime(
+        batch_id=plan.batch_id,
+        mode=plan.mode,
+        shape=extend_shape_of(plan),
+        steps=plan.steps,
+        took_us=took_us,
+        predicted_us=predicted_us,
+    )
+
+
+class Durations:
+    """How long each batch took, told one after the other as they end.
+
+    One that was launched behind another begins when that ends: its time is what the device needed, not how long it
+    waited.
+    """
+
+    def __init__(self) -> None:
+        self._free_us = 0
+
+    def took_us(self, started_us: int, finished_us: int) -> int:
+        """Of the batch that ends next; 0 where its times say nothing."""
+        began_us = max(started_us, self._free_us)
+        self._free_us = max(self._free_us, finished_us)
+        return max(0, finished_us - began_us)
+
+
+def of_journal(folder: Path) -> BatchTimes:
+    """Fold a run's journal and pair every batch with the time it took. Raises: JournalError, Divergence."""
+    batches: list[BatchTime] = []
+    running: dict[int, BatchPlan] = {}
+    durations, skipped = Durations(), 0
+    for event, step in fold(folder):
+        if type(event) is BatchFinished:
+            plan = running.pop(event.batch_id, None)
+            took_us = durations.took_us(event.started_us, event.finished_us)
+            told = plan is not None and plan.speculation is None and took_us  # what drafting took is nobody's to say
+            one = batch_time(plan, took_us) if plan is not None and told else None
+            if one is None or not one.size:
+                skipped += 1
+            else:
+                batches.append(one)
+        launched = step.launched()
+        if launched is not None and launched.sample_after is None:
+            running[launched.batch_id] = launched
+    return BatchTimes(batches, skipped)
+
+
+# ---------------------------------------------------------------------------------------------------------------- file
+
+
+def line_of(one: Measured | BatchTime) -> bytes:
+    """A line of a file: first what was measured, then each batch."""
+    return msgspec.json.encode(one) + b"\n"
+
+
+def read_batch_times(path: str | Path) -> BatchTimes:
+    """Read the lines of a file. Raises CalibrationError naming file and line."""
+    decode = msgspec.json.Decoder(BatchTime).decode
+    number = 1
+    try:
+        with Path(path).open("rb") as file:
+            measured = msgspec.json.decode(next(file, b""), type=Measured)
+            batches = []
+            for line in file:
+                number += 1
+                batch = decode(line)
+                if not (batch.took_us > 0.0 and batch.steps > 0 and batch.size > 0):
+                    raise CalibrationError("`took_us`, `steps` and the size of a batch must be above 0")
+                batches.append(batch)
+    except OSError as error:
+        raise CalibrationError(
+            f"{path}: {error.strerror or error}\nhint: `lockstep replay PLANS --on-hardware --out FILE` makes one"
+        ) from error
+    except (CalibrationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CalibrationError(
+            f"{path}: line {number}: not one of a file of batch times: {error}\n"
+            "hint: `lockstep replay PLANS --on-hardware --out FILE` makes one"
+        ) from error
+    return BatchTimes(batches, measured=measured)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def predict(cost: CostModel, batches: Sequence[BatchTime]) -> Float64s:
+    """What a cost model says of each batch, in microseconds."""
+    return np.array([sum(cost.batch_us(shape).mean_us for shape in batch.passes) for batch in batches])
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """How far predictions are off for batches that are alike. Errors are |predicted / measured - 1|."""
+
+    mode: str
+    sizes: str  # such as `17-32 rows`; empty for all of them
+    batches: int
+    measured_us: float  # medians
+    predicted_us: float
+    ratio: float  # measured / predicted
+    error: float
+    error_p95: float
+
+
+def error_row(mode: str, sizes: str, measured_us: Float64s, predicted_us: Float64s) -> ErrorRow:
+    """One row, of at least one batch."""
+    errors = np.abs(predicted_us / measured_us - 1.0)
+    return ErrorRow(
+        mode,
+        sizes,
+        len(measured_us),
+        float(np.median(measured_us)),
+        float(np.median(predicted_us)),
+        float(np.median(measured_us / predicted_us)),
+        float(np.median(errors)),
+        float(np.quantile(errors, 0.95)),
+    )
+
+
+def error_rows(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[ErrorRow]:
+    """By kind and by size in powers of two, each kind's sum behind it, and all of them last."""
+    if not batches:
+        return []
+    took_us = np.array([batch.took_us for batch in batches])
+    rows = []
+    for mode, alike in _by_kind(batches):
+        sizes = [(sizes, picked) for sizes, picked in alike if len(alike) > 1]
+        rows += [error_row(mode, sizes, took_us[picked], predicted_us[picked]) for sizes, picked in sizes]
+        every = [index for _, picked in alike for index in picked]
+        only = alike[0][0] if len(alike) == 1 else ""
+        rows.append(error_row(mode, only, took_us[every], predicted_us[every]))
+    return [*rows, error_row("all", "", took_us, predicted_us)]
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A batch that took far more or less time than others of its kind and size, by the same prediction."""
+
+    batch: BatchTime
+    predicted_us: float
+    times: float  # as long as was to be expected of it
+
+
+def outliers(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[Outlier]:
+    """Batches whose measured / predicted is OUTLIER times the median of their kind and size, or less than its inverse.
+
+    The farthest come first. Where there are fewer than USUAL_MIN of a kind and size, none is unusual.
+    """
+    found = []
+    ratios = np.array([batch.took_us for batch in batches]) / predicted_us
+    for _, alike in _by_kind(batches):
+        for _, picked in alike:
+            if len(picked) >= USUAL_MIN:
+                times = ratios[picked] / np.median(ratios[picked])
+                for index, factor in zip(picked, times.tolist(), strict=True):
+                    if not 1.0 / OUTLIER <= factor <= OUTLIER:
+                        found.append(Outlier(batches[index], float(predicted_us[index]), factor))
+    return sorted(found, key=lambda one: (-abs(math.log(one.times)), one.batch.batch_id))
+
+
+def _by_kind(batches: Sequence[BatchTime]) -> list[tuple[str, list[tuple[str, list[int]]]]]:
+    """Indices of batches by kind, then by size in powers of two."""
+    keys = [(batch.mode, (batch.size - 1).bit_length()) for batch in batches]
+    order = sorted(range(len(batches)), key=keys.__getitem__)
+    found: list[tuple[str, list[tuple[str, list[int]]]]] = []
+    for (mode, power), group in groupby(order, key=keys.__getitem__):
+        unit = "rows" if mode == "decode" else "tokens"
+        least, most = (1 << power >> 1) + 1, 1 << power
+        sizes = f"{least:,}-{most:,} {unit}" if least < most else f"{most:,} {unit[: -1 if most == 1 else None]}"
+        if not found or found[-1][0] != mode:
+            found.append((mode, []))
+        found[-1][1].append((sizes, list(group)))
+    return found

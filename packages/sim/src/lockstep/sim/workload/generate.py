@@ -1,0 +1,298 @@
+"""Generated workloads: one spec, such as `gen:n=500,rate=4,input=lognormal:900:0.75`, and one seed are one workload.
+
+Each question (when, how long, which prefix, ...) draws from its own random stream, so that changing the answer to one
+leaves the others alone: the same prompts at twice the rate, or one more session behind the same first hundred.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
+from random import Random
+from typing import Any, NamedTuple
+
+from lockstep.sim.workload.arrivals import PROCESSES, arrival_times_us
+from lockstep.sim.workload.lengths import (
+    Distribution,
+    Fixed,
+    LogNormal,
+    draw_think_us,
+    draw_tokens,
+    parse_distribution,
+    parse_duration_us,
+    parse_rate,
+    parse_tokens,
+)
+from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
+
+PREFIX = "gen:"
+_DRAWS_MAX = 1_000  # of the lengths of one request, until they fit `max_total`
+
+
+class SharedPrefix(NamedTuple):
+    tokens: int  # of each system prompt
+    prompts: int  # how many different ones
+
+
+class Grammars(NamedTuple):
+    share: float  # of the turns, whose output must follow a grammar
+    grammars: int  # how many different ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """What to generate, by the names used in a spec; docs/workloads.md explains each."""
+
+    n: int | None = None  # turns at most; 100 if neither this nor `sessions` is given
+    rate: float = 1.0  # sessions begun per second; a request that stands alone is a session of one turn
+    arrivals: str = "poisson"
+    cv: float = 1.0  # of the gaps, with arrivals=gamma
+    input: Distribution = field(default=Fixed(512))  # new prompt tokens of a turn, behind shared prefix and history
+    output: Distribution = field(default=Fixed(128))
+    shared_prefix: SharedPrefix | None = None
+    prefix_choice: float = 0.0  # system prompt k (from 1) is chosen with weight 1 / k**prefix_choice
+    sessions: int | None = None
+    turns: Distribution = field(default=Fixed(1))
+    think: Distribution = field(default=LogNormal(5_000_000, 1.0))  # microseconds
+    max_total: int = LENGTH_TOKENS_MAX  # prompt and output tokens of one turn together
+    grammars: Grammars | None = None
+
+
+def parse_spec(text: str) -> GeneratorSpec:
+    """Read `gen:KEY=VALUE,...`. Raises: WorkloadError naming key, value and a fix."""
+    values: dict[str, Any] = {}
+    for item in filter(None, text.removeprefix(PREFIX).split(",")):
+        key, equals, value = item.partition("=")
+        if key not in _KEYS:
+            close = difflib.get_close_matches(key, _KEYS, n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            raise WorkloadError(text, f"unknown key `{key}`", f"{hint}known keys: {', '.join(_KEYS)}")
+        if not equals:
+            raise WorkloadError(text, f"`{key}` has no value", f"write {key}={_EXAMPLES[key]}")
+        if key in values:
+            raise WorkloadError(text, f"`{key}` is given twice", "keep one of them")
+        try:
+            values[key] = _KEYS[key](value)
+        except ValueError as error:
+            problem = f"`{key}` cannot be `{value}`: {error}"
+            raise WorkloadError(text, problem, f"for example {key}={_EXAMPLES[key]}") from None
+    _check_together(text, values)
+    return GeneratorSpec(**values)
+
+
+def _check_together(text: str, values: dict[str, Any]) -> None:
+    for key, needed, value in (
+        ("cv", "arrivals", "gamma"),
+        ("prefix_choice", "shared_prefix", _EXAMPLES["shared_prefix"]),
+        ("sessions", "turns", _EXAMPLES["turns"]),
+        ("think", "turns", _EXAMPLES["turns"]),
+    ):
+        if key in values and (needed not in values or (key == "cv" and values["arrivals"] != "gamma")):
+            raise WorkloadError(text, f"`{key}` means nothing without {needed}={value}", f"add it, or remove `{key}`")
+    prefix_tokens = values["shared_prefix"].tokens if "shared_prefix" in values else 0
+    if prefix_tokens + 2 > (max_total := values.get("max_total", LENGTH_TOKENS_MAX)):
+        problem = f"`max_total` {max_total} leaves no room behind a shared prefix of {prefix_tokens} tokens"
+        raise WorkloadError(text, problem, f"at least {prefix_tokens + 2}: one more token in and one out")
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _parse_arrivals(text: str) -> str:
+    if text not in PROCESSES:
+        raise ValueError(f"expected one of {', '.join(PROCESSES)}")
+    return text
+
+
+def _parse_cv(text: str) -> float:
+    cv = _number(text)
+    if not 0.05 <= cv <= 20:
+        raise ValueError("expected a coefficient of variation from 0.05 to 20")
+    return cv
+
+
+def _parse_lengths(text: str) -> Distribution:
+    return parse_distribution(text, parse_tokens)
+
+
+def _parse_think(text: str) -> Distribution:
+    return parse_distribution(text, parse_duration_us)
+
+
+def _parse_shared_prefix(text: str) -> SharedPrefix:
+    tokens, times, prompts = text.partition("x")
+    if not times:
+        raise ValueError("expected TOKENSxPROMPTS")
+    shared = SharedPrefix(parse_tokens(tokens), parse_tokens(prompts))
+    if shared.tokens * shared.prompts > TOKEN_IDS // 2:
+        raise ValueError(f"expected at most {TOKEN_IDS // 2:,} tokens in all system prompts")
+    return shared
+
+
+def _parse_grammars(text: str) -> Grammars:
+    share, times, number = text.partition("x")
+    if not times or not 0 < _number(share) <= 1:
+        raise ValueError("expected SHARExGRAMMARS, the share of turns above 0 and at most 1")
+    return Grammars(_number(share), parse_tokens(number))
+
+
+def _parse_prefix_choice(text: str) -> float:
+    match text.split(":"):
+        case ["uniform"]:
+            return 0.0
+        case ["zipf"]:
+            return 1.0
+        case ["zipf", exponent] if 0 < _number(exponent) <= 10:
+            return _number(exponent)
+    raise ValueError("expected uniform, zipf or zipf:EXPONENT, the exponent above 0 and at most 10")
+
+
+def _number(text: str) -> float:
+    """The number a text means, or NaN, which is in no range."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+_KEYS: dict[str, Callable[[str], object]] = {
+    "n": parse_tokens,
+    "rate": parse_rate,
+    "arrivals": _parse_arrivals,
+    "cv": _parse_cv,
+    "input": _parse_lengths,
+    "output": _parse_lengths,
+    "shared_prefix": _parse_shared_prefix,
+    "prefix_choice": _parse_prefix_choice,
+    "sessions": parse_tokens,
+    "turns": _parse_lengths,
+    "think": _parse_think,
+    "max_total": parse_tokens,
+    "grammars": _parse_grammars,
+}
+_EXAMPLES = {
+    "n": "500",
+    "rate": "4",
+    "arrivals": "poisson",
+    "cv": "2",
+    "input": "lognormal:900:0.75",
+    "output": "uniform:100:300",
+    "shared_prefix": "256x4",
+    "prefix_choice": "zipf",
+    "sessions": "100",
+    "turns": "uniform:2:5",
+    "think": "lognormal:5s:1",
+    "max_total": "4096",
+    "grammars": "0.2x4",
+}
+
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Turns:
+    """Draw the turns of a spec, session by session in order of their start; `limit` gives the first so many of them.
+
+    The tokens of a session are numbered consecutively, so that a prompt is one run, or two behind a system prompt:
+
+        # | system prompt | user 1 | output 1 | user 2 | output 2 | ...
+        # |--------- prompt of turn 1 ---------|                     turn k + 1 begins with all of turn k
+    """
+    streams = _Streams(seed)
+    shared = spec.shared_prefix or SharedPrefix(0, 0)
+    fresh = FreshTokens(shared.tokens * shared.prompts)
+    choose_prefix = _prefix_chooser(spec, streams.prefix)
+    arrivals = arrival_times_us(spec.arrivals, spec.rate, spec.cv, streams.arrivals)
+    turns_max = min(_turns_max(spec), math.inf if limit is None else limit)
+    label_form = "r{0}" if spec.turns == Fixed(1) else "s{0}t{1}"
+    turns = TurnsBuilder()
+    for session in count() if spec.sessions is None else range(spec.sessions):
+        if len(turns) >= turns_max:
+            break
+        arrival_us = next(arrivals)
+        prompt: list[int] = []
+        if spec.shared_prefix is not None:
+            append_run(prompt, choose_prefix() * shared.tokens, shared.tokens)
+        history_tokens = shared.tokens
+        session_turns = draw_tokens(spec.turns, streams.turns)
+        for turn in range(session_turns):
+            lengths = _draw_lengths(spec, history_tokens, streams, is_first=turn == 0)
+            if lengths is None or len(turns) >= turns_max:
+                break
+            new_tokens, output_tokens = lengths
+            append_run(prompt, fresh.take(new_tokens), new_tokens)
+            output_first_token = fresh.take(output_tokens)
+            turns.append(
+                arrival_us=0 if turn else arrival_us,
+                prompt=prompt,
+                prompt_tokens=history_tokens + new_tokens,
+                output_tokens=output_tokens,
+                output_first_token=output_first_token,
+                label_form=label_form,
+                label_number=session,
+                label_part=turn,
+                after=len(turns) - 1 if turn else -1,
+                think_us=draw_think_us(spec.think, streams.think) if turn else 0,
+                grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
+            )
+            append_run(prompt, output_first_token, output_tokens)
+            history_tokens += new_tokens + output_tokens
+    return turns.build()
+
+
+class _Streams:
+    """One random stream per question. Seeding with text hashes it with SHA-512, never with `hash()`."""
+
+    def __init__(self, seed: int) -> None:
+        self.arrivals = Random(f"{seed}/arrivals")
+        self.input = Random(f"{seed}/input")
+        self.output = Random(f"{seed}/output")
+        self.prefix = Random(f"{seed}/prefix")
+        self.turns = Random(f"{seed}/turns")
+        self.think = Random(f"{seed}/think")
+        self.grammars = Random(f"{seed}/grammars")
+
+
+def _turns_max(spec: GeneratorSpec) -> float:
+    if spec.n is not None:
+        return spec.n
+    return 100 if spec.sessions is None else math.inf
+
+
+def _prefix_chooser(spec: GeneratorSpec, random: Random) -> Callable[[], int]:
+    prompts = spec.shared_prefix.prompts if spec.shared_prefix else 0
+    numbers = range(prompts)
+    weights = list(accumulate((number + 1) ** -spec.prefix_choice for number in numbers))
+    return lambda: random.choices(numbers, cum_weights=weights)[0]
+
+
+def _draw_lengths(
+    spec: GeneratorSpec, history_tokens: int, streams: _Streams, *, is_first: bool
+) -> tuple[int, int] | None:
+    """Draw (new prompt tokens, output tokens). A first turn is drawn again until it fits `max_total`, which keeps the
+    shape of the distributions below it; a later turn that does not fit is None: the session is as long as it can be.
+    """
+    room = spec.max_total - history_tokens
+    for _ in range(_DRAWS_MAX if is_first else 1):
+        new_tokens = draw_tokens(spec.input, streams.input)
+        output_tokens = draw_tokens(spec.output, streams.output)
+        if new_tokens + output_tokens <= room:
+            return new_tokens, output_tokens
+    if not is_first:
+        return None
+    problem = f"none of {_DRAWS_MAX:,} draws of `input` and `output` fits `max_total` {spec.max_total}"
+    raise WorkloadError(PREFIX, problem, "raise max_total, or shorten input and output")
+
+
+def _draw_grammar(grammars: Grammars, random: Random) -> str:
+    number = random.randrange(grammars.grammars)
+    return f"grammar{number}" if random.random() < grammars.share else ""
+
+
+def with_rate(spec: GeneratorSpec, *, rate: float | None, rate_scale: float) -> GeneratorSpec:
+    """The spec at another rate (if given), times `rate_scale`."""
+    return replace(spec, rate=(spec.rate if rate is None else rate) * rate_scale)

@@ -1,0 +1,283 @@
+"""Media that are added to a workload: which turns bring images, videos or sounds, of what size, and how many are equal.
+
+    parse_media("image=0.3x1..4:1024x768/200:zipf;audio=0.05:12s")
+    with_media(turns, specs, encoders, seed=7)
+
+    # | system prompt, history | text | image | image | question |      a turn
+    #                                                            | answer | text | image | question |     the next
+
+A prompt grows by what the model makes of them, so only a model can say how long it gets. Media stand in front of the
+last text of a turn, and stay where they are in the prompts of the turns behind it. Placeholders get ids of their own,
+which nobody looks at but who counts what prompts share; the scheduler numbers contents by their digests.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cost.encoder import KINDS, Content, Encoders, MediaKind
+from lockstep.sim.workload.arrivals import random_stream
+from lockstep.sim.workload.lengths import parse_duration_us
+from lockstep.sim.workload.servegen import QUESTION_TOKENS
+from lockstep.sim.workload.token_runs import TOKEN_IDS, append_run, common_tokens, cut_runs, runs_behind
+from lockstep.sim.workload.turn_media import MediaColumns
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns
+
+RECORDED = "recorded"
+SEPARATOR = ";"
+EXAMPLES = {"image": "image=0.3x1..4:1024x768", "video": "video=0.05:1280x720:10s", "audio": "audio=0.1:12s"}
+SIDE_MAX = 32_768  # pixels
+COUNT_MAX = 1_000
+CONTENTS_MAX = 1_000_000
+_SPEC = re.compile(
+    r"(?P<kind>image|video|audio)=(?P<share>[0-9.eE-]+)(?:x(?P<low>[0-9]+)(?:\.\.(?P<high>[0-9]+))?)?"
+    r"(?::(?P<width>[0-9]+)x(?P<height>[0-9]+))?(?::(?P<took>[0-9.]+[a-z]+))?"
+    r"(?:/(?P<contents>[0-9]+)(?::zipf(?::(?P<exponent>[0-9.]+))?)?)?"
+)
+
+
+class MediaSpec(NamedTuple):
+    """One kind of media, as asked for."""
+
+    kind: MediaKind
+    share: float  # of the turns
+    low: int  # that many at least ...
+    high: int  # ... and at most, in each of them
+    width: int = 0  # pixels
+    height: int = 0
+    seconds: float = 0.0
+    contents: int = 0  # different ones, up to CONTENTS_MAX; 0: no two are equal
+    exponent: float = 0.0  # content k (from 1) is taken with weight 1 / k**exponent
+
+    def content(self, encoders: Encoders) -> Content:
+        """What a model's encoder makes of it. Raises CatalogueError if it makes nothing."""
+        if self.kind == "image":
+            return encoders.image(self.width, self.height)
+        if self.kind == "video":
+            return encoders.video(self.width, self.height, self.seconds)
+        return encoders.sound(self.seconds)
+
+
+def parse_media(text: str) -> tuple[MediaSpec, ...]:
+    """Read `KIND=SHARE[xLOW[..HIGH]][:WxH][:TIME][/CONTENTS[:zipf[:EXPONENT]]]`, several with `;`. Raises ConfigError.
+
+    `recorded` is none of them: it is the workload's own affair.
+    """
+    parts = [part.strip() for part in text.split(SEPARATOR)]
+    if RECORDED in parts and len(parts) > 1:
+        raise ConfigError(
+            f"`media` cannot be `{text}`: {RECORDED} stands alone, for all media that the workload has\n"
+            f"hint: --media {RECORDED}, or leave it out"
+        )
+    return () if text == RECORDED else tuple(map(_parse_one, parts))
+
+
+def _parse_one(text: str) -> MediaSpec:
+    kind = text.partition("=")[0]
+    example = EXAMPLES.get(kind, EXAMPLES["image"])
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"`media` cannot be `{text}`: {problem}\nhint: such as --media {example}; docs/workloads.md")
+
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise refuse(
+            "expected KIND=SHARE[xLOW[..HIGH]][:WIDTHxHEIGHT][:TIME][/CONTENTS[:zipf[:EXPONENT]]], or recorded"
+        )
+    try:
+        share = float(found["share"])
+        exponent = float(found["exponent"] or 1.0) if ":zipf" in text else 0.0
+        seconds = parse_duration_us(found["took"]) / 1e6 if found["took"] else 0.0
+        low = int(found["low"] or 1)
+        high = int(found["high"] or low)
+        width, height = int(found["width"] or 0), int(found["height"] or 0)
+        contents = int(found["contents"] or 0)
+    except ValueError as error:  # whole numbers of thousands of digits are among them
+        raise refuse(str(error)) from None
+    if not 0.0 < share <= 1.0:
+        raise refuse("the share of turns is above 0 and at most 1")
+    if not 1 <= low <= high <= COUNT_MAX:
+        raise refuse(f"a turn has 1 to {COUNT_MAX:,} of them")
+    if (found["kind"] != "audio") != bool(found["width"]):
+        raise refuse("pictures have a size in pixels, sounds have none")
+    if found["width"] and not (1 <= width <= SIDE_MAX and 1 <= height <= SIDE_MAX):
+        raise refuse(f"sides have 1 to {SIDE_MAX:,} pixels")
+    if (found["kind"] != "image") != bool(found["took"]):
+        raise refuse("videos and sounds last some time, images none")
+    if not 0.0 <= exponent <= 10.0:
+        raise refuse("the exponent is at most 10")
+    if found["contents"] is not None and not 1 <= contents <= CONTENTS_MAX:
+        raise refuse(f"there are 1 to {CONTENTS_MAX:,} different contents; without /CONTENTS no two are equal")
+    name: MediaKind = KINDS[KINDS.index(found["kind"])]
+    return MediaSpec(name, share, low, high, width, height, seconds, contents, exponent)
+
+
+class _Item(NamedTuple):
+    """One in one turn, in front of the `at`-th token of its text."""
+
+    at: int
+    content: int
+    spec: int
+
+
+def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, seed: int) -> Turns:
+    """The same turns with media among them, and prompts that are longer by as much.
+
+    Which turns have how many of which content is drawn, each question from a stream of its own, so that it does not
+    depend on the model. Raises: CatalogueError for what the model does not take, ConfigError for a prompt that is
+    longer than any can be.
+    """
+    seen = [spec.content(encoders) for spec in specs]
+    own = _drawn(turns, specs, seed)
+    texts = turns.prompts(np.arange(len(turns)))
+    afters, text_tokens, outputs = turns.after.tolist(), turns.prompt_tokens.tolist(), turns.output_tokens.tolist()
+    fresh = _ids_stop(turns)
+    items: list[list[_Item]] = []  # of each turn, those before it included
+    ids: dict[tuple[int, int], int] = {}  # turn and place of an item that is its own: the first id
+    origin: list[list[tuple[int, int]]] = []  # of each item, whose own it was
+    runs_first: list[int] = []
+    runs_tokens: list[int] = []
+    run_stops: list[int] = []
+    prompt_tokens: list[int] = []
+    columns: list[tuple[int, int, int]] = []  # start, spec, content
+    stops: list[int] = []
+    for row, (text, after, length) in enumerate(zip(texts, afters, text_tokens, strict=True)):
+        kept: list[_Item] = []
+        owners: list[tuple[int, int]] = []
+        new = length
+        if after >= 0:
+            if items[after]:
+                common = common_tokens(texts[after], text)
+                kept = [item for item in items[after] if item.at < common]
+                owners = origin[after][: len(kept)]
+            new = length - text_tokens[after] - outputs[after]
+        at = length - (min(QUESTION_TOKENS, new) if 0 < new <= length else min(QUESTION_TOKENS, length))
+        for place, (spec, content) in enumerate(own.get(row, ())):
+            kept = [*kept, _Item(at, content, spec)]
+            owners = [*owners, (row, place)]
+            if fresh + seen[spec].tokens > TOKEN_IDS:
+                fresh = 0  # ids begin again, as those of text do when all were used
+            ids[row, place] = fresh
+            fresh += seen[spec].tokens
+        items.append(kept)
+        origin.append(owners)
+        prompt, grown = _expanded(text, kept, [ids[owner] for owner in owners], seen, columns)
+        if length + grown > LENGTH_TOKENS_MAX:
+            raise ConfigError(
+                f"`media` make a prompt of {length + grown:,} tokens, which no context holds\n"
+                "hint: fewer or smaller ones"
+            )
+        runs_first += prompt[::2]
+        runs_tokens += prompt[1::2]
+        run_stops.append(len(runs_first))
+        prompt_tokens.append(length + grown)
+        stops.append(len(columns))
+    rows = np.array(columns, np.int64).reshape(-1, 3)
+    by_spec = np.array([(KINDS.index(one.kind), one.tokens, one.segments) for one in seen], np.int64)[rows[:, 1]]
+    media = MediaColumns(
+        stops=np.array(stops, np.int64),
+        kind=by_spec[:, 0].astype(np.int8),
+        start=rows[:, 0].astype(np.int32),
+        tokens=by_spec[:, 1].astype(np.int32),
+        segments=by_spec[:, 2].astype(np.int32),
+        content=rows[:, 2],
+        salt=f"media/{seed}",
+    )
+    return replace(
+        turns,
+        prompt_tokens=np.array(prompt_tokens, np.int32),
+        run_stops=np.array(run_stops, np.int64),
+        run_first_token=np.array(runs_first, np.int64).astype(np.int32),
+        run_tokens=np.array(runs_tokens, np.int64).astype(np.int32),
+        media=media,
+    )
+
+
+def _drawn(turns: Turns, specs: Sequence[MediaSpec], seed: int) -> dict[int, list[tuple[int, int]]]:
+    """Which turns have which: spec and number of the content, in order."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    base = 0
+    for number, spec in enumerate(specs):
+        stream = f"media/{number}/{spec.kind}"
+        has = random_stream(seed, f"{stream}/share").random_sample(len(turns)) < spec.share
+        counts = random_stream(seed, f"{stream}/count").randint(spec.low, spec.high + 1, len(turns))
+        counts[~has] = 0
+        total = int(counts.sum())
+        chosen = _chosen(spec, total, random_stream(seed, f"{stream}/content"))
+        at = 0
+        for row in np.flatnonzero(counts).tolist():
+            stop = at + int(counts[row])
+            found.setdefault(row, []).extend((number, base + content) for content in chosen[at:stop])
+            at = stop
+        base += max(spec.contents, total)
+    return found
+
+
+def _chosen(spec: MediaSpec, total: int, random: np.random.RandomState) -> list[int]:
+    """The contents of so many."""
+    if not spec.contents:
+        return list(range(total))
+    if spec.exponent:
+        # Python's power, not numpy's: that may differ in the last digit between processors, and with it what is drawn.
+        each = np.fromiter((k**-spec.exponent for k in range(1, spec.contents + 1)), np.float64, spec.contents)
+    else:
+        each = np.ones(spec.contents)
+    weights = np.cumsum(each)
+    picked: list[int] = np.searchsorted(weights, random.random_sample(total) * weights[-1], side="right").tolist()
+    return picked
+
+
+def _expanded(
+    text: Sequence[int],
+    items: Sequence[_Item],
+    ids: Sequence[int],
+    seen: Sequence[Content],
+    columns: list[tuple[int, int, int]],
+) -> tuple[list[int], int]:
+    """The runs of a prompt with its placeholders, and how many there are; where each stands goes to `columns`."""
+    if not items:
+        return list(text), 0
+    prompt: list[int] = []
+    done = grown = 0
+    rest = list(text)
+    for item, first in zip(items, ids, strict=True):
+        for run_first, run_tokens in _pairs(cut_runs(rest, item.at - done)):
+            append_run(prompt, run_first, run_tokens)
+        rest = runs_behind(rest, item.at - done)
+        done = item.at
+        columns.append((item.at + grown, item.spec, item.content))
+        append_run(prompt, first, seen[item.spec].tokens)
+        grown += seen[item.spec].tokens
+    for run_first, run_tokens in _pairs(rest):
+        append_run(prompt, run_first, run_tokens)
+    return prompt, grown
+
+
+def _pairs(runs: Sequence[int]) -> zip[tuple[int, int]]:
+    return zip(runs[::2], runs[1::2], strict=True)
+
+
+def _ids_stop(turns: Turns) -> int:
+    prompts = turns.run_first_token.astype(np.int64) + turns.run_tokens
+    answers = turns.output_first_token.astype(np.int64) + turns.output_tokens
+    return int(max(prompts.max(), answers.max()))
+
+
+def describe_media(columns: MediaColumns, turns: int) -> str:
+    """One sentence for the notes of a workload."""
+    counts = np.diff(columns.stops, prepend=0)
+    different = len(np.unique(columns.content))
+    by_kind = np.bincount(columns.kind, minlength=len(KINDS)).tolist()
+    kinds = [f"{count:,} x {KINDS[kind]}" for kind, count in enumerate(by_kind) if count]
+    per = math.fsum(columns.tokens.tolist()) / max(len(columns.tokens), 1)
+    return (
+        f"{int((counts > 0).sum()):,} of {turns:,} prompts have media: {', '.join(kinds)}, {different:,} of them "
+        f"different, {per:,.0f} tokens each on average"
+    )

@@ -1,0 +1,158 @@
+"""Requests with several answers (n, best_of): which turns have them, whose tokens are whose, when all have come.
+
+    parse_samples("0.3x2..8")                # 0.3 of the turns with any output ask for 2 to 8 answers, evenly
+    with_samples(turns, spec, seed=7)
+
+As in the server, a request with n samples is n requests of the engine that share a prompt: ids [first, first + n). The
+first one's answer is the turn's own, which a session goes on with; the others are as long and have tokens of their own.
+A session goes on once all have ended, as its client waits for all; where one was turned away or left, it does not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import RequestId
+from lockstep.core.requests.validation import SAMPLES_MAX
+from lockstep.sim.workload.arrivals import random_stream
+from lockstep.sim.workload.token_runs import TOKEN_IDS
+from lockstep.sim.workload.turns import Turn, Turns
+
+PERCENTILES = (50, 99)
+_SPEC = re.compile(r"(?:(?P<share>[0-9.eE-]+)x)?(?P<low>[0-9]+)(?:\.\.(?P<high>[0-9]+))?")
+
+
+class SampleSpec(NamedTuple):
+    """Which turns ask for how many answers."""
+
+    share: float  # of the turns with any output
+    low: int
+    high: int
+
+
+def parse_samples(text: str) -> SampleSpec:
+    """Read `[SHAREx]LOW[..HIGH]`. Raises ConfigError."""
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"`samples` cannot be `{text}`: {problem}\nhint: such as --samples 4, or 0.3x2..8")
+
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise refuse("expected [SHAREx]LOW[..HIGH]")
+    try:
+        share, low = float(found["share"] or 1.0), int(found["low"])
+        high = int(found["high"] or low)
+    except ValueError as error:
+        raise refuse(str(error)) from None
+    if not 0.0 < share <= 1.0:
+        raise refuse("the share of turns is above 0 and at most 1")
+    if not 1 <= low <= high <= SAMPLES_MAX:
+        raise refuse(f"a request has 1 to {SAMPLES_MAX} samples, the fewest first")
+    return SampleSpec(share, low, high)
+
+
+def with_samples(turns: Turns, spec: SampleSpec, *, seed: int) -> Turns:
+    """The same turns, some of which ask for several answers. Which do does not depend on lengths."""
+    has = random_stream(seed, "samples/share").random_sample(len(turns)) < spec.share
+    counts = random_stream(seed, "samples/count").randint(spec.low, spec.high + 1, len(turns))
+    return with_counts(turns, np.where(has & (turns.output_tokens > 0), counts, 1).astype(np.int32))
+
+
+def with_counts(turns: Turns, samples: NDArray[np.int32]) -> Turns:
+    """The same turns with so many answers each, int32 [n]."""
+    return replace(turns, samples=samples, samples_first_token=_fresh_tokens(turns, samples))
+
+
+def _fresh_tokens(turns: Turns, samples: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[n], where ids of the further answers of each turn begin: behind all others, and from 0 when all were used."""
+    prompts = turns.run_first_token.astype(np.int64) + turns.run_tokens
+    answers = turns.output_first_token.astype(np.int64) + turns.output_tokens
+    at = int(max(prompts.max(initial=0), answers.max(initial=0)))
+    firsts = []
+    for tokens in ((samples.astype(np.int64) - 1) * turns.output_tokens).tolist():
+        if at + tokens >= TOKEN_IDS:
+            at = 0
+        firsts.append(at)
+        at += tokens
+    return np.array(firsts, np.int64).astype(np.int32)
+
+
+def sample_first_token(turn: Turn, sample: int) -> int:
+    """The first id of an answer of a turn, by number."""
+    if not sample:
+        return turn.output_first_token
+    return turn.samples_first_token + (sample - 1) * turn.output_tokens
+
+
+def describe_samples(turns: Turns) -> str:
+    """One sentence for the notes of a workload."""
+    assert turns.samples is not None
+    several = turns.samples[turns.samples > 1]
+    return f"{len(several):,} of {len(turns):,} requests ask for several answers, {int(several.sum()):,} in all"
+
+
+class OpenSamples:
+    """The requests with several answers of one engine, none of which is known to whoever sent them but the first."""
+
+    def __init__(self) -> None:
+        self._first: dict[RequestId, RequestId] = {}  # of those that are open
+        self._open: dict[RequestId, int] = {}  # by the first one: how many are
+        self._broken: set[RequestId] = set()
+
+    def arrived(self, first: RequestId, samples: int) -> None:
+        """A request came with so many."""
+        self._first.update(dict.fromkeys(range(first, first + samples), first))
+        self._open[first] = samples
+
+    def first_of(self, request_id: RequestId) -> RequestId:
+        """The first of its samples, which is what its sender knows."""
+        return self._first.get(request_id, request_id)
+
+    def ended(self, request_id: RequestId, *, answered: bool) -> tuple[RequestId, bool] | None:
+        """One ended. Returns the first of its samples, and whether all have their answer, if it was the last."""
+        first = self._first.pop(request_id, None)
+        if first is None:
+            return request_id, answered
+        if not answered:
+            self._broken.add(first)
+        self._open[first] -= 1
+        if self._open[first]:
+            return None
+        del self._open[first]
+        whole = first not in self._broken
+        self._broken.discard(first)
+        return first, whole
+
+
+def measure_samples(
+    groups: Sequence[tuple[int, int]], arrival_us: NDArray[Any], first_us: NDArray[Any], ended_us: NDArray[Any],
+    completed: NDArray[np.bool_],
+) -> dict[str, Any]:  # fmt: skip
+    """For `samples` of metrics.json.
+
+    Args:
+        groups: of each request with several samples, the row of the first one, and how many there are.
+        arrival_us, first_us, ended_us, completed: [rows], of the first message and of the end; below 0: none.
+    """
+    whole = [(row, row + count) for row, count in groups if completed[row : row + count].all()]
+    ttft_us = np.array([first_us[row:stop].min() - arrival_us[row] for row, stop in whole], np.int64)
+    e2e_us = np.array([ended_us[row:stop].max() - arrival_us[row] for row, stop in whole], np.int64)
+    return {
+        "requests": len(groups),
+        "samples": sum(count for _, count in groups),
+        "requests_completed": len(whole),
+        **{f"ttft_us_p{p}": _percentile(ttft_us, p) for p in PERCENTILES},
+        "e2e_us_mean": round(float(e2e_us.mean()), 1) if len(e2e_us) else None,
+        **{f"e2e_us_p{p}": _percentile(e2e_us, p) for p in PERCENTILES},
+    }
+
+
+def _percentile(values: NDArray[np.int64], percent: int) -> float | None:
+    return round(float(np.percentile(values, percent)), 1) if len(values) else None

@@ -1,0 +1,429 @@
+"""ServeGen clients: how each of many clients of a service behaved over a day, and requests drawn from that.
+
+A client is two files, in a folder or a tar archive of any depth:
+
+    chunk-7-trace.csv       window start s, requests/s, CV of the gaps, Gamma or Weibull, shape, scale; no header
+    chunk-7-dataset.json    {"0": {"input_tokens": "{45: 0.009, ...}", "output_tokens": ...}, "21600": ...}
+
+Source of the format: ServeGen (Xiang et al., arXiv 2505.09999). A window lasts until the next one starts, and the last
+as long as the one before it. Windows of rate zero are silent and have neither process nor parameters.
+
+What is drawn: a client's requests come as a renewal process in *operational* time, which runs as fast as its rate says
+and stands still in silent windows. Gaps have mean 1 and the shape of the window they begin in, so every window has its
+recorded number of requests on average. The recorded scale is left aside: it belongs to the requests within a window
+alone, and times the shape it disagrees with the rate wherever a window is half empty. Lengths are drawn from the
+histograms, input and output apart, for their joint distribution is not recorded.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.sim.cost.encoder import KINDS
+from lockstep.sim.workload.arrivals import random_stream
+from lockstep.sim.workload.token_runs import fresh_tokens
+from lockstep.sim.workload.turn_media import MediaColumns
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TIME_US_MAX, Int64s, Turns, WorkloadError
+
+Floats = NDArray[np.float64]
+
+PROCESSES = ("Gamma", "Weibull")
+REQUESTS_MAX = 50_000_000
+
+_TRACE_FILE = re.compile(r"(?:^|/)(chunk-(\d+)-)trace\.csv$")
+_TRACE_COLUMNS = 6
+_BIN = re.compile(r"\s*(\d{1,9})\s*:\s*([0-9.eE+-]{1,40})\s*")
+_WINDOW_DEFAULT_S = 600.0
+_BURN_IN = 10.0  # times cv**2: gaps drawn before time 0, after which it no longer shows where the process began
+_BURN_IN_MAX = 10_000
+
+
+class Window(NamedTuple):
+    start_s: float
+    rate: float  # requests per second; 0: silent
+    process: str  # "" where silent
+    shape: float
+
+
+class Histogram(NamedTuple):
+    """Lengths and how probable each is, as cumulated weights up to 1."""
+
+    tokens: Int64s
+    cumulated: Floats
+
+    def draw(self, random: np.random.RandomState, count: int) -> Int64s:
+        return self.tokens[np.searchsorted(self.cumulated, random.random_sample(count), side="right")]
+
+
+class Part(NamedTuple):
+    """Tokens of media among the parts of the input."""
+
+    part: int
+    kind: int  # into KINDS
+    counts: Histogram | None  # how many a request has; None: not recorded, so one
+
+
+class Client(NamedTuple):
+    number: int
+    windows: tuple[Window, ...]
+    lengths: Mapping[float, tuple[tuple[Histogram, ...], Histogram]]  # by start in s: parts of the input, output
+    media: Mapping[float, tuple[Part, ...]] = {}  # by start in s: which of the parts are media
+
+
+class ServeGen(NamedTuple):
+    clients: tuple[Client, ...]
+    notes: tuple[str, ...]
+
+
+def servegen_files(folder: Path) -> dict[str, bytes]:
+    """The files of clients below a folder, by their path in it; empty if there are none. Raises: WorkloadError."""
+    try:
+        paths = sorted(path for path in folder.rglob("chunk-*-*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    except OSError as error:
+        raise WorkloadError(
+            str(error.filename or folder), f"cannot be read: {error.strerror}", "name a folder"
+        ) from None
+
+
+def read_servegen(source: str, files: Mapping[str, bytes]) -> ServeGen:
+    """Check every window and histogram of every client. Raises: WorkloadError, with file, line and column."""
+    clients = []
+    for name in files:
+        if found := _TRACE_FILE.search(name):
+            dataset = f"{name[: found.start(1)]}{found[1]}dataset.json"
+            if dataset not in files:
+                raise WorkloadError(f"{source}: {dataset}", "no such file", f"it has the lengths of {name}")
+            windows = _windows(f"{source}: {name}", files[name])
+            clients.append(Client(int(found[2]), windows, *_lengths(f"{source}: {dataset}", files[dataset])))
+    if not clients:
+        hint = "expected chunk-N-trace.csv and chunk-N-dataset.json, as ServeGen publishes them"
+        raise WorkloadError(source, "no file of a ServeGen client in it", hint)
+    numbers = [client.number for client in clients]
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise WorkloadError(source, f"client {twice} is there twice", "name the folder or archive of one service")
+    clients.sort(key=lambda client: client.number)
+    if not any(window.rate for client in clients for window in client.windows):
+        raise WorkloadError(source, "every window of every client has rate zero", "is this the right file?")
+    silent = sum(not window.rate for client in clients for window in client.windows)
+    windows_all = sum(len(client.windows) for client in clients)
+    note = f"drawn from {windows_all:,} rate windows of {len(clients)} clients, {silent:,} of them silent"
+    return ServeGen(tuple(clients), (note,))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _windows(where: str, data: bytes) -> tuple[Window, ...]:
+    windows: list[Window] = []
+    try:
+        for cells in (reader := csv.reader(io.StringIO(data.decode("utf-8-sig")))):
+            if cells:
+                windows.append(_window(f"{where}, line {reader.line_num}", cells, windows[-1] if windows else None))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise WorkloadError(where, f"not readable as CSV: {error}", "fetch it again") from None
+    if not windows:
+        raise WorkloadError(where, "the file is empty", "a client has at least one rate window")
+    return tuple(windows)
+
+
+def _window(where: str, cells: list[str], before: Window | None) -> Window:
+    if len(cells) != _TRACE_COLUMNS:
+        expected = "window start, rate, CV, process, shape, scale"
+        raise WorkloadError(where, f"expected {expected}, got {len(cells)} values", "is this a ServeGen trace file?")
+    start_s = _cell(where, "window start", cells[0], "seconds", TIME_US_MAX / 1e6)
+    rate = _cell(where, "rate", cells[1], "requests per second", 1e6)
+    _cell(where, "CV", cells[2], "a coefficient of variation", 1e6)
+    shape = _cell(where, "shape", cells[4], "the shape of the gaps", 1e6)
+    _cell(where, "scale", cells[5], "the scale of the gaps", 1e12)
+    if before is not None and start_s <= before.start_s:
+        raise WorkloadError(
+            f"{where}, column `window start`", f"`{cells[0]}` is not after the window above", "sort them"
+        )
+    process = cells[3].strip()
+    if rate and process not in PROCESSES:
+        hint = "an empty process stands in windows of rate zero only"
+        raise WorkloadError(f"{where}, column `process`", f"expected Gamma or Weibull, got `{process}`", hint)
+    if rate and shape < 1e-3:
+        hint = "it is 1/CV**2 of Gamma gaps"
+        raise WorkloadError(f"{where}, column `shape`", f"expected at least 0.001, got `{cells[4]}`", hint)
+    return Window(start_s, rate, process, shape)
+
+
+def _cell(where: str, column: str, text: str, what: str, most: float) -> float:
+    try:
+        if 0 <= (value := float(text)) <= most:
+            return value
+    except ValueError:
+        pass
+    problem = f"expected {what}, a number from 0 to {most:g}, got `{text[:80]}`"
+    raise WorkloadError(f"{where}, column `{column}`", problem, "correct the row")
+
+
+def _lengths(
+    where: str, data: bytes
+) -> tuple[dict[float, tuple[tuple[Histogram, ...], Histogram]], dict[float, tuple[Part, ...]]]:
+    """The histograms of a client by the start of their window; a window without requests has none. And their media."""
+    try:
+        content: Any = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise WorkloadError(where, f"not JSON: {error}", "fetch it again") from None
+    if not isinstance(content, dict) or not content:
+        raise WorkloadError(where, "expected an object with a member per window", "is this a ServeGen dataset file?")
+    lengths, media = {}, {}
+    for start, columns in content.items():
+        start_s = _cell(where, "window start", start, "seconds", TIME_US_MAX / 1e6)
+        if not isinstance(columns, dict):
+            raise WorkloadError(f"{where}, window {start}", "expected an object of histograms", "fetch it again")
+        names = [name for name in ("input_tokens", "text_tokens") if name in columns]
+        if not names or "output_tokens" not in columns:
+            missing = "output_tokens" if names else "input_tokens"
+            hint = "expected input_tokens (or text_tokens and media) and output_tokens"
+            raise WorkloadError(f"{where}, window {start}", f"no histogram `{missing}`", hint)
+        names += [name for name in ("image_tokens", "audio_tokens", "video_tokens") if name in columns]
+        inputs = [_histogram(f"{where}, window {start}, `{name}`", columns[name]) for name in names]
+        output = _histogram(f"{where}, window {start}, `output_tokens`", columns["output_tokens"])
+        if output is not None and all(inputs):
+            lengths[start_s] = (tuple(histogram for histogram in inputs if histogram is not None), output)
+            media[start_s] = tuple(
+                Part(names.index(f"{kind}_tokens"), number, _count(f"{where}, window {start}", kind, columns))
+                for number, kind in enumerate(KINDS)
+                if f"{kind}_tokens" in names
+            )
+    return lengths, media
+
+
+def _count(where: str, kind: str, columns: Mapping[str, object]) -> Histogram | None:
+    """How many of a kind a request has."""
+    name = f"{kind}_count"
+    return _histogram(f"{where}, `{name}`", columns[name]) if name in columns else None
+
+
+def _histogram(where: str, text: object) -> Histogram | None:
+    """Read `{45: 0.009, 46: 0.011}`; None if it is empty."""
+    if type(text) is not str or not (text.strip().startswith("{") and text.strip().endswith("}")):
+        raise WorkloadError(
+            where, f"expected a histogram such as {{45: 0.2, 46: 0.8}}, got `{str(text)[:60]}`", "fetch it again"
+        )
+    items = text.strip()[1:-1].split(",")
+    if items == [""]:
+        return None
+    tokens, weights = [], []
+    for item in items:
+        found = _BIN.fullmatch(item)
+        weight = float(found[2]) if found and _is_number(found[2]) else math.nan
+        if found is None or not 0 <= weight <= 1e12 or int(found[1]) > LENGTH_TOKENS_MAX:
+            problem = f"expected TOKENS: WEIGHT, tokens up to {LENGTH_TOKENS_MAX:,}, got `{item.strip()[:60]}`"
+            raise WorkloadError(where, problem, "fetch it again")
+        tokens.append(int(found[1]))
+        weights.append(weight)
+    total = sum(weights)
+    if not total > 0:
+        raise WorkloadError(where, "all weights are zero", "a window without requests has an empty histogram, {}")
+    cumulated = np.cumsum(weights) / total
+    cumulated[np.flatnonzero(weights)[-1] :] = 1.0  # rounding must not leave room behind the last
+    return Histogram(np.array(tokens, np.int64), cumulated)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+QUESTION_TOKENS = 32  # of text behind the media of a prompt
+
+
+def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool = False) -> Turns:
+    """Draw the requests of all clients, each from streams of its own; the first at 0. Its tenant is `clientN`.
+
+    With `media` the tokens of images, sounds and videos are spans of the prompts, as many as counts say, each of an
+    equal part of the tokens and of a content of its own; lengths and times are those drawn without.
+    """
+    times, inputs, outputs, tenants = [], [], [], []
+    spans: list[NDArray[np.int64]] = []
+    for tenant, client in enumerate(content.clients):
+        random = random_stream(seed, f"servegen/{client.number}/arrivals")
+        arrivals_us = np.minimum(_arrivals_s(client.windows, random) * 1e6, float(TIME_US_MAX)).astype(np.int64)
+        input_tokens, output_tokens = _draw_lengths(f"{source}: client {client.number}", client, arrivals_us, seed)
+        if media:
+            spans.append(_draw_media(client, arrivals_us, seed))
+        times.append(arrivals_us)
+        inputs.append(input_tokens)
+        outputs.append(output_tokens)
+        tenants.append(np.full(len(arrivals_us), tenant, np.int32))
+    arrival_us = np.concatenate(times)
+    if not len(arrival_us):
+        raise WorkloadError(source, "its rates are so low that no request was drawn", "try another --seed")
+    order = np.argsort(arrival_us, kind="stable")
+    turns = open_loop_turns(
+        arrival_us[order] - arrival_us[order[0]],
+        np.concatenate(inputs)[order],
+        np.concatenate(outputs)[order],
+        tenant=np.concatenate(tenants)[order],
+        tenants=tuple(f"client{client.number}" for client in content.clients),
+    )
+    if not media or not sum(int(one.sum()) for one in spans):
+        return turns
+    return replace(turns, media=_media_of(turns, np.concatenate(spans)[order], f"servegen/{seed}"))
+
+
+def _draw_media(client: Client, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
+    """int64 [requests, kinds, 2]: tokens of each kind, the same as are in the input, and of how many contents."""
+    found = np.zeros((len(arrivals_us), len(KINDS), 2), np.int64)
+    starts_s = np.array(sorted(client.lengths))
+    which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    for window in np.unique(which).tolist():
+        rows = np.flatnonzero(which == window)
+        for part, kind, count in client.media[starts_s[window]]:
+            histogram = client.lengths[starts_s[window]][0][part]
+            random = random_stream(seed, f"servegen/{client.number}/input/{window}/{part}")
+            found[rows, kind, 0] = histogram.draw(random, len(rows))
+            random = random_stream(seed, f"servegen/{client.number}/count/{window}/{kind}")
+            found[rows, kind, 1] = 1 if count is None else count.draw(random, len(rows))
+    found[:, :, 1] = np.clip(found[:, :, 1], found[:, :, 0] > 0, found[:, :, 0])
+    return found
+
+
+def _media_of(turns: Turns, drawn: NDArray[np.int64], salt: str) -> MediaColumns:
+    """Spans in front of the last text of each prompt, kind by kind."""
+    text = turns.prompt_tokens - drawn[:, :, 0].sum(axis=1)
+    totals, counts = drawn[:, :, 0].ravel(), drawn[:, :, 1].ravel()
+    row_and_kind = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(row_and_kind)) - np.repeat(np.cumsum(counts) - counts, counts)
+    total, count, row = totals[row_and_kind], counts[row_and_kind], row_and_kind // len(KINDS)
+    tokens = total * (number + 1) // count - total * number // count
+    before = np.cumsum(tokens) - tokens  # those of earlier requests among them
+    stops = np.cumsum(drawn[:, :, 1].sum(axis=1))
+    first = np.concatenate((np.zeros(1, np.int64), np.append(before, 0)[stops[:-1]]))
+    start = np.maximum(text - QUESTION_TOKENS, 0)[row] + before - first[row]
+    return MediaColumns(
+        stops=stops,
+        kind=(row_and_kind % len(KINDS)).astype(np.int8),
+        start=start.astype(np.int32),
+        tokens=tokens.astype(np.int32),
+        segments=np.ones(len(tokens), np.int32),
+        content=np.arange(len(tokens), dtype=np.int64),
+        salt=salt,
+    )
+
+
+def open_loop_turns(
+    arrival_us: Int64s,
+    input_tokens: Int64s,
+    output_tokens: Int64s,
+    *,
+    tenant: NDArray[np.int32] | None = None,
+    tenants: tuple[str, ...] = ("",),
+) -> Turns:
+    """Turns that share nothing, labelled r0, r1, ...; see Turns for the columns."""
+    count = len(arrival_us)
+    lengths = np.stack((input_tokens, output_tokens), axis=1).ravel()  # ids in the order in which they are needed
+    first_tokens = fresh_tokens(0, lengths)
+    prompt_first, output_first = first_tokens[::2], first_tokens[1::2]
+    none = np.broadcast_to(np.zeros(1, np.int32), count)
+    return Turns(
+        arrival_us=arrival_us,
+        prompt_tokens=input_tokens.astype(np.int32),
+        output_tokens=output_tokens.astype(np.int32),
+        output_first_token=output_first.astype(np.int32),
+        after=np.broadcast_to(np.full(1, -1, np.int32), count),
+        think_us=np.broadcast_to(np.zeros(1, np.int64), count),
+        run_stops=np.arange(1, count + 1),
+        run_first_token=prompt_first.astype(np.int32),
+        run_tokens=input_tokens.astype(np.int32),
+        label_form=np.broadcast_to(np.zeros(1, np.int16), count),
+        label_number=np.arange(count, dtype=np.int32),
+        label_part=none,
+        tenant=none if tenant is None else tenant,
+        grammar=none,
+        label_forms=("r{0}",),
+        tenants=tenants,
+        grammars=("",),
+    )
+
+
+def _stops_s(windows: tuple[Window, ...]) -> Floats:
+    """[windows]: when each ends."""
+    starts = [window.start_s for window in windows]
+    last = starts[-1] - starts[-2] if len(starts) > 1 else _WINDOW_DEFAULT_S
+    return np.array([*starts[1:], starts[-1] + last])
+
+
+def _arrivals_s(windows: tuple[Window, ...], random: np.random.RandomState) -> Floats:
+    """When the requests of one client come, in seconds from the start of the record."""
+    starts_s, stops_s = np.array([window.start_s for window in windows]), _stops_s(windows)
+    rates = np.array([window.rate for window in windows])
+    passed = np.concatenate((np.zeros(1), np.cumsum(rates * (stops_s - starts_s))))  # operational time at each start
+    if passed[-1] > REQUESTS_MAX:
+        raise WorkloadError("ServeGen", f"one client sends {passed[-1]:,.0f} requests", f"at most {REQUESTS_MAX:,}")
+    active = np.flatnonzero(rates).tolist()
+    now = _renewed(windows[active[0]], random) if active else 0.0  # the next request, in operational time
+    drawn = [np.empty(0)]
+    for n in active:
+        stop = passed[n + 1]
+        while now < stop:
+            count = min(65_536, int(1.1 * (stop - now)) + 16)
+            moments = now + np.concatenate((np.zeros(1), np.cumsum(_gaps(windows[n], count, random))))
+            inside = min(int(np.searchsorted(moments, stop)), count)  # the last one is only where the next draws begin
+            drawn.append(starts_s[n] + (moments[:inside] - passed[n]) / rates[n])
+            now = float(moments[inside])
+    return np.concatenate(drawn)
+
+
+def _renewed(window: Window, random: np.random.RandomState) -> float:
+    """When the first request after time 0 comes, of a process that began long before."""
+    _, cv = _moments(window)
+    now = -min(_BURN_IN_MAX, _BURN_IN * max(1.0, cv * cv))
+    while now < 0:
+        moments = now + np.cumsum(_gaps(window, 256, random))
+        now = float(moments[min(int(np.searchsorted(moments, 0.0)), 255)])
+    return now
+
+
+def _moments(window: Window) -> tuple[float, float]:
+    """Mean and CV of gaps of scale 1."""
+    shape = window.shape
+    if window.process == "Gamma":
+        return shape, shape**-0.5
+    mean, log_square = math.lgamma(1 + 1 / shape), math.lgamma(1 + 2 / shape)
+    return math.exp(mean), math.sqrt(max(0.0, math.expm1(min(700.0, log_square - 2 * mean))))
+
+
+def _gaps(window: Window, count: int, random: np.random.RandomState) -> Floats:
+    """Gaps of mean 1 and the window's shape."""
+    draw = random.standard_gamma if window.process == "Gamma" else random.weibull
+    return draw(window.shape, count) / _moments(window)[0]
+
+
+def _draw_lengths(where: str, client: Client, arrivals_us: Int64s, seed: int) -> tuple[Int64s, Int64s]:
+    """Input and output tokens of each request, from the histograms of the last window that began before it."""
+    if len(arrivals_us) and not client.lengths:
+        raise WorkloadError(where, "it sends requests, but all its histograms are empty", "remove its two files")
+    inputs, outputs = np.zeros(len(arrivals_us), np.int64), np.zeros(len(arrivals_us), np.int64)
+    starts_s = np.array(sorted(client.lengths))
+    which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
+    for window in np.unique(which).tolist():
+        rows = np.flatnonzero(which == window)
+        parts, output = client.lengths[starts_s[window]]
+        for n, part in enumerate(parts):
+            inputs[rows] += part.draw(random_stream(seed, f"servegen/{client.number}/input/{window}/{n}"), len(rows))
+        outputs[rows] = output.draw(random_stream(seed, f"servegen/{client.number}/output/{window}"), len(rows))
+    return np.clip(inputs, 1, LENGTH_TOKENS_MAX), np.clip(outputs, 0, LENGTH_TOKENS_MAX)

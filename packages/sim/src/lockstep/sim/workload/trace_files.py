@@ -1,0 +1,91 @@
+"""Files of traces as bytes: plain, gzip or Zstandard, told by their first bytes and never by their name."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zlib
+from pathlib import Path
+from typing import NoReturn
+
+import zstandard
+
+from lockstep.sim.workload.turns import WorkloadError
+
+_TAR_MAGIC = slice(257, 262)  # where `ustar` stands
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed. Raises: WorkloadError."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        hint = "check the path; a generated workload begins with gen:, such as gen:n=100,rate=2"
+        raise WorkloadError(str(path), "no such file", hint) from None
+    except OSError as error:
+        raise WorkloadError(str(path), f"cannot be read: {error.strerror}", "name a trace file") from None
+    except ValueError as error:  # such as a path with a NUL in it
+        raise WorkloadError(repr(str(path)), f"cannot be read: {error}", "name a trace file") from None
+    return _decompress(path, data)
+
+
+def to_text(path: Path, data: bytes) -> str:
+    """UTF-8, with or without a byte order mark. Raises: WorkloadError."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"not text: byte {error.start} is not UTF-8"
+        raise WorkloadError(str(path), problem, "only plain text, .gz and .zst are read") from None
+
+
+def is_tar(data: bytes) -> bool:
+    """Whether decompressed bytes are a tar archive."""
+    return data[_TAR_MAGIC] == b"ustar"
+
+
+def tar_files(path: Path, data: bytes) -> dict[str, bytes]:
+    """The plain files of a tar archive by name; nothing is written to disk. Raises: WorkloadError."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            files = {}
+            for member in archive.getmembers():
+                if member.isfile() and (content := archive.extractfile(member)) is not None:
+                    files[member.name] = content.read()
+            return files
+    except (tarfile.TarError, EOFError) as error:
+        problem = f"the tar archive is damaged: {error}"
+        raise WorkloadError(str(path), problem, "fetch it again, or unpack it and name the folder") from None
+
+
+def _decompress(path: Path, data: bytes) -> bytes:
+    """Undo gzip or Zstandard; anything else is returned as it is."""
+    try:
+        if data.startswith(b"\x1f\x8b"):
+            return gzip.decompress(data)
+        if data.startswith(b"\x28\xb5\x2f\xfd"):
+            return _decompress_zstd(data)
+    except EOFError:
+        _raise_broken(path, data, "the compressed data ends too early")
+    except (OSError, zlib.error) as error:
+        _raise_broken(path, data, f"the compressed data is damaged: {error}")
+    return data
+
+
+def _decompress_zstd(data: bytes) -> bytes:
+    parts = []
+    rest = data
+    while rest:  # a file may hold several frames
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            parts.append(frame.decompress(rest))
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from None
+        if not frame.eof:
+            raise EOFError
+        rest = frame.unused_data
+    return b"".join(parts)
+
+
+def _raise_broken(path: Path, data: bytes, problem: str) -> NoReturn:
+    raise WorkloadError(str(path), f"{problem} ({len(data):,} bytes)", "fetch or compress the file again") from None

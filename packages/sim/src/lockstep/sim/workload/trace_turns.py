@@ -1,0 +1,219 @@
+"""Rows of a trace become turns: when each comes, and which of its tokens are equal to which others.
+
+Rows without a session arrive by the clock. The rows of a session are a closed loop: only the first arrives by the
+clock. Sessions stand one after another, in order of their start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from random import Random
+
+import numpy as np
+
+from lockstep.sim.workload.arrivals import arrival_times_us
+from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run, cut_runs
+from lockstep.sim.workload.trace_formats import TraceRow
+from lockstep.sim.workload.traces import Trace
+from lockstep.sim.workload.turns import Int32s, Turns, TurnsBuilder, WorkloadError
+
+SHARED_IDS_MAX = TOKEN_IDS // 2  # recorded prompts take at most half of the ids; the rest is for what is new
+
+CLOCKLESS = "does not say when"  # in the note about a trace without a clock
+
+_Prompt = Callable[[int, TraceRow, FreshTokens], Sequence[int]]  # (position of the row, row, fresh) -> runs
+
+
+def turns_of_trace(source: str, trace: Trace, *, seed: int, rate: float | None) -> tuple[Turns, tuple[str, ...]]:
+    """The turns of a trace in its own time, the first at 0, and what was done to them, one sentence each.
+
+    Args:
+        rate: of a trace that does not say when its rows or sessions begin: they are drawn as a Poisson process of so
+            many per second, from `seed`. Ignored by a trace with a clock, about which nothing is drawn.
+    Raises: WorkloadError if such a trace gets no rate.
+    """
+    rows = trace.rows
+    starts_us, notes = _starts_us(source, trace, seed, rate)
+    chains: dict[str | int, list[int]] = {}
+    for position, row in enumerate(rows):
+        chains.setdefault(row.session or position, []).append(position)
+    ordered = sorted(chains.values(), key=lambda chain: starts_us[chain[0]])  # stable: else as they stand
+    first_us = starts_us[ordered[0][0]]
+
+    prompt_of, shared_stop, more_notes = _identity(trace)
+    fresh = FreshTokens(shared_stop)
+    turns = TurnsBuilder()
+    for chain in ordered:
+        before: TraceRow | None = None
+        for position in chain:
+            row = rows[position]
+            prompt = prompt_of(position, row, fresh)
+            turns.append(
+                arrival_us=starts_us[position] - first_us if before is None else 0,
+                prompt=prompt,
+                prompt_tokens=row.input_tokens,
+                output_tokens=row.output_tokens,
+                output_first_token=fresh.take(row.output_tokens),
+                label_form="line{0}",
+                label_number=row.line,
+                tenant=row.tenant,
+                after=-1 if before is None else len(turns) - 1,
+                think_us=0 if before is None else _think_us(before, row),
+            )
+            before = row
+    return turns.build(), (*trace.notes, *notes, *more_notes)
+
+
+def _think_us(before: TraceRow, row: TraceRow) -> int:
+    if row.think_us is not None:
+        return row.think_us
+    return max(0, row.arrival_us - max(before.arrival_us, 0) - before.busy_us)
+
+
+def _starts_us(source: str, trace: Trace, seed: int, rate: float | None) -> tuple[Sequence[int], tuple[str, ...]]:
+    """When each row would come if it came by the clock."""
+    rows = trace.rows
+    if trace.has_clock:
+        return [row.arrival_us for row in rows], ()
+    if rate is None and not trace.format.session_clock:
+        hint = (
+            "give --rate, such as --rate 6.5 for that many a second as a Poisson process, or --rate inf for all at once"
+        )
+        raise WorkloadError(source, "it has lengths but no arrival times, and no `rate` was given", hint)
+    groups: dict[str | int, int] = {}
+    members = [groups.setdefault(row.scope or row.session or n, len(groups)) for n, row in enumerate(rows)]
+    what = "sessions" if any(row.session for row in rows) else "requests"
+    if rate is None or rate == math.inf:
+        begins_us = [0] * len(groups)
+        note = f"the file {CLOCKLESS} its {len(groups):,} {what} begin: all at once"
+    else:
+        drawn = arrival_times_us("poisson", rate, 1.0, Random(f"{seed}/arrivals"))
+        begins_us = [next(drawn) for _ in groups]
+        note = f"the file {CLOCKLESS} its {len(groups):,} {what} begin: drawn as a Poisson process"
+    if not trace.format.session_clock:
+        return [begins_us[member] for member in members], (note,)
+    return [begins_us[member] + row.arrival_us for member, row in zip(members, rows, strict=True)], (note,)
+
+
+# --- identity of tokens -----------------------------------------------------------------------------------------------
+
+
+def _identity(trace: Trace) -> tuple[_Prompt, int, tuple[str, ...]]:
+    """How to spell a row's prompt, the first id that no prompt shares, and notes."""
+    rows = trace.rows
+    match trace.format.content:
+        case "hash_ids":
+            return _by_hash_ids(rows, trace.format.block_tokens)
+        case "block_runs":
+            return _by_block_runs(rows, trace.format.block_tokens)
+        case "token_ids" if any(row.content for row in rows):
+            return _by_token_ids(rows)
+    return _fresh_prompt, 0, ()
+
+
+def _fresh_prompt(_position: int, row: TraceRow, fresh: FreshTokens) -> Sequence[int]:
+    return fresh.take(row.input_tokens), row.input_tokens
+
+
+def _by_hash_ids(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, int, tuple[str, ...]]:
+    """Hash id h is the tokens [block_tokens * h, block_tokens * (h + 1)), numbered anew where the ids are too large."""
+    ids_max = SHARED_IDS_MAX // block_tokens
+    stop = 1 + max((max(row.content, default=-1) for row in rows), default=-1)
+    numbers: dict[int, int] = {}
+    notes: tuple[str, ...] = ()
+    if stop > ids_max:
+        for row in rows:
+            for hash_id in row.content:
+                numbers.setdefault(hash_id, len(numbers))
+        stop = min(len(numbers), ids_max)
+        notes = (f"hash ids reach beyond {ids_max - 1:,}: numbered anew in order of appearance",)
+
+    def prompt_of(_position: int, row: TraceRow, fresh: FreshTokens) -> Sequence[int]:
+        if not row.content:
+            return _fresh_prompt(_position, row, fresh)
+        hash_ids = [numbers[h] % ids_max for h in row.content] if numbers else row.content
+        return _prompt_of_hash_ids(hash_ids, row.input_tokens, block_tokens)
+
+    return prompt_of, stop * block_tokens, notes
+
+
+def _prompt_of_hash_ids(hash_ids: Sequence[int], input_tokens: int, block_tokens: int) -> tuple[int, ...]:
+    """Runs of a prompt of ceil(input_tokens / block_tokens) ids, the last of which may stand for fewer tokens."""
+    runs: list[int] = []
+    first = previous = hash_ids[0]
+    tokens_left = input_tokens
+    for hash_id in hash_ids[1:]:
+        if hash_id != previous + 1:
+            count = (previous + 1 - first) * block_tokens
+            append_run(runs, first * block_tokens, count)
+            tokens_left -= count
+            first = hash_id
+        previous = hash_id
+    append_run(runs, first * block_tokens, tokens_left)
+    return tuple(runs)
+
+
+def _by_block_runs(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, int, tuple[str, ...]]:
+    """Blocks of one scope are numbered within it; the tokens behind a prompt's last whole block are its own."""
+    stops: dict[str, int] = {}
+    for row in rows:
+        last = max((first + count for first, count in zip(row.content[::2], row.content[1::2], strict=True)), default=0)
+        stops[row.scope] = max(stops.get(row.scope, 0), last)
+    blocks = sum(stops.values())
+    if blocks * block_tokens > SHARED_IDS_MAX:
+        problem = f"its sessions have {blocks:,} blocks of {block_tokens} tokens, more than {SHARED_IDS_MAX:,} tokens"
+        raise WorkloadError("block runs", problem, "number the blocks of each session from 0, without gaps")
+    bases: dict[str, int] = {}
+    base = 0
+    for scope, stop in stops.items():
+        bases[scope] = base
+        base += stop
+
+    def prompt_of(_position: int, row: TraceRow, fresh: FreshTokens) -> Sequence[int]:
+        runs: list[int] = []
+        for first, count in zip(row.content[::2], row.content[1::2], strict=True):
+            append_run(runs, (bases[row.scope] + first) * block_tokens, count * block_tokens)
+        rest = row.input_tokens - sum(row.content[1::2]) * block_tokens
+        if rest:
+            append_run(runs, fresh.take(rest), rest)
+        return runs
+
+    return prompt_of, base * block_tokens, ()
+
+
+def _by_token_ids(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ...]]:
+    """Prompts share tokens from their start, as far as they are equal.
+
+    In sorted order a prompt shares most with its neighbour, so each is the beginning of the one before it, and a run of
+    ids that nobody has yet.
+    """
+    prompts = {position: np.array(row.content, dtype=">u4") for position, row in enumerate(rows) if row.content}
+    order = sorted(prompts, key=lambda position: prompts[position].tobytes())
+    runs_of: dict[int, list[int]] = {}
+    before: Int32s = np.empty(0, np.int32)
+    runs: list[int] = []
+    next_id = 0
+    for _, same in groupby(order, key=lambda position: prompts[position].tobytes()):
+        positions = list(same)
+        prompt = prompts[positions[0]]
+        shared = min(len(prompt), len(before))
+        differs = np.flatnonzero(prompt[:shared] != before[:shared])
+        shared = int(differs[0]) if len(differs) else shared
+        runs = cut_runs(runs, shared)
+        new = len(prompt) - shared
+        if new:
+            append_run(runs, next_id, new)
+            next_id += new
+        if next_id > SHARED_IDS_MAX:
+            problem = f"its prompts have more than {SHARED_IDS_MAX:,} different tokens"
+            raise WorkloadError("token ids", problem, "split the file")
+        before = prompt
+        for position in positions:
+            runs_of[position] = runs
+
+    def prompt_of(position: int, row: TraceRow, fresh: FreshTokens) -> Sequence[int]:
+        return runs_of[position] if position in runs_of else _fresh_prompt(position, row, fresh)
+
+    return prompt_of, next_id, ()

@@ -1,0 +1,202 @@
+"""Recorded workloads: rows out of a file, every cell checked.
+
+The format is found from the first line, never from the file's name. A row that cannot be right stops the reading with
+file, line, column and value, before anything is simulated; `skip_bad_rows` leaves such rows out and counts them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lockstep.sim.workload.trace_files import to_text
+from lockstep.sim.workload.trace_formats import ABSENT, FORMATS, BadCellError, TraceFormat, TraceRow, shorten
+from lockstep.sim.workload.turns import WorkloadError
+
+SKIPPED_EXAMPLES_MAX = 5
+
+_SKIP_HINT = "correct the row, or leave such rows out with --skip-bad-rows"
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRows:
+    """Rows left out because a cell cannot be right."""
+
+    count: int = 0
+    examples: tuple[str, ...] = ()  # messages of the first few
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    format: TraceFormat
+    rows: list[TraceRow]  # ascending by arrival, rows of one instant in the order of the file; sessions as they stand
+    has_clock: bool  # whether rows say when they arrived
+    skipped: SkippedRows
+    notes: tuple[str, ...]  # what was done to the rows that their file does not show
+
+
+def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False) -> Trace:
+    """Read every row of a trace file, of which `data` is the content, decompressed. Raises: WorkloadError."""
+    text = to_text(path, data)
+    trace_format, header = _detect(path, text)
+    rows: list[TraceRow] = []
+    bad_rows = 0
+    examples: list[str] = []
+    is_json = _is_json(text)
+    records = _json_records(text, trace_format) if is_json else _csv_records(text, trace_format, header)
+    try:
+        for line, cells in records:
+            try:
+                if isinstance(cells, BadCellError):
+                    raise cells
+                rows.append(trace_format.parse_row(line, *cells))
+            except BadCellError as bad:
+                where = f"{path}, line {line}, column `{bad.column}`"
+                problem = f"expected {bad.expected}, got `{shorten(bad.value)}`"
+                if not skip_bad_rows:
+                    raise WorkloadError(where, problem, _SKIP_HINT) from None
+                bad_rows += 1
+                if len(examples) < SKIPPED_EXAMPLES_MAX:
+                    examples.append(f"{where}: {problem}")
+    except csv.Error as error:
+        raise WorkloadError(str(path), f"not readable as CSV: {error}", "is a quotation mark left open?") from None
+    if not rows:
+        problem = f"no usable row: all {bad_rows} are bad, first: {examples[0]}" if bad_rows else "a header and no rows"
+        raise WorkloadError(str(path), problem, "is this the right file?")
+    rows, notes = _sessions(rows) if trace_format.name == "plain" else (rows, ())
+    has_clock = not trace_format.session_clock and any(row.arrival_us >= 0 for row in rows)
+    if has_clock:
+        _check_times(path, rows)
+    if not any(row.session for row in rows):
+        notes += _sort(rows)
+    return Trace(trace_format, rows, has_clock, SkippedRows(bad_rows, tuple(examples)), notes)
+
+
+def _sessions(rows: list[TraceRow]) -> tuple[list[TraceRow], tuple[str, ...]]:
+    """Sessions are closed loops if think times are given, and else only a name among other columns."""
+    if not any(row.session for row in rows) or any(row.think_us is not None for row in rows):
+        return rows, ()
+    note = "column `session` without think times (`think_s`): every row arrives by the clock"
+    return [row._replace(session="") for row in rows], (note,)
+
+
+def _check_times(path: Path, rows: list[TraceRow]) -> None:
+    """Where some rows say when they arrive, all must, except within a session."""
+    open_sessions: set[str] = set()
+    for row in rows:
+        if row.arrival_us < 0 and row.session not in open_sessions:
+            where = f"{path}, line {row.line}, column `arrival_s`"
+            raise WorkloadError(
+                where, "expected an arrival time, got nothing", "only later turns of a session have none"
+            )
+        if row.session:
+            open_sessions.add(row.session)
+
+
+def _sort(rows: list[TraceRow]) -> tuple[str, ...]:
+    """Bring rows into order of arrival, in place. Logs written at completion are out of order by nature: no error."""
+    backwards = [later.line for row, later in itertools.pairwise(rows) if later.arrival_us < row.arrival_us]
+    if not backwards:
+        return ()
+    rows.sort(key=lambda row: row.arrival_us)
+    return (f"sorted by arrival: {len(backwards)} rows precede the row above them, the first in line {backwards[0]}",)
+
+
+# --- which format -----------------------------------------------------------------------------------------------------
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip()[:1] == "{"
+
+
+def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
+    """Return the format of which the first line has all columns, or else at least half; and that line's names."""
+    first_line = text.lstrip().split("\n", 1)[0].strip()
+    if not first_line:
+        raise WorkloadError(str(path), "the file is empty", f"known formats: {'; '.join(map(str, FORMATS))}")
+    is_json = first_line.startswith("{")
+    if is_json:
+        try:
+            header = list(msgspec.json.decode(first_line))
+        except msgspec.DecodeError as error:
+            raise WorkloadError(f"{path}, line 1", f"not a JSON object: {error}", "is the line cut off?") from None
+    else:
+        try:
+            header = [name.strip() for name in next(csv.reader([first_line]))]
+        except csv.Error:
+            header = []  # such as a JSON array in one line: no format known here
+    candidates = [known for known in FORMATS if ("json" if is_json else "csv") in known.kinds]
+    for known in candidates:
+        if set(known.columns) <= set(header):
+            _check_header(path, known, header)
+            return known, header
+    for known in candidates:
+        missing = [column for column in known.columns if column not in header]
+        if 2 * len(missing) <= len(known.columns):
+            raise WorkloadError(
+                f"{path}, line 1, column `{missing[0]}`",
+                f"expected the columns {', '.join(known.columns)} of format {known.name}, got {shorten(header)}",
+                "rename or add the column; both lengths are needed of every request",
+            )
+    hint = f"known formats: {'; '.join(map(str, FORMATS))}; or a folder or tar archive of ServeGen clients"
+    if first_line.startswith("["):
+        hint = "it looks like a JSON array; one object per line is read, which `jq -c '.[]'` makes of it. " + hint
+    elif is_json and {"prompt", "conversations", "messages", "text"} & set(header):
+        hint = "texts are not counted here: add their lengths in tokens, as `input_tokens` and `output_tokens`. " + hint
+    raise WorkloadError(
+        f"{path}, line 1",
+        f"unknown format: expected the columns of a known one, got `{shorten(first_line)}`",
+        hint,
+    )
+
+
+def _check_header(path: Path, known: TraceFormat, header: list[str]) -> None:
+    doubled = next((name for name in (*known.columns, *known.optional) if header.count(name) > 1), None)
+    if doubled is not None:
+        raise WorkloadError(f"{path}, line 1, column `{doubled}`", "stands there twice", "keep one of them")
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+_Record = tuple[int, "Sequence[object] | BadCellError"]  # line, and its cells or what is wrong with all of it
+
+
+def _json_records(text: str, trace_format: TraceFormat) -> Iterator[_Record]:
+    decode = msgspec.json.Decoder().decode
+    columns, optional = trace_format.columns, trace_format.optional
+    for line, record_text in enumerate(text.split("\n"), 1):
+        if not record_text or record_text.isspace():
+            continue
+        try:
+            record = decode(record_text)
+            cells = [record[column] for column in columns]
+            yield line, [*cells, *[record.get(column, ABSENT) for column in optional]] if optional else cells
+        except msgspec.DecodeError as error:
+            yield line, BadCellError("(all)", record_text, f"a JSON object ({error})")
+        except KeyError as missing:
+            yield line, BadCellError(str(missing.args[0]), record_text, "this column in every row")
+        except TypeError:
+            yield line, BadCellError("(all)", record_text, "a JSON object")
+
+
+def _csv_records(text: str, trace_format: TraceFormat, header: list[str]) -> Iterator[_Record]:
+    reader = csv.reader(io.StringIO(text))
+    positions = [header.index(column) for column in trace_format.columns]
+    positions += [header.index(column) if column in header else -1 for column in trace_format.optional]
+    header_seen = False
+    for cells in reader:
+        if not cells or (len(cells) == 1 and not cells[0].strip()):
+            continue
+        if not header_seen:
+            header_seen = True
+        elif len(cells) != len(header):
+            column = header[min(len(cells), len(header) - 1)]
+            yield reader.line_num, BadCellError(column, ",".join(cells), f"{len(header)} values, as in the header")
+        else:
+            yield reader.line_num, [cells[position] if position >= 0 else ABSENT for position in positions]

@@ -1,0 +1,346 @@
+"""A workload: every request to come, in order, with the digest that says which workload it was.
+
+    workload = open_workload("conversation_trace.jsonl.gz", seed=7, rate=6.5)
+    workload = open_workload("gen:n=500,rate=4,input=lognormal:900:0.75", seed=7)
+    workload = open_workload("mix:chat=conversation_trace.jsonl.gz@3;code=azure.csv@1.5", seed=7)
+
+Traces are read by traces.py and servegen.py, specs by generate.py, fitted models by fitted.py, mixes by mix.py; all end
+as turns here, and nothing after knows the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+
+from lockstep.sim.workload.arrivals import RATE_MIN, TimeWindow, mean_rate, stretch
+from lockstep.sim.workload.fitted import WorkloadModel, draw_model, is_model, parse_model, parse_model_spec
+from lockstep.sim.workload.generate import PREFIX, generate, parse_spec, with_rate
+from lockstep.sim.workload.mix import MIX_PREFIX, check_names, mix_turns, parse_mix, seed_of_source
+from lockstep.sim.workload.servegen import read_servegen, servegen_files, turns_of_servegen
+from lockstep.sim.workload.summary import LengthSummary, WorkloadSummary, summarize
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.trace_files import is_tar, read_bytes, tar_files
+from lockstep.sim.workload.trace_turns import turns_of_trace
+from lockstep.sim.workload.traces import SkippedRows, read_trace
+from lockstep.sim.workload.turns import TIME_US_MAX, Int64s, Turn, Turns, WorkloadError
+
+__all__ = [
+    "LengthSummary",
+    "SkippedRows",
+    "TimeWindow",
+    "Turn",
+    "Turns",
+    "Workload",
+    "WorkloadError",
+    "WorkloadSummary",
+    "open_workload",
+    "prompt_ids",
+    "workload_digest",
+]
+
+_ENDINGS = (".gz", ".zst", ".tar", ".tgz", ".csv", ".json", ".jsonl", ".txt")
+_DIGEST_TURNS = 4_096  # at a time
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str  # of the file, without endings; or "generated"; or those of a mix, joined by +
+    source: str  # path or spec, as given
+    format: str  # of trace_formats.FORMATS, or "servegen", "generated", "fitted" or "mix"
+    digest: str  # BLAKE2b-128 of the turns, hexadecimal: equal digests, equal workloads
+    turns: Turns  # those that arrive by the clock in ascending order; a turn stands behind its `after`
+    skipped: SkippedRows = field(default=SkippedRows())
+    notes: tuple[str, ...] = ()  # what was done to a trace that its file does not show, one sentence each
+    has_clock: bool = True  # whether it says when its requests or sessions come; where not, that is drawn
+
+    def summary(self) -> WorkloadSummary:
+        """Counts, duration, lengths and sharing, computed afresh."""
+        return summarize(self.turns)
+
+
+class _Content(NamedTuple):
+    """What a source holds, before anything is cut or stretched."""
+
+    name: str
+    format: str
+    turns: Turns
+    skipped: SkippedRows = SkippedRows()
+    notes: tuple[str, ...] = ()
+    own_rate: float | None = None  # arrivals per second that the turns were drawn for; None: those measured
+    at_rate: bool = False  # whether `rate` and `rate_scale` are in the turns already
+    has_clock: bool = True
+
+
+class _Request(NamedTuple):
+    """What open_workload was asked for."""
+
+    spec: str
+    seed: int
+    rate: float | None
+    rate_scale: float
+    limit: int | None
+    time_window: TimeWindow | None
+    skip_bad_rows: bool
+    recorded_media: bool
+
+    @property
+    def target_rate(self) -> float | None:
+        return None if self.rate is None else self.rate * self.rate_scale
+
+
+def open_workload(
+    spec: str,
+    *,
+    seed: int,
+    rate_scale: float = 1.0,
+    limit: int | None = None,
+    skip_bad_rows: bool = False,
+    rate: float | None = None,
+    time_window: TimeWindow | str | None = None,
+    digest: bool = True,
+    recorded_media: bool = False,
+) -> Workload:
+    """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
+
+    Args:
+        seed: of whatever is drawn. About a trace that says when its requests came nothing is.
+        rate: arrivals per second. A trace is stretched to it as a whole, bursts and silences included; for a generator
+            it replaces the spec's own. `math.inf` makes all arrive at once. Think times are never stretched.
+        rate_scale: multiplies the rate, whichever it is: 2 halves every gap.
+        limit: keep the first so many turns, by arrival. The whole file is checked all the same.
+        skip_bad_rows: leave bad rows out, and say so in `Workload.skipped`, instead of raising.
+        time_window: keep what arrives in this window, such as `10m..1h`, and begin with its first arrival. It is by the
+            workload's own clock, which begins with the first arrival and knows nothing of `rate` and `rate_scale`.
+            Sessions are kept whole if they begin in it. `limit` counts what it leaves.
+        digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
+        recorded_media: of a trace that tells media tokens from text, such as ServeGen's, they are spans of prompts;
+            otherwise they are tokens like any other.
+    Raises: WorkloadError, before any of it is simulated.
+    """
+    if isinstance(time_window, str):
+        try:
+            time_window = TimeWindow.parse(time_window)
+        except ValueError as error:
+            raise WorkloadError(spec, f"`time_window` cannot be `{time_window}`: {error}", "try 10m..1h") from None
+    _check_arguments(spec, rate_scale, limit, rate)
+    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, skip_bad_rows, recorded_media)
+    content = _open(asked)
+    if recorded_media and content.turns.media is None:
+        hint = "such as --media image=0.3x1..4:1024x768, which adds some"
+        raise WorkloadError(spec, "`media` is recorded, but this workload tells no media from text", hint)
+    turns = content.turns
+    if time_window is not None:
+        turns = _cut_to_window(spec, turns, time_window)
+    if limit is not None:
+        turns = turns.head(limit)
+    if not content.at_rate:
+        turns = turns.at(_rescaled(asked, turns, content.own_rate))
+    _check_duration(spec, turns)
+    name = workload_digest(turns) if digest else ""
+    return Workload(content.name, spec, content.format, name, turns, content.skipped, content.notes, content.has_clock)
+
+
+def workload_digest(turns: Turns) -> str:
+    """BLAKE2b-128 over the msgpack form of every field of every turn in order: content alone, no file name."""
+    digest = hashlib.blake2b(_array_header(len(turns)), digest_size=16)
+    encode = msgspec.msgpack.Encoder().encode
+    for start in range(0, len(turns), _DIGEST_TURNS):
+        rows = np.arange(start, min(start + _DIGEST_TURNS, len(turns)))
+        afters = [None if after < 0 else after for after in turns.after[rows].tolist()]
+        block: list[tuple[object, ...]] = list(
+            zip(
+                turns.arrival_us[rows].tolist(),
+                turns.prompts(rows),
+                turns.output_tokens[rows].tolist(),
+                turns.output_first_token[rows].tolist(),
+                turns.labels(rows),
+                [turns.tenants[code] for code in turns.tenant[rows].tolist()],
+                afters,
+                turns.think_us[rows].tolist(),
+                strict=True,
+            )
+        )
+        if turns.grammars != ("",):
+            grammars = [turns.grammars[code] for code in turns.grammar[rows].tolist()]
+            block = [(*turn, grammar) if grammar else turn for turn, grammar in zip(block, grammars, strict=True)]
+        if turns.media is not None:
+            media = turns.media.of(rows)
+            block = [(*turn, "media", items) if items else turn for turn, items in zip(block, media, strict=True)]
+        if turns.adapter is not None:
+            adapters = [turns.adapters[code] for code in turns.adapter[rows].tolist()]
+            block = [(*turn, "adapter", name) if name else turn for turn, name in zip(block, adapters, strict=True)]
+        if turns.samples is not None:
+            samples = turns.samples[rows].tolist()
+            block = [(*turn, "samples", n) if n > 1 else turn for turn, n in zip(block, samples, strict=True)]
+        digest.update(encode(block)[len(_array_header(len(block))) :])
+    return digest.hexdigest()
+
+
+def _array_header(count: int) -> bytes:
+    """How msgpack opens an array of so many items."""
+    if count < 16:
+        return bytes([0x90 | count])
+    return b"\xdc" + count.to_bytes(2, "big") if count < 2**16 else b"\xdd" + count.to_bytes(4, "big")
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def _open(asked: _Request) -> _Content:
+    if asked.spec.startswith(MIX_PREFIX):
+        return _open_mix(asked)
+    if asked.spec.startswith(PREFIX):
+        return _open_generator(asked)
+    path = Path(asked.spec)
+    if path.is_dir():
+        return _open_servegen(asked, path.name, servegen_files(path))
+    data = read_bytes(path)
+    name = _name_of(path)
+    if is_tar(data):
+        return _open_servegen(asked, name, tar_files(path, data))
+    if is_model(data):
+        return _open_model(asked, name, parse_model(asked.spec, data), None, None)
+    trace = read_trace(path, data, skip_bad_rows=asked.skip_bad_rows)
+    turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
+    at_rate = not trace.has_clock and asked.rate is not None  # drawn at it
+    return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
+
+
+def _name_of(path: Path) -> str:
+    """The file's name without the endings that say how it is written."""
+    name = path.name
+    while (ending := Path(name).suffix) in _ENDINGS:
+        name = name.removesuffix(ending)
+    return name
+
+
+def _open_generator(asked: _Request) -> _Content:
+    if (named := parse_model_spec(asked.spec)) is not None:
+        path = Path(named.file)
+        data = read_bytes(path)
+        if not is_model(data):
+            hint = "`lockstep workload fit TRACE -o FILE` makes one; a trace is named without gen:file="
+            raise WorkloadError(asked.spec, f"`{path}` is not a fitted model", hint)
+        return _open_model(asked, _name_of(path), parse_model(str(path), data), named.turns, named.rate)
+    spec = parse_spec(asked.spec)
+    if asked.time_window is None:
+        spec = with_rate(spec, rate=asked.rate, rate_scale=asked.rate_scale)
+        return _Content("generated", "generated", generate(spec, seed=asked.seed, limit=asked.limit), at_rate=True)
+    return _Content("generated", "generated", generate(spec, seed=asked.seed), own_rate=spec.rate)
+
+
+def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | None, rate: float | None) -> _Content:
+    """Draw `turns` turns at `rate`, by default as many and as fast as the trace had."""
+    source = model.provenance.get("source", "a trace")
+    notes = (f"drawn from a model fitted to {source}, digest {model.provenance.get('digest', 'unknown')}",)
+    own_rate = model.arrivals.rate if rate is None else rate
+    if asked.time_window is not None:
+        drawn = draw_model(model, seed=asked.seed, turns=turns, rate=own_rate)
+        return _Content(name, "fitted", drawn, notes=notes, own_rate=own_rate)
+    if asked.limit is not None:
+        turns = min(model.turns if turns is None else turns, asked.limit)
+    target = own_rate if asked.rate is None else asked.rate
+    target = None if target is None else target * asked.rate_scale
+    return _Content(
+        name, "fitted", draw_model(model, seed=asked.seed, turns=turns, rate=target), notes=notes, at_rate=True
+    )
+
+
+def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
+    content = read_servegen(asked.spec, files)
+    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.recorded_media)
+    return _Content(name, "servegen", turns, notes=content.notes)
+
+
+def _open_mix(asked: _Request) -> _Content:
+    sources = parse_mix(asked.spec)
+    opened = [
+        open_workload(
+            source.workload,
+            seed=seed_of_source(asked.seed, place),
+            rate=source.rate,
+            skip_bad_rows=asked.skip_bad_rows,
+            digest=False,
+        )
+        for place, source in enumerate(sources)
+    ]
+    names = [source.name or workload.name for source, workload in zip(sources, opened, strict=True)]
+    check_names(asked.spec, names)
+    skipped = SkippedRows(
+        sum(workload.skipped.count for workload in opened),
+        tuple(example for workload in opened for example in workload.skipped.examples),
+    )
+    notes = tuple(f"{name}: {note}" for name, workload in zip(names, opened, strict=True) for note in workload.notes)
+    parts = [workload.turns for workload in opened]
+    if asked.time_window is not None:  # sources begin together, so what will be cut can be cut here
+        parts = [part.take(_rows_in(part, asked.time_window)) for part in parts]
+    if asked.limit is not None:
+        parts = [part.head(asked.limit) for part in parts]
+    left = [(name, part) for name, part in zip(names, parts, strict=True) if len(part)]
+    if not left:
+        _raise_empty_window(asked.spec, asked.time_window, max(int(w.turns.arrival_us.max()) for w in opened))
+    turns = mix_turns(asked.spec, [name for name, _ in left], [part for _, part in left])
+    return _Content("+".join(names), "mix", turns, skipped, notes)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(spec: str, rate_scale: float, limit: int | None, rate: float | None) -> None:
+    if not 1e-6 <= rate_scale <= 1e6:
+        raise WorkloadError(spec, f"`rate_scale` must be from 1e-6 to 1e6, got `{rate_scale}`", "2 halves every gap")
+    if rate is not None and not rate >= RATE_MIN:
+        hint = "arrivals per second, such as 6.5; inf makes all arrive at once"
+        raise WorkloadError(spec, f"`rate` must be at least {RATE_MIN:g}, got `{rate}`", hint)
+    if limit is not None and limit < 1:
+        raise WorkloadError(spec, f"`limit` must be at least 1, got `{limit}`", "leave it out to keep every request")
+
+
+def _check_duration(spec: str, turns: Turns) -> None:
+    if int(turns.arrival_us.max()) > TIME_US_MAX:
+        raise WorkloadError(spec, "lasts more than 285 years at this rate", "raise `rate` or `rate_scale`")
+
+
+def _cut_to_window(spec: str, turns: Turns, window: TimeWindow) -> Turns:
+    """The turns that arrive in the window, and the later turns of their sessions; the first arrives at 0."""
+    rows = _rows_in(turns, window)
+    if not len(rows):
+        _raise_empty_window(spec, window, int(turns.arrival_us.max()))
+    cut = turns.take(rows)
+    return cut.at(cut.arrival_us - cut.arrival_us[0])
+
+
+def _rows_in(turns: Turns, window: TimeWindow) -> Int64s:
+    arrivals_us = turns.arrival_us[turns.root()]
+    stop_us = np.iinfo(np.int64).max if window.stop_us is None else window.stop_us
+    return np.flatnonzero((arrivals_us >= window.start_us) & (arrivals_us < stop_us))
+
+
+def _raise_empty_window(spec: str, window: TimeWindow | None, last_us: int) -> NoReturn:
+    problem = f"nothing arrives in the window {window}: the first arrival is at 0, the last at {last_us / 1e6:g} s"
+    raise WorkloadError(spec, problem, "widen --time-window")
+
+
+def _rescaled(asked: _Request, turns: Turns, own_rate: float | None) -> Int64s:
+    """Arrivals stretched to `rate`, then by `rate_scale`."""
+    arrivals_us = turns.arrival_us
+    if asked.rate is None or asked.rate == math.inf:
+        return stretch(arrivals_us, 1 / asked.rate_scale if asked.rate is None else 0.0)
+    by_clock_us = arrivals_us[turns.by_clock_rows]
+    if len(by_clock_us) == 1:
+        return arrivals_us
+    recorded = own_rate if own_rate is not None else mean_rate(by_clock_us)
+    if recorded == math.inf:
+        problem = f"cannot be stretched to {asked.rate:g} requests/s: all {len(by_clock_us)} arrive at one instant"
+        raise WorkloadError(
+            asked.spec, problem, "leave out --rate, or raise --limit so that it reaches a second instant"
+        )
+    return stretch(arrivals_us, recorded / (asked.rate * asked.rate_scale))

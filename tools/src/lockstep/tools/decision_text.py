@@ -1,0 +1,102 @@
+"""A step's decisions in words: what two engines are compared by where a digest only says that they differ.
+
+*Exact* words hold all that a digest covers: decided events, plans with their page tables, whom tokens go to. *Logical*
+words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from lockstep.core.contract.commands import LaunchBatch, Step, StreamTokens
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import ObservedEvent, RequestAdmitted
+from lockstep.core.contract.render import Names, command_line, decided_line, plan_lines, plan_text
+from lockstep.core.journal.replay import event_line
+
+_TOKEN_LINES = (" new tokens ", " newest sampled token")
+
+
+class Decision(NamedTuple):
+    """A step of a journal and what was decided in it, in exact words."""
+
+    number: int
+    event: str
+    lines: tuple[str, ...]
+
+    def text(self) -> str:
+        """As in a file of decisions."""
+        return "\n".join([f"step {self.number} {self.event}", *(f"  {line}" for line in self.lines)])
+
+
+def exact_words(step: Step, names: Names) -> tuple[str, ...]:
+    """All that the digest of a step covers, a line for each decision."""
+    lines = []
+    for decided in step.decided:
+        row = f" to row {decided.row}" if isinstance(decided, RequestAdmitted) else ""
+        lines.append(decided_line(decided, names) + row)
+    for command in step.commands:
+        match command:
+            case StreamTokens():
+                ids, offsets, counts = (
+                    column.tolist() for column in (command.request_ids, command.offsets, command.token_counts)
+                )
+                parts = [f"{names.request(r)} {o}+{n}" for r, o, n in zip(ids, offsets, counts, strict=True)]
+                lines.append(f"stream {' '.join(parts)}")
+            case LaunchBatch(plan, _):
+                lines.append(command_line(command, names))
+                rest = plan_lines(plan, names)[1:]
+                lines += [line.strip() for line in rest if not any(mark in line for mark in _TOKEN_LINES)]
+            case _:
+                lines.append(command_line(command, names))
+    return tuple(lines)
+
+
+def logical_words(step: Step, names: Names) -> tuple[str, ...]:
+    """Who was admitted, deferred, retracted and run, whatever the clock says and wherever their pages lie."""
+    lines = []
+    for decided in step.decided:
+        if isinstance(decided, RequestAdmitted):
+            decided = msgspec.structs.replace(decided, waited_us=0)
+        lines.append(decided_line(decided, names))
+    plan = step.launched()
+    if plan is not None:
+        lines.append(f"launch {plan_text(plan, names)}")
+    return tuple(lines)
+
+
+def decision_of(number: int, event: ObservedEvent, step: Step, names: Names) -> Decision:
+    """A step in exact words. Prompts and outputs in its event are counted, not shown."""
+    return Decision(number, event_line(event), exact_words(step, names))
+
+
+# ------------------------------------------------------------------------------------------------ a file of decisions
+
+
+def decisions_text(decisions: Iterator[Decision]) -> str:
+    """Decisions as a text file, one step after the other; steps that decided nothing are left out."""
+    return "".join(decision.text() + "\n" for decision in decisions if decision.lines)
+
+
+def read_decisions(path: Path) -> dict[int, Decision]:
+    """What `decisions_text` wrote, by step. Raises ConfigError for a file that is none."""
+    found: dict[int, Decision] = {}
+    head, lines = "", []
+    for at, line in enumerate([*path.read_text("utf-8").splitlines(), "step"], start=1):
+        if line.startswith("  "):
+            lines.append(line[2:])
+            continue
+        if head:
+            _, number, event = head.split(" ", 2)
+            found[int(number)] = Decision(int(number), event, tuple(lines))
+        if line != "step" and not (line.startswith("step ") and line.split(" ")[1].isdigit() and line.count(" ") > 1):
+            raise ConfigError(
+                f"`{path}` line {at} must be `step N EVENT` or a decision, indented by two, got `{line[:60]}`\n"
+                "hint: `lockstep replay RUN --decisions FILE` writes such a file"
+            )
+        head, lines = line, []
+    return found

@@ -1,0 +1,507 @@
+"""A story in sentences: what `lockstep explain` says of a request, of its waiting, and of many requests at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestId
+from lockstep.core.contract.render import Names, shown
+from lockstep.sim.report.text import count, duration
+from lockstep.tools.request_timeline import (
+    NOBODY,
+    Batch,
+    Cause,
+    Chronicle,
+    Ended,
+    Message,
+    Retraction,
+    Span,
+    Story,
+    Wait,
+    Work,
+)
+
+NAMED = 4  # requests that a sentence names before it counts
+CHUNKS_NAMED = 3
+MEDIA_TOLD = 4  # of a wait, before the rest is counted
+GAPS_TOLD = 3
+SPANS_TOLD = 5  # of one wait, before those alike are added up
+
+Kind = Literal["arrived", "waited", "prefilled", "decoded", "retracted", "ended"]
+
+Metric = Literal["ttft", "tpot", "e2e", "itl"]
+
+OBSTACLES = {
+    "running_limit": "max_running_requests{limit} ran already",
+    "microbatch": "no place in the microbatch{limit} that was launched was free",
+    "rows": "no row of the request table{limit} was free",
+    "kv_budget": "its KV did not fit beside what ran",
+    "prefill_budget": "the extend was full",
+    "pages": "no page was free",
+    "window": "no page of the sliding windows was free",
+    "state": "no slot of recurrent state was free",
+    "transfer": "its KV was on the way",
+    "prefetch": "its prefix was being fetched",
+    "proposal_undone": "the ranks agreed to wait for prompts of others",
+}
+"""Of a request that stops the line."""
+
+WAITED_FOR = {
+    "grammar": "its grammar was being compiled",
+    "media": "its media were being encoded",
+    "adapter": "there was no place for its adapter on the device",
+    "load": "its prefix was on the way from host memory to the device",
+    "prefetch": "its prefix was being fetched from storage",
+    "session": "the turn before it in its session had not ended",
+    "bootstrap": "its decode engine had not given it pages",
+    "accepted": "no slot for what is sent with its KV was free",
+    "awaited": "its prefill engine had not computed its prompt",
+    "preallocating": "there was no room for its KV",
+    "receiving": "its KV was on the way",
+    "ready": "there was no row, or place for its adapter, to go on in",
+    "paused": "the engine was paused",
+    "closed": "the engine admitted nobody: weights or memory were being changed",
+    "launch": "nobody had refused it: the next batch had not been planned yet",
+}
+"""Of a request that waits for something of its own, or for nobody in particular."""
+
+OWN_AFFAIRS = ("prefix", "sample", "session")
+"""Reasons that name another request, but stop nobody else."""
+
+SHORT = {
+    "running_limit": "running limit",
+    "microbatch": "places in microbatches",
+    "rows": "rows",
+    "kv_budget": "KV budget",
+    "prefill_budget": "prefill budget",
+    "pages": "pages",
+    "window": "window pages",
+    "state": "state slots",
+    "grammar": "grammar",
+    "media": "media",
+    "adapter": "adapter",
+    "load": "load from the host",
+    "prefetch": "fetch from storage",
+    "prefix": "prefix being computed",
+    "sample": "first sample",
+    "session": "session's turn",
+    "bootstrap": "pages of the decode engine",
+    "accepted": "transfer slots",
+    "awaited": "prompt on the prefill engine",
+    "preallocating": "room for KV to come",
+    "receiving": "KV on the way",
+    "ready": "row for KV that came",
+    "paused": "pause",
+    "closed": "weights or memory",
+    "launch": "next launch",
+}
+"""A cause in a word or two, for tables and pictures."""
+
+
+class Sentence(NamedTuple):
+    """When it was, what kind of thing, and what is said of it; `more` are lines of detail."""
+
+    time_us: int
+    kind: Kind
+    text: str
+    more: tuple[str, ...] = ()
+
+
+def clock(us: int) -> str:
+    """A point in time: seconds since the journal began."""
+    return f"{us / 1e6:,.3f} s"
+
+
+def named(requests: Iterable[RequestId], names: Names) -> str:
+    """`a, b and 12 more`."""
+    known = [names.request(request_id) for request_id in requests]
+    if len(known) > NAMED + 1:
+        return f"{', '.join(known[:NAMED])} and {len(known) - NAMED:,} more"
+    return " and ".join(filter(None, (", ".join(known[:-1]), *known[-1:])))
+
+
+def cause_text(cause: Cause, names: Names) -> str:
+    """What was waited for, as the rest of "waited 3 ms: "."""
+    numbers = (
+        f" ({cause.needed_tokens:,} tokens wanted, {cause.available_tokens:,} left)" if cause.needed_tokens else ""
+    )
+    if cause.reason == "prefix":
+        return f"{names.request(cause.other)} was computing the prefix that they share"
+    if cause.reason == "sample":
+        return "the first sample was computing their prompt" + (
+            f" ({names.request(cause.other)})" if cause.other != NOBODY else ""
+        )
+    if cause.reason == "session" and cause.other != NOBODY:
+        return f"the turn before it in its session, {names.request(cause.other)}, had not ended"
+    if cause.reason in WAITED_FOR and cause.other == NOBODY:
+        return WAITED_FOR[cause.reason]
+    obstacle = obstacle_text(cause)
+    if cause.other == NOBODY:
+        return f"first in line, but {obstacle}{numbers}"
+    return f"behind {names.request(cause.other)}, which could not start: {obstacle}{numbers}"
+
+
+def obstacle_text(cause: Cause, otherwise: str = "") -> str:
+    """What stops the line, with the limit that was reached."""
+    text = OBSTACLES.get(cause.reason, otherwise or cause.reason)
+    return text.format(limit=f" ({cause.limit:,})" if cause.limit else "")
+
+
+def cause_key(cause: Cause) -> str:
+    """A cause without its particulars: what times are added up by."""
+    short = SHORT.get(cause.reason, cause.reason)
+    return f"{_BEHIND}{short}" if cause.other != NOBODY and cause.reason not in OWN_AFFAIRS else short
+
+
+_REASONS = {short: reason for reason, short in SHORT.items()}
+_BEHIND = "behind another: "
+
+
+def key_text(key: str) -> str:
+    """A `cause_key` in words: `in line behind another, which could not start: the extend was full`."""
+    short = key.removeprefix(_BEHIND)
+    reason = _REASONS.get(short, short)
+    if short != key:
+        return f"in line behind another, which could not start: {obstacle_text(Cause(reason))}"
+    if reason in ("prefix", "sample"):
+        return "waiting while another computed the prefix that they share"
+    if reason in WAITED_FOR:
+        return f"waiting, as {WAITED_FOR[reason]}"
+    return f"first in line: {obstacle_text(Cause(reason))}"
+
+
+def wait_by_cause(story: Story) -> Counter[str]:
+    """Microseconds that a request waited, by cause."""
+    counter: Counter[str] = Counter()
+    for wait in story.waits:
+        for span in wait.spans:
+            counter[cause_key(span.cause)] += span.stop_us - span.start_us
+    return counter
+
+
+# ------------------------------------------------------------------------------------------------------- one request
+
+
+def headline(story: Story, names: Names) -> str:
+    """Who it is and how it went, in one line."""
+    name = names.request(story.request_id)
+    who = name if name == f"r{story.request_id}" else f"{name} (r{story.request_id})"
+    facts = [f"{count(story.prompt_tokens, 'prompt token')}, {count(story.output_tokens, 'output token')}"]
+    if story.rejected is not None:
+        return f"{who}: rejected ({story.rejected.reason})"
+    for label, us in (("TTFT", story.ttft_us), ("TPOT", story.tpot_us), ("end to end", story.e2e_us)):
+        if us >= 0:
+            facts.append(f"{label} {duration(us)}")
+    if story.ended_us < 0:
+        facts.append("still open when the journal ends")
+    return f"{who}: " + ", ".join(facts)
+
+
+def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
+    """The story in order of time."""
+    told, first_told = [_arrival(story)], False
+    for stay, wait in enumerate(story.waits):
+        told.append(_waited(wait, names, config, again=stay > 0, media=_media(story, wait, chronicle)))
+        if wait.admitted is None:
+            break
+        works = [work for work in story.works if work.stay == stay]
+        told += _prefilled(wait, [work for work in works if work.extends], story, names, again=stay > 0)
+        left_us = story.waits[stay + 1].start_us if stay + 1 < len(story.waits) else story.stop_us
+        decodes = [work for work in works if not work.extends]
+        if not first_told and wait.stop_us <= story.first_token_us <= left_us:
+            told.append(_first_token(story, stay))
+            first_told = True
+        if decodes:
+            told.append(_decoded(story, wait.stop_us, left_us, decodes, chronicle, names))
+        if stay < len(story.retractions):
+            told.append(_retracted(story.retractions[stay], names))
+    told.append(_end(story))
+    return told
+
+
+def _arrival(story: Story) -> Sentence:
+    text = (
+        f"arrived (step {story.arrived_step:,}) when {count(story.running_then, 'request')} ran and "
+        f"{story.waiting_then:,} waited"
+    )
+    queued = story.queued
+    if queued is None:
+        return Sentence(story.arrived_us, "arrived", text)
+    more = [f"{count(queued.prompt_tokens, 'prompt token')}, at most {count(queued.max_new_tokens, 'output token')}"]
+    if queued.truncated_tokens:
+        more.append(f"{queued.truncated_tokens:,} tokens of its prompt were cut off to make it fit")
+    if story.turn is not None:
+        turn = story.turn
+        more.append(
+            f"a turn of session {shown(turn.session)}, which kept {turn.kept_tokens:,} tokens: "
+            f"{turn.prompt_tokens:,} in all"
+        )
+    for name, value in (("tenant", story.tenant), ("adapter", story.adapter), ("priority", story.priority)):
+        if value not in ("", None):
+            more.append(f"{name} {shown(str(value))}")
+    return Sentence(story.arrived_us, "arrived", text, tuple(more))
+
+
+def _media(story: Story, wait: Wait, chronicle: Chronicle) -> list[str]:
+    """What the encoder had to do for a wait, content by content."""
+    lines = []
+    for kind, tokens, one in chronicle.encodings_of(story, wait):
+        name = f"{kind} {one.digest.hex()[:8]}, {count(tokens, 'token')}"
+        if 0 <= one.done_us <= wait.start_us:
+            lines.append(f"{name}: encoded already")
+        elif one.done_us < 0:
+            lines.append(f"{name}: the encoder was asked for it at {clock(one.asked_us)} and did not answer")
+        else:
+            whose = ", for another," if one.asked_us < wait.start_us else ""
+            lines.append(f"{name}: encoded from {clock(one.asked_us)}{whose} to {clock(one.done_us)}")
+    return lines if len(lines) <= MEDIA_TOLD else [*lines[:MEDIA_TOLD], f"and {len(lines) - MEDIA_TOLD:,} more media"]
+
+
+def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media: Sequence[str]) -> Sentence:
+    what = "waited again for" if again else "waited"
+    admitted = wait.admitted
+    if wait.took_us == 0 and admitted is not None:
+        text = "was admitted at once" if not again else "was admitted again at once"
+    elif admitted is not None:
+        text = f"{what} {duration(wait.took_us)} and was admitted at {clock(wait.stop_us)}"
+    else:
+        text = f"{what} {duration(wait.took_us)} and was never admitted"
+    more = _causes(wait.spans, names) if wait.took_us or admitted is None else []
+    more += media
+    if wait.made_room:
+        more.append(_room(wait.made_room, names))
+    if wait.bypassed:
+        limit = "" if config.bypass_limit is None else f"; at {config.bypass_limit} it would have gone first"
+        more.append(f"{count(wait.bypassed, 'request')} from behind it in the line went before it{limit}")
+    if admitted is not None:
+        total = admitted.cached_tokens + admitted.new_tokens
+        text += f" (step {wait.admitted_step:,})"
+        if admitted.cached_tokens:
+            more.append(
+                f"{admitted.cached_tokens:,} of {total:,} tokens were in the radix cache, "
+                f"{admitted.new_tokens:,} were left to compute"
+            )
+        else:
+            why = "" if config.radix_cache else " (the radix cache is off)"
+            more.append(f"nothing of it was cached{why}: {count(admitted.new_tokens, 'token')} to compute")
+    return Sentence(wait.start_us, "waited", text, tuple(more))
+
+
+def _causes(spans: Sequence[Span], names: Names) -> list[str]:
+    """What was waited for, in order; of many spans, those alike together, the longest time first."""
+    if len(spans) <= SPANS_TOLD:
+        return [f"{duration(span.stop_us - span.start_us)}: {cause_text(span.cause, names)}" for span in spans]
+    groups: dict[str, list[Span]] = {}
+    for span in spans:
+        groups.setdefault(cause_key(span.cause), []).append(span)
+    lines = []
+    for group in sorted(groups.values(), key=lambda group: -sum(span.stop_us - span.start_us for span in group)):
+        total_us = sum(span.stop_us - span.start_us for span in group)
+        longest = max(group, key=lambda span: span.stop_us - span.start_us)
+        if len(group) == 1:
+            lines.append(f"{duration(total_us)}: {cause_text(longest.cause, names)}")
+            continue
+        others = {span.cause.other for span in group} - {NOBODY}
+        cause, longest_us = longest.cause, longest.stop_us - longest.start_us
+        if len(others) < 2:
+            lines.append(f"{duration(total_us)}, in {len(group)} stretches: {cause_text(cause, names)}")
+            continue
+        what = obstacle_text(cause, "its prefix was being computed")
+        numbers = f", {cause.needed_tokens:,} tokens wanted and {cause.available_tokens:,} left"
+        lines.append(
+            f"{duration(total_us)}: behind {len(others):,} others in turn, each time because {what}; longest behind "
+            f"{names.request(cause.other)}: {duration(longest_us)}{numbers if cause.needed_tokens else ''}"
+        )
+    return lines
+
+
+def _room(ended: Sequence[Ended], names: Names) -> str:
+    last = ended[-1]
+    how = "was retracted" if last.how == "retracted" else f"ended ({last.how})"
+    everybody = list(dict.fromkeys(one.request_id for one in ended))
+    if len(everybody) == 1:
+        return f"at the end of that {names.request(last.request_id)} {how}"
+    who, latest = named(everybody, names), names.request(last.request_id)
+    return f"at the end of that {who} left the running; the last, {latest}, {how}"
+
+
+def _prefilled(wait: Wait, chunks: Sequence[Work], story: Story, names: Names, *, again: bool) -> list[Sentence]:
+    if not chunks:
+        return []
+    tokens = sum(work.stop - work.start for work in chunks)
+    first, last = chunks[0].batch, chunks[-1].batch
+    kept = story.retractions[chunks[0].stay - 1].event.output_tokens if again else 0
+    verb = "computed its prompt" + (" and the output it had kept" if kept else " once more" if again else "")
+    text = f"{verb}: {count(tokens, 'token')} in {count(len(chunks), 'chunk')}"
+    if last.delivered_us >= 0:
+        text += f", {duration(last.delivered_us - first.launched_us)} from the first launch to the last result"
+    else:
+        text += f", but the result of b{last.batch_id} did not come"
+    more = [_chunk(work, story.request_id, names) for work in chunks[:CHUNKS_NAMED]]
+    if len(chunks) > CHUNKS_NAMED:
+        more.append(f"and {len(chunks) - CHUNKS_NAMED} more, until b{last.batch_id}")
+    return [Sentence(first.launched_us, "prefilled", text, tuple(more))]
+
+
+def _first_token(story: Story, stay: int) -> Sentence:
+    """What its TTFT was made of, up to the stay in which it came."""
+    waiting_us = sum(wait.took_us for wait in story.waits[: stay + 1])
+    chunks = [work.batch.delivered_us for work in story.works if work.stay == stay and work.extends]
+    there_us = min(chunks[-1], story.first_token_us) if chunks else story.first_token_us
+    prefill = "prefill" if not stay else "prefill, with what was lost when it was retracted"
+    parts = [
+        f"{duration(waiting_us)} of waiting",
+        f"{duration(there_us - story.arrived_us - waiting_us)} of {prefill}",
+    ]
+    held_us = story.first_token_us - there_us
+    if held_us > 0:
+        tokens, why = count(story.messages[0].tokens, "token"), "" if story.stream else ": it does not stream"
+        parts.append(f"{duration(held_us)} until its first message, of {tokens}{why}")
+    text = f"first token: TTFT {duration(story.ttft_us)} = {' + '.join(parts)}"
+    return Sentence(story.first_token_us, "prefilled", text)
+
+
+def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
+    batch = work.batch
+    beside = [other for other in batch.extend_ids if other != request_id]
+    decodes = batch.rows - len(batch.extend_ids)
+    company = []
+    if beside:
+        company.append(f"the prompt{'s' if len(beside) > 1 else ''} of {named(beside, names)}")
+    if decodes:
+        company.append(count(decodes, "decode"))
+    took = f", {duration(batch.took_us)} on the device" if batch.took_us else ""
+    with_whom = f" together with {' and '.join(company)}" if company else " alone"
+    return f"b{batch.batch_id} at {clock(batch.launched_us)}: tokens {work.start:,} to {work.stop:,}{with_whom}{took}"
+
+
+def _decoded(
+    story: Story, start_us: int, stop_us: int, decodes: Sequence[Work], chronicle: Chronicle, names: Names
+) -> Sentence:
+    messages = [message for message in story.messages if start_us <= message.time_us <= stop_us]
+    first, last = decodes[0].batch, decodes[-1].batch
+    end_us = messages[-1].time_us if messages else stop_us
+    began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # it may be launched ahead of its token
+    took_us = max(end_us - began_us, 0)
+    tokens = sum(work.stop - work.start for work in decodes)
+    text = f"decoded: {count(tokens, 'token')} in {batches_text(len(decodes))}"
+    text += f", {duration(took_us)}, b{first.batch_id} to b{last.batch_id}"
+    more = []
+    mixed = [work.batch for work in decodes if work.batch.mode == "mixed"]
+    if mixed:
+        prompts = sum(batch.prefill_tokens for batch in mixed)
+        more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of others")
+    out = without(story, chronicle, began_us, end_us)
+    if out:
+        out_us, prompts = sum(batch.took_us for batch in out), sum(batch.prefill_tokens for batch in out)
+        who = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)
+        for_whom = f": {count(prompts, 'prompt token')} of {who}" if prompts else ""
+        more.append(
+            f"it took no part in {batches_text(len(out))} meanwhile, {duration(out_us)} on the device{for_whom}"
+        )
+    more += gap_lines(story, messages, chronicle, names)
+    return Sentence(began_us, "decoded", text, tuple(more))
+
+
+def without(story: Story, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
+    """Batches whose results came while it decoded, and in which it had no part."""
+    mine = {work.batch.batch_id for work in story.works}
+    return [b for b in chronicle.between(start_us, stop_us) if b.batch_id not in mine and b.launched_us >= start_us]
+
+
+def batches_text(number: int) -> str:
+    """`1 batch`, `12 batches`."""
+    return f"{number:,} batch{'' if number == 1 else 'es'}"
+
+
+def gap_lines(story: Story, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
+    """The longest gaps between two messages, if they stand out, and what the device did in them."""
+    gaps = [(after.time_us - before.time_us, before, after) for before, after in pairwise(sent)]
+    if len(gaps) < 3:
+        return []
+    usual_us = sorted(gap[0] for gap in gaps)[len(gaps) // 2]
+    long = sorted((gap for gap in gaps if gap[0] > 2 * usual_us), key=lambda gap: (-gap[0], gap[1].time_us))[:GAPS_TOLD]
+    mine = {work.batch.batch_id for work in story.works}
+    lines = []
+    for gap_us, before, after in long:
+        text = f"{duration(gap_us)} before token {after.offset + 1:,} at {clock(after.time_us)}"
+        text += f" (usually {duration(usual_us)})"
+        batches = chronicle.between(before.time_us, after.time_us)
+        longest = max(batches, key=lambda batch: batch.took_us, default=None)
+        if longest is not None and longest.took_us:
+            others = [other for other in longest.extend_ids if other != story.request_id]
+            prompts = (
+                f" with {count(longest.prefill_tokens, 'prompt token')} of {named(others, names)}" if others else ""
+            )
+            part = "" if longest.batch_id in mine else ", in which it had no part"
+            text += f": b{longest.batch_id} took {duration(longest.took_us)}{prompts}{part}"
+        lines.append(text)
+    return lines
+
+
+def _retracted(retraction: Retraction, names: Names) -> Sentence:
+    event = retraction.event
+    why = {
+        "pages": "the next decode of all did not fit into the pages that were left"
+        + (f" ({event.needed_pages:,} wanted, {event.available_pages:,} left)" if event.needed_pages else ""),
+        "forced": "retract_every is set: it was its turn to be tried out",
+        "pause": "the engine was paused, and asked for its pages",
+        "restart": "the engine restarted: the device's state was gone",
+        "prefix_failed": "the batch that computed its cached prefix failed",
+        "weights": "weights were replaced",
+        "preempted": f"{names.request(event.beneficiary)} is more important and needed the room",
+    }[event.reason]
+    text = f"was retracted (step {retraction.step:,}) after {count(event.output_tokens, 'output token')}: {why}"
+    more = [f"{count(event.pages_freed, 'page')} went back, the output is kept and its KV is computed again"]
+    if event.tokens_discarded:
+        was = "was" if event.tokens_discarded == 1 else "were"
+        more.append(f"{count(event.tokens_discarded, 'token')} in flight for it {was} dropped, to be drawn again")
+    if retraction.gainers:
+        more.append(f"the decodes of {named(retraction.gainers, names)} opened pages in the same step")
+    return Sentence(event.time_us, "retracted", text, tuple(more))
+
+
+_ENDS = {
+    "length": "its limit of output tokens was reached",
+    "stop": "it drew an end token",
+    "text_stop": "its text ran into a stop string",
+    "grammar": "its grammar admitted nothing more",
+    "invalid": "the device returned an invalid token",
+    "cancelled": "it was cancelled",
+    "timeout": "its time was over",
+    "out_of_kv": "it alone outgrew the page pool",
+    "transfer": "its transfer failed",
+    "error": "its batch failed",
+    "computed": "its prompt was computed, and no more was asked",
+}
+
+
+def _end(story: Story) -> Sentence:
+    if story.rejected is not None:
+        text = f"was rejected ({story.rejected.reason}): {story.rejected.message}"
+        return Sentence(story.ended_us, "ended", text)
+    if story.finished is None:
+        return Sentence(story.stop_us, "ended", "was still open when the journal ends")
+    finished = story.finished
+    text = (
+        f"finished ({finished.reason}) with {count(finished.output_tokens, 'output token')}: "
+        f"{_ENDS[finished.reason]}; {duration(story.e2e_us)} after its arrival"
+    )
+    more: tuple[str, ...] = ()
+    if story.retractions:
+        again = sum(wait.took_us for wait in story.waits[1:])
+        more = (f"retracted {count(len(story.retractions), 'time')}, {duration(again)} of waiting again",)
+    return Sentence(story.ended_us, "ended", text, more)
+
+
+def story_text(story: Story, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
+    """The story as lines for a terminal."""
+    lines = [headline(story, names), ""]
+    for sentence in sentences(story, chronicle, names, config):
+        lines.append(f"{clock(sentence.time_us):>14}  {sentence.text}")
+        lines += [f"{'':>14}    {line}" for line in sentence.more]
+    return lines

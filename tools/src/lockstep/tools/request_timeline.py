@@ -1,0 +1,486 @@
+"""What happened to a request and why: a fold over a replay that keeps what the core decided about those asked for.
+
+    chronicle = Chronicle({17})
+    for number, event, step in (walk := Walk(run)):
+        chronicle.observe(number, event, step, walk.engine)
+    chronicle.stories[17].waits[0].spans
+
+Nothing is guessed. Why a request waits is read after every step from what the core has said (`AdmissionDeferred`, of it
+or of whoever stops the line) and from its state (held, paused, weights being swapped); what it does is read off the
+launched plans; when it was served off the messages to its client. Times are microseconds since the journal began.
+
+    arrival             admission                       retraction    admission               finish
+    |-- span -- span --| works: chunks, then decodes     |-- span ----| works: chunks, decodes |
+    |----- wait -------|                                 |-- wait ----|
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.core.contract.commands import BatchPlan, EncodeMedia, FinishRequest, RejectRequest, Step, StreamTokens
+from lockstep.core.contract.events import (
+    AdmissionDeferred,
+    BatchFinished,
+    BatchId,
+    MediaEncoded,
+    Observed,
+    PrefillCompleted,
+    RequestAdmitted,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestId,
+    RequestQueued,
+    RequestRejected,
+    RequestRetracted,
+    TurnStarted,
+)
+from lockstep.core.features.disaggregation import HELD
+from lockstep.core.requests.table import RequestState
+from lockstep.core.requests.validation import sample_label, samples_asked
+from lockstep.core.scheduler.engine import Engine
+
+NOBODY: RequestId = -1
+
+
+class Cause(NamedTuple):
+    """What a waiting request waits for. `reason` is a DeferReason, the state of a transfer that holds it, or session,
+    paused, closed or launch.
+
+    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The numbers are
+    those of the AdmissionDeferred.
+    """
+
+    reason: str
+    other: RequestId = NOBODY
+    needed_tokens: int = 0
+    available_tokens: int = 0
+    limit: int = 0
+
+
+@dataclass
+class Span:
+    """A time for which one thing was waited for."""
+
+    start_us: int
+    stop_us: int
+    cause: Cause
+
+
+class Ended(NamedTuple):
+    """Somebody left the running: what makes room for those who wait."""
+
+    time_us: int
+    request_id: RequestId
+    how: str  # a FinishReason, or "retracted"
+
+
+@dataclass
+class Wait:
+    """From an arrival or a retraction to the admission, or to an end without one."""
+
+    start_us: int
+    stop_us: int = -1
+    spans: list[Span] = field(default_factory=list)
+    admitted: RequestAdmitted | None = None
+    admitted_step: int = -1
+    bypassed: int = 0  # requests from behind it in the line that were admitted before it
+    made_room: list[Ended] = field(default_factory=list)  # during its last span, if that was for want of room
+
+    @property
+    def took_us(self) -> int:
+        return self.stop_us - self.start_us
+
+
+@dataclass
+class Batch:
+    """A launched batch: what it computes and, once it was delivered, how long it took."""
+
+    batch_id: BatchId
+    step: int
+    mode: str
+    launched_us: int
+    rows: int
+    extend_ids: tuple[RequestId, ...]
+    prefill_tokens: int
+    started_us: int = -1
+    finished_us: int = -1
+    delivered_us: int = -1
+
+    @property
+    def took_us(self) -> int:
+        """On the device; 0 if the host did not say."""
+        return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
+
+
+@dataclass
+class Work:
+    """A request's part of a batch: positions [start:stop)."""
+
+    batch: Batch
+    stay: int  # behind which of its waits, from 0
+    extends: bool
+    start: int
+    stop: int
+
+
+class Message(NamedTuple):
+    """Tokens that went out to the client."""
+
+    time_us: int
+    offset: int
+    tokens: int
+
+
+@dataclass
+class Encoding:
+    """What an encoder made, or was asked to make, of one content."""
+
+    digest: bytes
+    asked_us: int
+    done_us: int = -1
+
+
+class Retraction(NamedTuple):
+    """A retraction, its step, and those whose new pages that step's plan opened."""
+
+    event: RequestRetracted
+    step: int
+    gainers: tuple[RequestId, ...]
+
+
+@dataclass
+class Story:
+    """All that is known of one request. What has not happened is -1, None or empty."""
+
+    request_id: RequestId
+    label: str
+    tenant: str
+    adapter: str
+    session: str
+    priority: int | None
+    stream: bool
+    arrived_us: int
+    arrived_step: int
+    waiting_then: int = 0  # other requests
+    running_then: int = 0
+    queued: RequestQueued | None = None
+    turn: TurnStarted | None = None
+    media: dict[bytes, tuple[str, int]] = field(default_factory=dict)  # kind and encoder tokens, by digest
+    waits: list[Wait] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    completed: list[tuple[int, PrefillCompleted]] = field(default_factory=list)
+    retractions: list[Retraction] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    cancelled_us: int = -1
+    ended_us: int = -1
+    ended_step: int = -1
+    finished: RequestFinished | None = None
+    rejected: RequestRejected | None = None
+    last_us: int = -1  # when the journal ends, for one that is still open
+
+    @property
+    def prompt_tokens(self) -> int:
+        """What it had to compute or find: for a turn of a session, with what the session kept."""
+        if self.turn is not None:
+            return self.turn.prompt_tokens
+        return self.queued.prompt_tokens if self.queued is not None else 0
+
+    @property
+    def stop_us(self) -> int:
+        """Its end, or that of the journal."""
+        return self.ended_us if self.ended_us >= 0 else self.last_us
+
+    @property
+    def first_token_us(self) -> int:
+        return self.messages[0].time_us if self.messages else -1
+
+    @property
+    def queue_us(self) -> int:
+        """Arrival to first admission; -1 if there was none."""
+        wait = self.waits[0] if self.waits else None
+        return wait.took_us if wait is not None and wait.admitted is not None else -1
+
+    @property
+    def ttft_us(self) -> int:
+        return self.first_token_us - self.arrived_us if self.messages else -1
+
+    @property
+    def e2e_us(self) -> int:
+        return self.ended_us - self.arrived_us if self.finished is not None else -1
+
+    @property
+    def output_tokens(self) -> int:
+        """Delivered to the client."""
+        return self.messages[-1].offset + self.messages[-1].tokens if self.messages else 0
+
+    @property
+    def tpot_us(self) -> float:
+        """-1 with fewer than two tokens."""
+        tokens = self.output_tokens
+        return (self.messages[-1].time_us - self.first_token_us) / (tokens - 1) if tokens > 1 else -1.0
+
+
+class Chronicle:
+    """Stories of the requests asked for, and all batches of the run. Feed it every step of a replay, in order."""
+
+    def __init__(self, wanted: Collection[RequestId]) -> None:
+        self.wanted = frozenset(wanted)
+        self.stories: dict[RequestId, Story] = {}
+        self._open: dict[RequestId, Story] = {}  # those that have not ended
+        self.batches: dict[BatchId, Batch] = {}
+        self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
+        self.delivered: list[Batch] = []
+        self.ends: list[Ended] = []
+        self.encodings: dict[bytes, list[Encoding]] = {}  # of each content, in order
+        self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request that waits
+        self._last_us = 0
+
+    def observe(self, number: int, event: Observed, step: Step, engine: Engine) -> None:
+        """Take in step `number`; `engine` stands behind it."""
+        self._last_us = event.time_us
+        match event:
+            case RequestArrived():
+                self._arrive(number, event, engine)
+            case RequestCancelled() if event.request_id in self.stories:
+                story = self.stories[event.request_id]
+                if story.ended_us < 0:
+                    story.cancelled_us = event.time_us
+            case BatchFinished() if event.batch_id in self.batches:
+                batch = self.batches[event.batch_id]
+                if batch.delivered_us < 0:
+                    batch.started_us, batch.finished_us = event.started_us, event.finished_us
+                    batch.delivered_us = event.time_us
+                    self.delivered_us.append(event.time_us)
+                    self.delivered.append(batch)
+            case MediaEncoded() if event.digest in self.encodings:
+                self.encodings[event.digest][-1].done_us = event.time_us
+        plan = step.launched()
+        before = dict(self._open) if step.decided else self._open  # whoever ends in this step is sent its last tokens
+        for decided in step.decided:
+            self._learn(number, decided, plan)
+        if plan is not None:
+            self._launch(number, event.time_us, plan)
+        for command in step.commands:
+            if type(command) is StreamTokens:
+                self._send(event.time_us, command, before)
+            elif type(command) is EncodeMedia:
+                encoding = Encoding(command.digest, event.time_us)
+                self.encodings.setdefault(command.digest, []).append(encoding)
+            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
+                self._end(number, event.time_us, self.stories[command.request_id])
+        if self._open:
+            self._note_causes(event.time_us, engine)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody asked for has come and ended."""
+        return not self._open and len(self.stories) == len(self.wanted)
+
+    def encodings_of(self, story: Story, wait: Wait) -> list[tuple[str, int, Encoding]]:
+        """Kind, tokens and encoding of each content that a wait was for: the newest asked for by its end."""
+        found = []
+        for digest, (kind, tokens) in story.media.items():
+            asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
+            if asked:
+                found.append((kind, tokens, asked[-1]))
+        return found
+
+    def close(self) -> Chronicle:
+        """The journal has ended: so has what was still going on in it."""
+        for story in self.stories.values():
+            story.last_us = self._last_us
+            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
+                self._close(story.waits[-1], self._last_us)
+        return self
+
+    def between(self, start_us: int, stop_us: int) -> list[Batch]:
+        """Batches whose results came in (start_us:stop_us]."""
+        first, last = bisect_right(self.delivered_us, start_us), bisect_right(self.delivered_us, stop_us)
+        return self.delivered[first:last]
+
+    # -------------------------------------------------------------------------------------------------- what was said
+
+    def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
+        for sample in range(samples_asked(event)):
+            request_id = event.request_id + sample
+            if request_id in self.wanted:
+                self.stories[request_id] = self._open[request_id] = Story(
+                    request_id=request_id,
+                    label=sample_label(event.label, sample),
+                    tenant=event.tenant,
+                    adapter=event.adapter,
+                    session=event.session,
+                    priority=event.priority,
+                    stream=event.stream,
+                    arrived_us=event.time_us,
+                    arrived_step=number,
+                    media={s.digest: (s.kind, s.encoder_tokens) for s in event.spans if s.encoder_tokens},
+                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
+                    running_then=engine.active,
+                )
+
+    def _learn(self, number: int, decided: object, plan: BatchPlan | None) -> None:
+        match decided:
+            case AdmissionDeferred():
+                self._said[decided.request_id] = decided
+            case RequestRetracted():
+                self.ends.append(Ended(decided.time_us, decided.request_id, "retracted"))
+            case RequestFinished():
+                self.ends.append(Ended(decided.time_us, decided.request_id, decided.reason))
+                self._said.pop(decided.request_id, None)
+            case RequestRejected():
+                self._said.pop(decided.request_id, None)
+        story = self.stories.get(getattr(decided, "request_id", NOBODY))
+        if story is None:
+            return
+        match decided:
+            case RequestQueued():
+                story.queued = decided
+                story.waits.append(Wait(decided.time_us))
+            case TurnStarted():
+                story.turn = decided
+            case RequestAdmitted():
+                wait = story.waits[-1]
+                wait.admitted, wait.admitted_step = decided, number
+                self._close(wait, decided.time_us)
+            case PrefillCompleted():
+                story.completed.append((number, decided))
+            case RequestRetracted():
+                story.retractions.append(Retraction(decided, number, _gainers(plan)))
+                story.waits.append(Wait(decided.time_us))
+            case RequestFinished():
+                story.finished = decided
+                self._end(number, decided.time_us, story)
+            case RequestRejected():
+                story.rejected = decided
+                self._end(number, decided.time_us, story)
+
+    def _end(self, number: int, time_us: int, story: Story) -> None:
+        if story.ended_us >= 0:
+            return
+        story.ended_us, story.ended_step = time_us, number
+        self._open.pop(story.request_id, None)
+        if story.waits and story.waits[-1].stop_us < 0:
+            self._close(story.waits[-1], time_us)
+
+    def _close(self, wait: Wait, time_us: int) -> None:
+        wait.stop_us = time_us
+        if not wait.spans:
+            return
+        wait.spans[-1].stop_us = time_us
+        wait.spans = [span for span in wait.spans if span.stop_us > span.start_us] or wait.spans[-1:]
+        last = wait.spans[-1]
+        if last.cause.reason in ("kv_budget", "pages", "rows", "running_limit", "microbatch", "adapter"):
+            first = bisect_right(self.ends, last.start_us, key=lambda ended: ended.time_us)
+            wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
+
+    def _note_causes(self, time_us: int, engine: Engine) -> None:
+        """Of everybody who waits, what for; most wait for the same, which is looked up once."""
+        said, requests, held = self._said, engine.requests, engine.held
+        common = line_cause(engine, NOBODY, said)
+        for request_id, story in self._open.items():
+            wait = story.waits[-1] if story.waits else None
+            if wait is None or wait.stop_us >= 0:
+                continue
+            bypassed = requests[request_id].bypassed
+            if bypassed > wait.bypassed:
+                wait.bypassed = bypassed
+            own = request_id in said or request_id in held
+            cause = why_waits(engine, request_id, said) if own else common
+            spans = wait.spans
+            if not spans:
+                spans.append(Span(wait.start_us, time_us, cause))
+            elif spans[-1].cause is not cause and spans[-1].cause[:2] != cause[:2]:
+                spans[-1].stop_us = time_us
+                spans.append(Span(time_us, time_us, cause))
+
+    # ------------------------------------------------------------------------------------------------- what was done
+
+    def _launch(self, number: int, time_us: int, plan: BatchPlan) -> None:
+        extends, ids = plan.extend_rows, plan.request_ids
+        prompts, new_tokens = (), 0
+        if extends:
+            prompts = tuple(ids[:extends].tolist())
+            new_tokens = int((plan.stops[:extends] - plan.starts[:extends]).sum())
+        batch = Batch(plan.batch_id, number, plan.mode, time_us, len(plan.rows), prompts, new_tokens)
+        self.batches[plan.batch_id] = batch
+        if not self._open:
+            return
+        starts, stops = plan.starts.tolist(), plan.stops.tolist()
+        for i, request_id in enumerate(ids.tolist()):
+            story = self._open.get(request_id)
+            if story is not None and story.waits and story.waits[-1].admitted is not None:
+                story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))
+
+    def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, Story]) -> None:
+        offsets, counts = sent.offsets.tolist(), sent.token_counts.tolist()
+        for i, request_id in enumerate(sent.request_ids.tolist() if self._open or ending else ()):
+            story = self._open.get(request_id) or ending.get(request_id)
+            if story is not None and offsets[i] + counts[i] > story.output_tokens:  # sent twice, the client drops it
+                story.messages.append(Message(time_us, offsets[i], counts[i]))
+
+
+def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
+    """What a request that waits is waiting for, as the engine stands. `said` has the last deferral of each request."""
+    request = engine.requests[request_id]
+    own = said.get(request_id)
+    if request_id in engine.held:
+        session = engine.sessions.open.get(request.session)
+        if session is not None and request_id in session.queue:
+            return Cause("session", NOBODY if session.turn is None else session.turn)
+        transfer = engine.transfers.all.get(request_id) if engine.transfers is not None else None
+        if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
+            return Cause(transfer.state)
+        return Cause("grammar") if own is None else Cause(own.reason, own.behind)
+    if own is not None and not engine.paused and engine.maintenance.admits:
+        if own.reason == "prefix" and request.behind == own.behind and _computes_prompt(engine, own.behind):
+            return Cause("prefix", own.behind)
+        if own.reason == "adapter" and request.deferred == "adapter":
+            return Cause("adapter")
+        tiers = engine.memory.tiers
+        if tiers is not None and tiers.holds_back(request, engine.now_us) == own.reason:
+            return Cause(own.reason)
+    return line_cause(engine, request_id, said)
+
+
+def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
+    """What everybody in the line waits for who has no reason of its own, as it concerns this request."""
+    if engine.paused:
+        return Cause("paused")
+    if not engine.maintenance.admits:
+        return Cause("closed")
+    if engine.deferred is not None:
+        first, reason = engine.deferred
+        head = engine.requests.get(first)
+        if head is not None and head.state is RequestState.WAITING:
+            numbers = said.get(first)
+            other = NOBODY if first == request_id else first
+            if numbers is None:
+                return Cause(reason, other)
+            return Cause(reason, other, numbers.needed_tokens, numbers.available_tokens, numbers.limit)
+    return Cause("launch")
+
+
+def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
+    """Whether a request's prompt is being computed: not launched to its end, or the end not delivered."""
+    request = engine.requests.get(request_id)
+    if request is None:
+        return False
+    return request.state is RequestState.PREFILLING or any(
+        request_id in batch.plan.request_ids[: batch.plan.extend_rows].tolist() for batch in engine.in_flight
+    )
+
+
+def _gainers(plan: BatchPlan | None) -> tuple[RequestId, ...]:
+    """Whose decode opens a page in this plan."""
+    if plan is None:
+        return ()
+    opened = np.isin(plan.rows, plan.deltas.opened_rows)
+    return tuple(plan.request_ids[opened].tolist())

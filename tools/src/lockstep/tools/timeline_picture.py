@@ -1,0 +1,179 @@
+"""A story as a picture: lanes of what a request waited for and did, as text for a terminal and as one HTML page.
+
+The page loads nothing and runs nothing: its picture is SVG, its style the one of the simulator's reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.render import Names, shown
+from lockstep.sim.report.page import still_page
+from lockstep.sim.report.parts import escape
+from lockstep.sim.report.text import duration
+from lockstep.tools.narration import cause_key, clock, headline, sentences, without
+from lockstep.tools.request_timeline import Chronicle, Story
+
+LaneKind = Literal["wait", "prefill", "decode", "out", "token"]
+
+WIDTH = 60  # characters of the bars
+NAME_WIDTH = 38
+LETTERS = {"wait": "w", "prefill": "E", "decode": "D", "out": "-", "token": "|"}
+
+LEFT, LANE, BAR, RIGHT, WIDE = 280, 26, 16, 20, 1180  # of the picture, in its own units
+
+STYLE = """
+.lane-wait { fill: var(--other); } .lane-prefill { fill: var(--prefill); } .lane-decode { fill: var(--decode); }
+.lane-out { fill: var(--mixed); } .lane-token { fill: var(--ink); }
+.picture { width: 100%; height: auto; font-size: 13px; } .picture text { fill: var(--ink); }
+.picture .tick { stroke: var(--grid); } .picture .when { fill: var(--ink-soft); font-size: 12px; }
+.told { list-style: none; padding: 0; margin: 1.2rem 0 0; display: grid; gap: 0.9rem; }
+.told li { display: grid; grid-template-columns: 8rem minmax(0, 1fr); gap: 0 1rem; }
+.told time { color: var(--ink-soft); font-variant-numeric: tabular-nums; text-align: right; }
+.told small { display: block; color: var(--ink-soft); font-size: 0.875rem; }
+"""
+
+
+@dataclass
+class Lane:
+    """One row of the picture: what it shows and when that was."""
+
+    kind: LaneKind
+    name: str
+    bars: list[tuple[int, int]]  # [start:stop) in microseconds
+
+
+def lanes(story: Story, chronicle: Chronicle) -> list[Lane]:
+    """What a request waited for, a lane for each cause; its prefills, its decodes, what ran without it, its tokens."""
+    by_cause: dict[str, list[tuple[int, int]]] = {}
+    for wait in story.waits:
+        for span in wait.spans:
+            if span.stop_us > span.start_us:
+                by_cause.setdefault(cause_key(span.cause), []).append((span.start_us, span.stop_us))
+    found = [Lane("wait", f"waits: {name}", bars) for name, bars in by_cause.items()]
+    encoded = [
+        (max(one.asked_us, story.arrived_us), _until(one.done_us, story))
+        for wait in story.waits
+        for _, _, one in chronicle.encodings_of(story, wait)
+        if one.done_us < 0 or one.done_us > wait.start_us
+    ]
+    if encoded:
+        found.append(Lane("prefill", "encoder: its media", sorted(set(encoded))))
+    chunks = [(w.batch.launched_us, _until(w.batch.delivered_us, story)) for w in story.works if w.extends]
+    if chunks:
+        found.append(Lane("prefill", "prefill", chunks))
+    decodes, out = [], []
+    for stay in range(len(story.waits)):
+        works = [work for work in story.works if work.stay == stay and not work.extends]
+        if not works:
+            continue
+        bounds = (works[0].batch.launched_us, _until(works[-1].batch.delivered_us, story))
+        decodes.append(bounds)
+        missed = without(story, chronicle, *bounds)
+        out += [(batch.started_us, batch.finished_us) for batch in missed if batch.took_us]
+    if decodes:
+        found.append(Lane("decode", "decode", decodes))
+    if out:
+        found.append(Lane("out", "batches without it", out))
+    if story.messages:
+        found.append(Lane("token", "tokens sent", [(message.time_us, message.time_us) for message in story.messages]))
+    return found
+
+
+def _until(us: int, story: Story) -> int:
+    return us if us >= 0 else story.stop_us
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def text_lines(story: Story, chronicle: Chronicle) -> list[str]:
+    """The picture in characters, at most 100 columns."""
+    start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
+    per_us = WIDTH / (stop_us - start_us)
+    ends = f"{clock(start_us)}{clock(stop_us):>{WIDTH - len(clock(start_us))}}"
+    lines = [f"{'':{NAME_WIDTH}}{ends}"]
+    for lane in lanes(story, chronicle):
+        row = ["."] * WIDTH
+        for bar_start, bar_stop in lane.bars:
+            first = min(int((bar_start - start_us) * per_us), WIDTH - 1)
+            last = min(max(int((bar_stop - start_us) * per_us), first + 1), WIDTH)
+            row[first:last] = LETTERS[lane.kind] * (last - first)
+        lines.append(f"{lane.name:{NAME_WIDTH}.{NAME_WIDTH - 1}}{''.join(row)}")
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+
+def picture(story: Story, chronicle: Chronicle) -> str:
+    """The picture as SVG."""
+    rows = lanes(story, chronicle)
+    start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
+    scale = (WIDE - LEFT - RIGHT) / (stop_us - start_us)
+    height = LANE * (len(rows) + 1) + 8
+    label = escape(f"What {headline_name(story)} waited for and did, from {clock(start_us)} to {clock(stop_us)}")
+    parts = [f'<svg class="picture" viewBox="0 0 {WIDE} {height}" role="img" aria-label="{label}">']
+    for tick in range(6):
+        at_us = start_us + (stop_us - start_us) * tick // 5
+        x = LEFT + (at_us - start_us) * scale
+        anchor = "end" if tick == 5 else "middle" if tick else "start"
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{LANE - 6}" y2="{height}"></line>')
+        parts.append(f'<text class="when" x="{x:.1f}" y="14" text-anchor="{anchor}">{clock(at_us)}</text>')
+    for number, lane in enumerate(rows):
+        y = LANE * (number + 1)
+        parts.append(f'<text x="{LEFT - 12}" y="{y + 13}" text-anchor="end">{escape(lane.name)}</text>')
+        for bar_start, bar_stop in _merged(lane.bars, 1 / scale):
+            x, width = LEFT + (bar_start - start_us) * scale, max((bar_stop - bar_start) * scale, 1.2)
+            when = f"{lane.name}: {clock(bar_start)}" + (
+                f", {duration(bar_stop - bar_start)}" if bar_stop > bar_start else ""
+            )
+            parts.append(
+                f'<rect class="lane-{lane.kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR}">'
+                f"<title>{escape(when)}</title></rect>"
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, int]]:
+    """Bars closer than can be seen become one, so that a picture of any request is small."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(bars):
+        if merged and start - merged[-1][1] < near_us:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def headline_name(story: Story) -> str:
+    """Its label or its id."""
+    return shown(story.label) or f"r{story.request_id}"
+
+
+def write_page(
+    path: Path,
+    title: str,
+    stories: Sequence[Story],
+    chronicle: Chronicle,
+    names: Names,
+    config: SchedConfig,
+    about: str,
+) -> None:
+    """Write the stories to one HTML file, each a picture and its sentences."""
+    body = [f'<section id="answer"><h1>{escape(title)}</h1><p class="note">{escape(about)}</p></section>']
+    for story in stories:
+        told = []
+        for sentence in sentences(story, chronicle, names, config):
+            more = "".join(f"<small>{escape(line)}</small>" for line in sentence.more)
+            when = clock(sentence.time_us)
+            told.append(f"<li><time>{when}</time><div>{escape(sentence.text)}{more}</div></li>")
+        body.append(
+            f"<section><h2>{escape(headline(story, names))}</h2>"
+            f'<div class="scroll">{picture(story, chronicle)}</div><ol class="told">{"".join(told)}</ol></section>'
+        )
+    path.write_text(still_page(title, body, STYLE), "utf-8", newline="\n")
