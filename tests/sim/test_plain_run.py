@@ -17,7 +17,7 @@ from msgspec.structs import replace as replace_struct
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.scheduler import admission
+from lockstep.core.requests import budget
 from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
@@ -378,7 +378,7 @@ def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
 
 
 def test_the_kernel_has_the_cores_constants() -> None:
-    assert kernel.CLIP_MAX_NEW_TOKENS == admission.CLIP_MAX_NEW_TOKENS
+    assert kernel.CLIP_MAX_NEW_TOKENS == budget.CLIP_MAX_NEW_TOKENS
     assert kernel.NEVER_US == host.NEVER_US
     assert list(kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 

@@ -94,10 +94,10 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.journal import snapshot
+from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import Request, RequestState
 from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.retraction import importance
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import TaggedTiers

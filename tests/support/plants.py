@@ -17,15 +17,16 @@ import numpy as np
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
-from lockstep.core.features.adapters import Adapters
 from lockstep.core.features.microbatches import Microbatches
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.requests import delivery
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
-from lockstep.core.scheduler import delivery, ordering, preemption
-from lockstep.core.scheduler.admission import PrefillBudget
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.scheduler import ordering, preemption
 from lockstep.core.scheduler.engine import Decodes, Deferral, Engine, ExtendShare
 
 Plant = AbstractContextManager[None]

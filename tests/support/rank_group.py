@@ -70,7 +70,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.data_parallel import Rounds, draft_passes_of
 from lockstep.core.journal import snapshot
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import seen_by_device

@@ -28,7 +28,7 @@ from torch import Tensor
 from lockstep.core.contract.commands import BatchPlan, HiddenSpan, RowTaken
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchId, RequestId, RequestKind
-from lockstep.core.scheduler.delivery import step_numbers
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.host.batches import (
     NO_CONTEXT,
     BatchResult,

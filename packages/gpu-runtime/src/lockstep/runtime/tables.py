@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lockstep.core.contract.commands import BatchPlan, PageDeltas, RowTaken
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.scheduler.delivery import step_numbers
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.runtime.errors import PlanError
 
 Int32s = NDArray[np.int32]

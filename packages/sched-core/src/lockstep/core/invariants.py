@@ -18,9 +18,9 @@ from msgspec import UNSET
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import TransferState
 from lockstep.core.features import speculation
-from lockstep.core.features.adapters import NO_SLOT
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED, comes_after_another
+from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.requests.table import BASE, RequestState
 

@@ -42,9 +42,9 @@ from lockstep.core.journal.journal import (
     read_journal,
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
+from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.requests.validation import samples_asked
-from lockstep.core.scheduler.delivery import sent_to
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import Float32s, Int32s
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number

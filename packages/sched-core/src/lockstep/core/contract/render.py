@@ -88,7 +88,7 @@ from lockstep.core.contract.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.features.adapters import Adapters
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.block_tiers import HostBlocks
 from lockstep.core.kv.hybrid import NONE, Hybrid
 from lockstep.core.kv.radix import RadixCache, RadixNode

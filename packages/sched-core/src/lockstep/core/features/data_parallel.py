@@ -60,8 +60,8 @@ from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features import grammars
 from lockstep.core.kv.hybrid import everybody
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
-from lockstep.core.scheduler.batching import InFlight
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

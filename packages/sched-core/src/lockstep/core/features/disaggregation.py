@@ -50,14 +50,14 @@ from lockstep.core.contract.events import (
     TransferMoved,
     TransferState,
 )
+from lockstep.core.features import prerequisites
 from lockstep.core.kv.radix import Match, RadixNode
-from lockstep.core.requests import extras, prerequisites
+from lockstep.core.requests import delivery, extras
+from lockstep.core.requests.batching import ExtendPart, InFlight
+from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
-from lockstep.core.scheduler import delivery
-from lockstep.core.scheduler.admission import CLIP, CLIP_MAX_NEW_TOKENS
-from lockstep.core.scheduler.batching import ExtendPart, InFlight
-from lockstep.core.scheduler.retraction import importance
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

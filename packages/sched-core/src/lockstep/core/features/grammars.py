@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
 from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
-from lockstep.core.scheduler.batching import InFlight
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

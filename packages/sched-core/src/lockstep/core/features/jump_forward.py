@@ -31,8 +31,8 @@ import numpy as np
 
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, RequestId, TokensForced
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import NO_IDS, Int32s, RunningBatch
-from lockstep.core.scheduler.batching import InFlight
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

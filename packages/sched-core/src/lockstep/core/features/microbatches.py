@@ -34,8 +34,8 @@ from lockstep.core.contract.commands import NO_ROWS
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, LaneReady, RequestId
+from lockstep.core.requests.retraction import choose_victim, pages_ahead
 from lockstep.core.requests.table import EMPTY_BATCH, Int32s, Request, RunningBatch
-from lockstep.core.scheduler.retraction import choose_victim, pages_ahead
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

@@ -36,13 +36,13 @@ from lockstep.core.contract.events import (
     SessionYielded,
     TurnStarted,
 )
+from lockstep.core.features.prerequisites import await_media, comes_by_transfer, has_media
 from lockstep.core.kv.memory import NO_BATCH, Memory
 from lockstep.core.kv.radix import RadixNode
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
-from lockstep.core.requests.prerequisites import await_media, comes_by_transfer, has_media
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
-from lockstep.core.scheduler.admission import PrefillBudget
 
 if TYPE_CHECKING:
     from typing import Literal

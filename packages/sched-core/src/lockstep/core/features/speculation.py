@@ -40,6 +40,8 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
 from lockstep.core.features import jump_forward
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.table import (
     HAS_GRAMMAR,
     ONE,
@@ -51,8 +53,6 @@ from lockstep.core.requests.table import (
     RequestState,
     RunningBatch,
 )
-from lockstep.core.scheduler.batching import InFlight
-from lockstep.core.scheduler.delivery import step_numbers
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

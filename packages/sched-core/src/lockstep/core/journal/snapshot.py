@@ -28,7 +28,6 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason, Grammar, SamplingParams
-from lockstep.core.features.adapters import Adapters
 from lockstep.core.features.data_parallel import RoundsImage
 from lockstep.core.features.disaggregation import TransfersImage
 from lockstep.core.features.grammars import GrammarEntry
@@ -37,10 +36,12 @@ from lockstep.core.features.media import Content, EncoderEntry
 from lockstep.core.features.microbatches import MicrobatchesImage
 from lockstep.core.features.sessions import SessionImage
 from lockstep.core.features.speculation import Chances
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import FullPages
 from lockstep.core.kv.memory import DeferredFree, Lent, Pending, Rewrite
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import (
     BASE,
     EMPTY_BATCH,
@@ -52,7 +53,6 @@ from lockstep.core.requests.table import (
     RequestTable,
     RunningBatch,
 )
-from lockstep.core.scheduler.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 
 SNAPSHOT_FORMAT = 1

@@ -61,15 +61,15 @@ from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
+from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
-from lockstep.core.scheduler.delivery import step_numbers
-from lockstep.core.scheduler.retraction import members_growing, pages_ahead
 
 if TYPE_CHECKING:
     from lockstep.core.kv.memory import Memory
     from lockstep.core.kv.radix import Match, RadixCache
-    from lockstep.core.scheduler.admission import NewTokenRatio, PrefillBudget
-    from lockstep.core.scheduler.batching import InFlight
+    from lockstep.core.requests.batching import InFlight
+    from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget
     from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no window page, no slot

@@ -26,14 +26,14 @@ from msgspec import UNSET
 from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
-from lockstep.core.features.adapters import Adapters
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import FullPages, Hybrid
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match, RadixCache, RadixNode
 from lockstep.core.kv.tiers import Tiers
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
-from lockstep.core.scheduler.batching import InFlight
 
 NO_BATCH: BatchId = -1
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts

@@ -75,7 +75,7 @@ from lockstep.core.requests.table import Int32s, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.kv.memory import Memory
-    from lockstep.core.scheduler.admission import PrefillBudget
+    from lockstep.core.requests.budget import PrefillBudget
     from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no operation

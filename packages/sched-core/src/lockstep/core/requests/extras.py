@@ -14,8 +14,8 @@ import numpy as np
 
 from lockstep.core.contract.commands import HiddenSpan, LogprobSpan, MediaSpan, RowTaken
 from lockstep.core.contract.events import PromptSpan
+from lockstep.core.requests.batching import ExtendPart
 from lockstep.core.requests.table import Extras, Request
-from lockstep.core.scheduler.batching import ExtendPart
 
 
 class PlanExtras(NamedTuple):

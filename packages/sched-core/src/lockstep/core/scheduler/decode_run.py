@@ -24,10 +24,10 @@ import numpy as np
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.contract.digest import step_digest
 from lockstep.core.contract.events import BatchFinished, LaneReady
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.retraction import members_growing
 from lockstep.core.requests.table import ONE, Int32s
-from lockstep.core.scheduler.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.retraction import members_growing
 
 RUN_LAUNCHES_MAX = 256
 

@@ -73,18 +73,29 @@ from lockstep.core.contract.events import (
     TransferAdvanced,
     WeightsSwapped,
 )
-from lockstep.core.features import grammars, jump_forward, speculation
-from lockstep.core.features.adapters import LOOKAHEAD_REQUESTS, Adapters
+from lockstep.core.features import grammars, jump_forward, prerequisites, speculation
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.media import EncoderCache, Placeholders
 from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.features.sessions import Sessions
+from lockstep.core.kv.adapters import LOOKAHEAD_REQUESTS, Adapters
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.tiers import Tiers
-from lockstep.core.requests import extras, prerequisites
+from lockstep.core.requests import delivery, extras
+from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
+from lockstep.core.requests.budget import (
+    NewTokenRatio,
+    PrefillBudget,
+    aligned,
+    ceil_to,
+    chunk_tokens,
+    lasts_with,
+    reserve_by_ratio,
+)
+from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.table import BASE, EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
 from lockstep.core.requests.validation import (
     Accepted,
@@ -94,20 +105,9 @@ from lockstep.core.requests.validation import (
     samples_asked,
     stop_tokens_of,
 )
-from lockstep.core.scheduler import delivery, preemption
-from lockstep.core.scheduler.admission import (
-    NewTokenRatio,
-    PrefillBudget,
-    aligned,
-    ceil_to,
-    chunk_tokens,
-    lasts_with,
-    reserve_by_ratio,
-)
-from lockstep.core.scheduler.batching import ExtendPart, InFlight, new_tokens_of
+from lockstep.core.scheduler import preemption
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering, refresh_prefixes
-from lockstep.core.scheduler.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 
 OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]

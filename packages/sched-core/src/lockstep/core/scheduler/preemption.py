@@ -26,9 +26,9 @@ from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
 from lockstep.core.kv.radix import Match
+from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
-from lockstep.core.scheduler.admission import PrefillBudget, aligned, chunk_tokens, lasts_with
-from lockstep.core.scheduler.retraction import importance
 
 if TYPE_CHECKING:
     from lockstep.core.kv.hybrid import Hybrid

@@ -18,8 +18,8 @@ import numpy as np
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.kv.memory import EVICT_AHEAD_SHARE
+from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.table import VERSION_MARK
-from lockstep.core.scheduler.admission import NewTokenRatio
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.fast import kernel as kernel
 from lockstep.sim.fast import machine_code

@@ -22,8 +22,8 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdmissionDeferred, BatchId, MediaEncoded, RequestId
 from lockstep.core.requests import extras
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import NO_REQUEST, Extras, Request, RequestState
-from lockstep.core.scheduler.batching import InFlight
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
