@@ -49,8 +49,8 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchResult
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.runtime.bubbles import BubbleTimer
-from lockstep.runtime.llm import Answer, Asked
-from lockstep.runtime.tables import PackedPlan, Tables
+from lockstep.runtime.llm import PendingRequest, RequestOutput
+from lockstep.runtime.tables import DeviceTables, PackedPlan
 
 PROMPT_TOKENS = 1024
 PAGE_SIZE = 16
@@ -96,7 +96,7 @@ class InstantExecutor:
     """An executor whose device has finished as soon as it is asked: every row draws the same token."""
 
     def __init__(self, config: SchedConfig, clock: HostClock, meter: Meter, on_decode: Callable[[int], None]) -> None:
-        self.tables = Tables(config.rows_max, config.pages, config.page_size, torch.device("cpu"))
+        self.tables = DeviceTables(config.rows_max, config.pages, config.page_size, torch.device("cpu"))
         self._take_in: Callable[[BatchPlan], PackedPlan] = meter.of("pack", self.tables.take_in)
         self._queue: deque[BatchPlan] = deque()
         self._clock, self._on_decode = clock, on_decode
@@ -167,7 +167,7 @@ def measure(running: int, steps: int, profile: cProfile.Profile | None = None) -
             request = RequestArrived(
                 0, request_id=-1, prompt=TokenIds(prompt), max_new_tokens=WARM_STEPS + steps + 16, stream=True
             )
-            asked.append(Asked(Answer(-1, []), None, (), SimpleQueue()))
+            asked.append(PendingRequest(RequestOutput(-1, []), None, (), SimpleQueue()))
             host.submit(request, asked[-1])
         gc.collect()
         gc.freeze()

@@ -41,7 +41,7 @@ from lockstep.core.contract.events import ObservedEvent
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CostModel, CpuModel, roofline
-from lockstep.sim.cost.calibration import Calibration, Correction, Residuals, Source
+from lockstep.sim.cost.calibration import Calibration, CalibrationSource, Correction, Residuals
 from lockstep.sim.cost.roofline import RooflineModel
 from lockstep.sim.host.host import Arrivals, EngineHost
 from lockstep.sim.metrics.metrics import MetricsFold, RunData
@@ -97,7 +97,7 @@ class Recording:
     config: SchedConfig
     timeline: Timeline
     gauges: Gauges
-    source: Source
+    source: CalibrationSource
     vllm_version: str
 
 
@@ -132,7 +132,7 @@ def read_recording(folder: Path) -> Recording:
         }
     )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    source = Source(kind="serving_points", file=path.name, sha256=digest, rows_used=0)
+    source = CalibrationSource(kind="serving_points", file=path.name, sha256=digest, rows_used=0)
     return Recording(_turns(rows, prompts, kv["block_size"]), config, timeline, gauges, source, meta["vllm_version"])
 
 

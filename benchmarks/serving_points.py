@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lockstep.sim.calibrate.calibrate import (
     MODELS_MIN,
-    Trial,
+    PointTrials,
     calibration_of_points,
     fit_points,
     left_out_ratios,
@@ -65,7 +65,7 @@ def main() -> int:
     points, left_out = read_serving_points(path)
     if arguments.limit:
         points = points[:: -(-len(points) // arguments.limit)]
-    trial = Trial.of(points, operators=data / "published" / "aic_ops" if arguments.operators else None)
+    trial = PointTrials.of(points, operators=data / "published" / "aic_ops" if arguments.operators else None)
 
     print(f"{len(points)} points; left out: " + "; ".join(f"{len(rows)} rows, {why}" for why, rows in left_out.items()))
     print(f"cost model: {trial.base}; {path.name}, SHA-256 {sha256_of(path)}\n")
@@ -108,7 +108,7 @@ def joined(parts: list[tuple[Float64s, Float64s]]) -> Figures:
     return errors(np.concatenate(predicted), np.concatenate(measured))
 
 
-def uncorrected(trial: Trial) -> Figures:
+def uncorrected(trial: PointTrials) -> Figures:
     """No correction; the client is the one the engine's whole fit chose, in favour of the uncorrected model."""
     found: Figures = {}
     for metric, name in METRICS.items():
@@ -128,7 +128,7 @@ def uncorrected(trial: Trial) -> Figures:
     return found
 
 
-def halves(trial: Trial, seed: int) -> Figures:
+def halves(trial: PointTrials, seed: int) -> Figures:
     """One parameter set per engine from a random half of its points, tried on the other half."""
     found: Figures = {"seed": seed, "engines": {}}
     parts: dict[Metric, list[tuple[Float64s, Float64s]]] = {metric: [] for metric in METRICS}
@@ -154,7 +154,7 @@ def halves(trial: Trial, seed: int) -> Figures:
     return found
 
 
-def models_left_out(trial: Trial) -> Figures:
+def models_left_out(trial: PointTrials) -> Figures:
     """Every model predicted by a fit to the engine's other models, where it has three or more."""
     found: Figures = {}
     all_ratios: dict[str, dict[Metric, Float64s]] = {}
@@ -182,7 +182,7 @@ def models_left_out(trial: Trial) -> Figures:
     return found
 
 
-def whole(trial: Trial, engine: str) -> Figures:
+def whole(trial: PointTrials, engine: str) -> Figures:
     """The fit to all points of an engine, and how it stands to them (which it has seen)."""
     rows = trial.rows(engine)
     fit = fit_points(trial, rows)
@@ -195,7 +195,7 @@ def whole(trial: Trial, engine: str) -> Figures:
     }
 
 
-def rows_of(trial: Trial) -> list[Figures]:
+def rows_of(trial: PointTrials) -> list[Figures]:
     """Every point: measured, uncorrected, and by a fit to its engine's points without those of its model and tp."""
     found: dict[int, Figures] = {}
     for engine in trial.engines:
@@ -217,7 +217,7 @@ def rows_of(trial: Trial) -> list[Figures]:
     return [found[i] for i in sorted(found)]
 
 
-def simulated_again(trial: Trial, data: Path, operators: bool) -> Figures:
+def simulated_again(trial: PointTrials, data: Path, operators: bool) -> Figures:
     """How far timing a schedule anew is from simulating with the calibration: the largest difference, as a share."""
     differences: dict[str, list[float]] = {"time": [], "ttft": []}
     for engine in trial.engines:

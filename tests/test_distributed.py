@@ -475,7 +475,7 @@ def test_nobody_new_is_given_pages_while_somebody_retracted_waits() -> None:
     made = fleet(pages=16, num_reserved_decode_tokens=0)
     for key in range(2):
         made.arrive(asked(key, max_new=12))
-    made.settle_until(lambda: len(made.members["d0"].engine.cohort.requests) == 2)
+    made.settle_until(lambda: len(made.members["d0"].engine.running_batch.requests) == 2)
     made.control("d0", Pause("retract"))
     made.arrive(asked(2))
     made.control("d0", Resume())
@@ -1040,7 +1040,7 @@ def test_rows_whose_kv_came_decode_with_the_others() -> None:
     """A decode rank whose request joins runs no extend: nobody else has to, and a graph can run."""
     made = ranks(overlap_depth=0)
     made.arrive(asked(0, max_new=20), "p0", "d0")
-    made.settle_until(lambda: made.members["d0"].engine.cohort.size == 1)
+    made.settle_until(lambda: made.members["d0"].engine.running_batch.size == 1)
     while made.hear("d1") or made.finish("d0") or made.finish("d1"):
         pass
     made.arrive(asked(1), "p1", "d1")

@@ -33,7 +33,7 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.quantized import activations
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_codes, to_fp8
 from lockstep.runtime.quantized.int4 import Int4Matrices
-from lockstep.runtime.quantized.matrices import FUSED_ROWS_MAX, Matrix, Quantized
+from lockstep.runtime.quantized.matrices import FUSED_ROWS_MAX, Quantized, StoredMatrix
 from tests.support.passes import Pass
 
 FORMATS = {
@@ -53,9 +53,9 @@ def run(section: Section) -> None:
     layer = shapes.Layer.of(section)
     gbs = copy_gbs(section.device, 1 << 22 if section.small else COPY_BYTES)
     section.put("copy_gbs", round(gbs, 1))
-    if (why := obstacle(section)) is not None:
+    if (why := unavailable_because(section)) is not None:
         section.skip("our kernels", why)
-    elif (why := rounding_obstacle(section)) is not None:
+    elif (why := rounding_unavailable(section)) is not None:
         section.skip("rows in fp8", why)
     for kind in ("fp8 blocks", "gptq") if section.small else FORMATS:
         stored = FORMATS[kind]
@@ -63,12 +63,12 @@ def run(section: Section) -> None:
             with section.trying(f"{kind}, {shape[0]} x {shape[1]}"):
                 section.needs(3 if section.gpu else 0)
                 products(section, kind, stored, shape, layer.dtype, gbs)
-        if section.small and kind == "gptq" and obstacle(section) is None:
+        if section.small and kind == "gptq" and unavailable_because(section) is None:
             continue  # the interpreter is slow
         with section.trying(f"{kind}, experts"):
             section.needs(2 if section.gpu else 0)
             experts(section, kind, stored, layer.dtype)
-        if stored.layout == "fp8" and rounding_obstacle(section) is None:
+        if stored.layout == "fp8" and rounding_unavailable(section) is None:
             with section.trying(f"{kind}, experts, rows in fp8"):
                 section.needs(2 if section.gpu else 0)
                 experts(section, kind, stored, layer.dtype, "dynamic")
@@ -80,22 +80,22 @@ def run(section: Section) -> None:
             kv(section, layer, backend)
 
 
-def obstacle(section: Section) -> str | None:
+def unavailable_because(section: Section) -> str | None:
     """Why our kernels cannot run here, or None; on a CPU Triton may interpret them."""
     if section.gpu:
-        return triton_trial.obstacle(section.device)
+        return triton_trial.unavailable_because(section.device)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     return None if interpreted else "there is no GPU, and Triton's interpreter is off"
 
 
-def rounding_obstacle(section: Section) -> str | None:
+def rounding_unavailable(section: Section) -> str | None:
     """Why fp8 cannot be multiplied by fp8 here, or None. The interpreter can, but rounds rows wrongly."""
-    return activations.obstacle(section.device) if section.gpu else obstacle(section)
+    return activations.unavailable_because(section.device) if section.gpu else unavailable_because(section)
 
 
 def made(
     stored: WeightFormat,
-    parts: list[Matrix],
+    parts: list[StoredMatrix],
     groups: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -130,12 +130,13 @@ def products(
     device, (outputs, inputs) = section.device, shape
     stored = stored_for(section, stored)
     copies = [
-        made(stored, [Matrix("w", outputs, inputs)], 0, dtype, device) for _ in range(COPIES if section.gpu else 1)
+        made(stored, [StoredMatrix("w", outputs, inputs)], 0, dtype, device)
+        for _ in range(COPIES if section.gpu else 1)
     ]
     weights, wide = copies[0], copies[0].widened(torch.float32)
     plain = [wide.to(dtype) for _ in copies]
     taken = sum(one.numel() * one.element_size() for one in weights.parameters())
-    fused = obstacle(section) is None and weights.kernel_fits(dtype)
+    fused = unavailable_because(section) is None and weights.kernel_fits(dtype)
 
     def by_widening(hidden: Tensor, turn: int) -> Tensor:
         return F.linear(hidden, copies[turn].widened_fast(dtype) if fused else copies[turn].widened(dtype))
@@ -179,7 +180,7 @@ def products(
 
 def rounded_ways(section: Section, copies: list[Quantized], hidden: Tensor) -> dict[str, Callable[[int], Tensor]]:
     """Products of rows in fp8, where they can be; under the interpreter rows are rounded by torch."""
-    if not isinstance(copies[0], Fp8Matrices) or rounding_obstacle(section) is not None:
+    if not isinstance(copies[0], Fp8Matrices) or rounding_unavailable(section) is not None:
         return {}
     from lockstep.runtime.quantized.fp8_kernels import rounded_rows, scaled_linear
 
@@ -221,7 +222,7 @@ def rounded_product(weights: Quantized, hidden: Tensor) -> Tensor:
 def experts(section: Section, kind: str, stored: WeightFormat, dtype: torch.dtype, rounded: Activations = "") -> None:
     """Grouped rows, some groups without any."""
     outputs, inputs = (48, 32) if section.small else (1536, 2048)
-    parts = [Matrix("w", outputs, inputs)]
+    parts = [StoredMatrix("w", outputs, inputs)]
     weights = made(stored_for(section, stored), parts, EXPERTS, dtype, section.device, rounded)
     for tokens in (3,) if section.small else (1, 64, 1024):
         generator = torch.Generator().manual_seed(tokens)
@@ -235,11 +236,11 @@ def experts(section: Section, kind: str, stored: WeightFormat, dtype: torch.dtyp
             meeting = (codes.float().view(*by_row.shape, -1) * by_row[..., None]).view(rows.shape)
         wide = {one: weights.widened(torch.float32, one).double() for one in set(of_rows)}
         wanted = torch.stack([wide[one] @ row for one, row in zip(of_rows, meeting.double(), strict=True)])
-        way = weights.grouped if section.gpu or obstacle(section) is not None else kernel_of(weights)
+        way = weights.grouped if section.gpu or unavailable_because(section) is not None else kernel_of(weights)
         far = off(way(rows, ends)[:, None], wanted[:, None])
         shown = f"{name}, {EXPERTS} experts of {outputs} x {inputs}, {tokens} tokens"
         section.check(shown, far <= 2 * FAR[dtype], f"{far:.2g} off")
-        if section.gpu and obstacle(section) is None:
+        if section.gpu and unavailable_because(section) is None:
             us = graph_time_us(partial(weights.grouped, rows, ends), section.device)
             section.put(f"experts.{name}.{tokens}", {"us": round(us, 1)})
 

@@ -21,7 +21,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, TokenIds
 from lockstep.core.journal.journal import JournalHeader, JournalWriter
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.runtime.assembly import make_executor
 from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
@@ -131,7 +131,7 @@ class Counting:
         """More."""
         self.count = offset + len(tokens)
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         """All."""
 
     def rejected(self, end: RejectRequest) -> None:

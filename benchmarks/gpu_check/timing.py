@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.overlap import CudaLane, Lane
+from lockstep.runtime.overlap import CudaLane, StreamLane
 
 
 def time_us(run: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3) -> float:
@@ -56,7 +56,7 @@ class LaneTimes:
     On a GPU by the events that the lane records itself; on a CPU by its clock.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: StreamLane) -> None:
         self._spans: list[tuple[Any, Any]] = []
         self._gpu = isinstance(lane, CudaLane)
         inner = lane.download

@@ -14,17 +14,17 @@ tokenizers = pytest.importorskip("tokenizers", reason="the server is not install
 from lockstep.api.answer_text import AnswerText  # noqa: E402
 from lockstep.api.plain_text import PlainText  # noqa: E402
 from lockstep.api.token_names import TokenNames, bytes_by_letter  # noqa: E402
-from lockstep.api.wire import Ended  # noqa: E402
+from lockstep.api.wire import SampleEnded  # noqa: E402
 from lockstep.host.text import Text  # noqa: E402
 
 PLAIN = PlainText()
 
 
-def ended(reason: str) -> Ended:
-    return Ended(0, 0, reason)
+def ended(reason: str) -> SampleEnded:
+    return SampleEnded(0, 0, reason)
 
 
-def spelt(tokens: list[int], cuts: list[int], end: Ended, **more: Any) -> tuple[list[str], AnswerText]:
+def spelt(tokens: list[int], cuts: list[int], end: SampleEnded, **more: Any) -> tuple[list[str], AnswerText]:
     """The pieces of an answer that comes up to each cut, then whole."""
     answer = AnswerText(PLAIN, [], **more)
     pieces = [answer.spell(tokens[:cut], None) for cut in sorted(cuts)]

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.api.chat_formats.driver import (
-    Answer,
     AnswerParser,
     CallArguments,
     CallBegan,
     CallBroken,
     CallEnded,
-    Content,
+    ContentDelta,
     Event,
+    ParsedAnswer,
     Thought,
 )
 from lockstep.api.chat_formats.literals import JSON, PYTHON, SPACE, as_json
@@ -190,7 +190,7 @@ def read(form: Format, pieces: Sequence[str], **more: Any) -> list[Event]:
     for event in events:
         last = joined[-1] if joined else None
         match event, last:
-            case (Content(text), Content(before)) | (Thought(text), Thought(before)):
+            case (ContentDelta(text), ContentDelta(before)) | (Thought(text), Thought(before)):
                 joined[-1] = type(event)(before + text)
             case CallArguments(index, text), CallArguments(_, before):
                 joined[-1] = CallArguments(index, before + text)
@@ -200,7 +200,7 @@ def read(form: Format, pieces: Sequence[str], **more: Any) -> list[Event]:
     return joined
 
 
-def told(answer: Answer) -> list[Call]:
+def told(answer: ParsedAnswer) -> list[Call]:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
@@ -239,7 +239,7 @@ def test_calls_in_any_pieces_are_those_that_were_written(
     parser = AnswerParser(form, tools=tools, make_id=ids())
     for piece in cut(text, seed):
         events += parser.feed(piece)
-    answer = Answer.of(events + parser.finish())
+    answer = ParsedAnswer.of(events + parser.finish())
     assert told(answer) == calls
     front = front.strip(SPACE) if thought or thoughts.begun else front.rstrip(SPACE)
     assert answer.content == front + (behind if behind.strip(SPACE) else "")
@@ -272,7 +272,7 @@ def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
     form = FORMATS[name] if thinks is None else with_thoughts(FORMATS[name], THOUGHTS[thinks], how)
     whole = read(form, [text], calls_max=calls_max)
     assert read(form, cut(text, seed), calls_max=calls_max) == whole
-    answer = Answer.of(whole)
+    answer = ParsedAnswer.of(whole)
     for call in answer.calls:
         assert isinstance(json.loads(call.arguments), dict)
     if thinks is None and calls_max is None:
@@ -281,9 +281,9 @@ def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
         following = iter(text)
         assert all(letter in following for letter in answer.content)  # in its order, nothing made up
         streamed = "".join(
-            event.text if isinstance(event, Content) else event.rest
+            event.text if isinstance(event, ContentDelta) else event.rest
             for event in whole
-            if isinstance(event, Content | CallBroken)
+            if isinstance(event, ContentDelta | CallBroken)
         )
         following = iter(text)
         assert all(letter in following for letter in streamed)

@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="the tokenizer is not installed")
 pytest.importorskip("jinja2", reason="templates are not installed")
 
 from lockstep.api.answer_text import AnswerText
-from lockstep.api.chat_formats.driver import Answer, AnswerParser
+from lockstep.api.chat_formats.driver import AnswerParser, ParsedAnswer
 from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.text import StopTexts, Text
@@ -160,7 +160,7 @@ def test_what_a_template_writes_is_read_back_in_the_format_that_it_teaches(name:
         if how != "unsaid":  # the template begins or skips what the answer would begin with
             answer = answer.removeprefix("<think>\n") if how == "open" else answer.partition("</think>\n\n")[2]
         parser = AnswerParser(with_thoughts(formats.tools, formats.thoughts, how), tools=TOOLS, make_id=str)
-        read = Answer.of(parser.feed(answer) + parser.finish())
+        read = ParsedAnswer.of(parser.feed(answer) + parser.finish())
         assert [(one.name, json.loads(one.arguments)) for one in read.calls] == calls
         assert (read.content, read.thought) == (content, "" if how == "closed" else "So be it.")
 
@@ -195,6 +195,6 @@ def test_calls_are_read_from_tokens_whatever_stands_between_them(tmp_path: Path)
             while at < len(tokens):
                 at = min(len(tokens), at + draw.choice((1, 1, 3)))
                 events += parser.feed(spelled.spell(tokens[:at], None))
-            answer = Answer.of(events + parser.finish())
+            answer = ParsedAnswer.of(events + parser.finish())
             assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls, name
             assert answer.content == ""

@@ -27,7 +27,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.api.routing import Dispatcher, RouterThread  # noqa: E402
+from lockstep.api.routing import RouterService, RouterThread  # noqa: E402
 from lockstep.api.serve import serve  # noqa: E402
 from lockstep.api.settings import read_settings  # noqa: E402
 from lockstep.api.sockets import fresh_folder, router_address, writer  # noqa: E402
@@ -36,7 +36,7 @@ from lockstep.api.wire import (  # noqa: E402
     EngineHere,
     EngineLost,
     Offer,
-    Over,
+    OfferClosed,
     Routed,
     SessionOver,
     Withdraw,
@@ -94,7 +94,7 @@ class Board:
     def __init__(self, policy: RouterPolicy = "round_robin", run: Path | None = None, **more: Any) -> None:
         self.answers: list[Routed] = []
         config = RouterConfig(policy=policy)
-        self.dispatcher = Dispatcher(2, config, self.answers.append, run=run, clock_us=lambda: 0, **more)
+        self.dispatcher = RouterService(2, config, self.answers.append, run=run, clock_us=lambda: 0, **more)
         self.number = -1
 
     def both(self) -> Board:
@@ -138,7 +138,7 @@ def test_offers_wait_until_every_engine_was_there_and_again_while_none_is() -> N
 def test_what_a_worker_had_open_goes_with_it() -> None:
     board = Board("least_requests").both()
     assert [board.offer(worker=worker) for worker in (0, 1, 0, 1)] == [0, 1, 0, 1]
-    board.tell(Over(0, 0, 5))
+    board.tell(OfferClosed(0, 0, 5))
     assert board.dispatcher.router is not None
     assert board.dispatcher.router.open_requests == [1, 2]
     board.tell(WorkerLost(1))
@@ -188,7 +188,7 @@ def test_whatever_comes_in_whatever_order_is_counted_and_decided_again(policy: R
                 offered.add((worker, board.number))
             case 4 | 5 if offered - ended:
                 one = rng.choice(sorted(offered - ended))
-                board.tell(Over(*one, rng.randrange(50)))
+                board.tell(OfferClosed(*one, rng.randrange(50)))
                 ended.add(one)
             case 6:
                 engine = rng.randrange(2)
@@ -231,7 +231,7 @@ def test_beyond_the_limit_requests_wait_each_tenant_in_turn_and_the_highest_prio
     assert board.offer(worker=1, tenant="polite") is None
     assert board.offer(tenant="flood", priority=3) is None
     for over in ((0, 0), (0, 1), (1, 5), (0, 6)):
-        board.tell(Over(*over, 4))
+        board.tell(OfferClosed(*over, 4))
     assert [(one.worker, one.number) for one in board.answers[2:]] == [(1, 5), (0, 6), (0, 2), (0, 3)]
     assert board.dispatcher.line is not None
     assert board.dispatcher.line.waiting == 1
@@ -276,7 +276,7 @@ def test_where_everybody_drains_nobody_waits_for_it() -> None:
     board.tell(Drained(1, True))
     assert board.answers[2:] == [Routed(0, 2, 0)]  # which says that it drains
     assert board.offer() == 0
-    board.tell(Over(0, 0, 1), Over(0, 1, 1), Drained(0, False))
+    board.tell(OfferClosed(0, 0, 1), OfferClosed(0, 1, 1), Drained(0, False))
     assert [board.offer() for _ in range(2)] == [0, None]
 
 
@@ -286,7 +286,7 @@ def test_what_an_engine_had_that_is_gone_for_good_is_not_sent_again() -> None:
     board.tell(EngineLost(1, None))
     assert board.dispatcher.router is not None
     assert board.dispatcher.router.open_requests == [1, 0]
-    board.tell(Over(0, 1, 0), Over(0, 0, 3))  # the worker's end of it, and another
+    board.tell(OfferClosed(0, 1, 0), OfferClosed(0, 0, 3))  # the worker's end of it, and another
     assert [(one.number, one.engine) for one in board.answers[2:]] == [(2, 0)]
 
 
@@ -295,11 +295,11 @@ def test_a_session_that_is_opened_waits_as_others_do() -> None:
     mine = session_key("mine")
     assert [board.offer() for _ in range(2)] == [0, 1]
     assert board.offer(session=mine, what="open") is None
-    board.tell(Over(0, 1, 1))
+    board.tell(OfferClosed(0, 1, 1))
     assert board.answers[-1] == Routed(0, 2, 1, True)
     assert board.offer(session=mine) == 1
     assert board.offer(session=mine) is None  # its engine is not the only one that is full
-    board.tell(Over(0, 0, 1))
+    board.tell(OfferClosed(0, 0, 1))
     assert board.answers[-1].engine == 1
 
 
@@ -319,7 +319,7 @@ def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: st
                 offered.add((worker, board.number))
             case 5 | 6 if offered - ended:
                 one = rng.choice(sorted(offered - ended))
-                board.tell(Over(*one, rng.randrange(50)))
+                board.tell(OfferClosed(*one, rng.randrange(50)))
                 ended.add(one)
             case 7:
                 engine = rng.randrange(2)
@@ -340,7 +340,7 @@ def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: st
     for engine in {0, 1} - up:
         board.tell(EngineHere(engine, lives[engine], 1000, (), False))
     while told := {(answer.worker, answer.number) for answer in board.answers} & offered - ended:
-        board.tell(*(Over(*one, 1) for one in sorted(told)))
+        board.tell(*(OfferClosed(*one, 1) for one in sorted(told)))
         ended |= told
     assert offered == ended
     answered = Counter((answer.worker, answer.number) for answer in board.answers)
@@ -358,7 +358,7 @@ def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: st
 def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
     folder, failed = fresh_folder(), list[Exception]()
     try:
-        thread = RouterThread(folder, lambda answer: Dispatcher(2, RouterConfig(), answer), failed.append)
+        thread = RouterThread(folder, lambda answer: RouterService(2, RouterConfig(), answer), failed.append)
         context: zmq.Context[Any] = zmq.Context()
         to_router = writer(context, router_address(folder))
         to_router.send(b"nonsense")
@@ -376,7 +376,7 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
     board.offer()
     for number in range(1, 40):
         board.offer()
-        board.tell(Over(0, number, 1))
+        board.tell(OfferClosed(0, number, 1))
     board.dispatcher.close()
     assert board.dispatcher.router is not None
     assert sum(board.dispatcher.router.open_requests) == 1

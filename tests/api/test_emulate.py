@@ -14,7 +14,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 from click.testing import CliRunner
 
 from lockstep.api.drift import DriftMeter
-from lockstep.api.emulate import EmulatedExecutor, EmulatedShelf, Vocabulary, emulated_source
+from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, Vocabulary, emulated_source
 from lockstep.api.serve import serve
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
@@ -28,8 +28,8 @@ from lockstep.core.contract.events import (
     TokenIds,
 )
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.adapters import AdapterDesk
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.adapters import AdapterRegistry
+from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
 from lockstep.sim.host.host import RowAdapters
 from lockstep.sim.host.links import Link
@@ -59,7 +59,7 @@ class Heard:
         assert offset == len(self.said)
         self.said += tokens
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         self.reason = end.reason
 
     def rejected(self, end: RejectRequest) -> None:
@@ -77,11 +77,11 @@ def served(
     config = SchedConfig(**{"pages": 256, "eos_token_ids": (256,), "context_tokens_max": 2048, **settings})
     clock = HostClock()
     executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed, adapters=bool(lora))
-    shelf = EmulatedShelf(5_000_000, Link(1.0), clock, speed=speed) if lora else None
+    shelf = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
     host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe, adapters=shelf)
     if shelf is not None:
         sources = {name: emulated_source(path) for name, path in (lora or {}).items()}
-        AdapterDesk(host, shelf, emulated_source).begin(sources, restarted=False)
+        AdapterRegistry(host, shelf, emulated_source).begin(sources, restarted=False)
     heard = [Heard() for _ in requests]
     for request, sink in zip(requests, heard, strict=True):
         host.submit(request, sink)

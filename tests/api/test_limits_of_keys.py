@@ -13,7 +13,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from lockstep.api.errors import ApiError  # noqa: E402
 from lockstep.api.keys import UNLIMITED, Allowance, read_keys  # noqa: E402
-from lockstep.api.usage import Usage  # noqa: E402
+from lockstep.api.usage import UsageCounter  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, serving, until  # noqa: E402
 
@@ -28,7 +28,7 @@ class Clock:
         return self.now_s
 
 
-def refused(usage: Usage, allowance: Allowance, **more: Any) -> float:
+def refused(usage: UsageCounter, allowance: Allowance, **more: Any) -> float:
     """After how many seconds to come again."""
     with pytest.raises(ApiError) as caught:
         usage.admit("alice", allowance, more.get("prompt_tokens", 1), more.get("answers", 1))
@@ -39,7 +39,7 @@ def refused(usage: Usage, allowance: Allowance, **more: Any) -> float:
 
 def test_requests_a_minute(tmp_path: Path) -> None:
     clock = Clock(NOON)
-    usage, allowance = Usage(tmp_path / "usage", clock), Allowance(requests_per_minute=3)
+    usage, allowance = UsageCounter(tmp_path / "usage", clock), Allowance(requests_per_minute=3)
     for _ in range(3):
         usage.admit("alice", allowance, 1, 1)
     assert refused(usage, allowance) == pytest.approx(20.0)
@@ -58,7 +58,7 @@ def test_requests_a_minute(tmp_path: Path) -> None:
 
 def test_less_than_one_request_a_minute_is_possible(tmp_path: Path) -> None:
     clock = Clock(NOON)
-    usage, allowance = Usage(tmp_path / "usage", clock), Allowance(requests_per_minute=0.5)
+    usage, allowance = UsageCounter(tmp_path / "usage", clock), Allowance(requests_per_minute=0.5)
     usage.admit("alice", allowance, 1, 1)
     assert refused(usage, allowance) == pytest.approx(120.0)
     clock.now_s += 121.0
@@ -67,7 +67,7 @@ def test_less_than_one_request_a_minute_is_possible(tmp_path: Path) -> None:
 
 def test_tokens_a_minute_are_prompts_at_once_and_answers_at_their_end(tmp_path: Path) -> None:
     clock = Clock(NOON)
-    usage, allowance = Usage(tmp_path / "usage", clock), Allowance(tokens_per_minute=600)
+    usage, allowance = UsageCounter(tmp_path / "usage", clock), Allowance(tokens_per_minute=600)
     over = usage.admit("alice", allowance, 1000, 1)  # one may go below zero: else a long prompt never could
     assert refused(usage, allowance) == pytest.approx(40.1)
     clock.now_s += 41.0
@@ -78,18 +78,18 @@ def test_tokens_a_minute_are_prompts_at_once_and_answers_at_their_end(tmp_path: 
 
 def test_tokens_a_day_begin_again_at_midnight(tmp_path: Path) -> None:
     clock = Clock(NOON)
-    usage, allowance = Usage(tmp_path / "usage", clock), Allowance(tokens_per_day=100)
+    usage, allowance = UsageCounter(tmp_path / "usage", clock), Allowance(tokens_per_day=100)
     usage.admit("alice", allowance, 60, 1)(39)
     usage.admit("alice", allowance, 1, 1)
     assert refused(usage, allowance) == pytest.approx(43_200.0)
     clock.now_s += 43_201.0
     usage.admit("alice", allowance, 1, 1)
-    used = Usage(tmp_path / "usage", clock).read("alice", allowance)  # as after a restart
+    used = UsageCounter(tmp_path / "usage", clock).read("alice", allowance)  # as after a restart
     assert (used.requests, used.prompt_tokens, used.output_tokens, used.day_tokens) == (3, 62, 39, 1)
 
 
 def test_answers_at_once(tmp_path: Path) -> None:
-    usage, allowance = Usage(tmp_path / "usage"), Allowance(answers_max=3)
+    usage, allowance = UsageCounter(tmp_path / "usage"), Allowance(answers_max=3)
     over = usage.admit("alice", allowance, 1, 2)
     refused(usage, allowance, answers=2)
     usage.admit("alice", allowance, 1, 1)
@@ -98,7 +98,7 @@ def test_answers_at_once(tmp_path: Path) -> None:
 
 
 def _count(folder: str) -> None:
-    usage = Usage(Path(folder))
+    usage = UsageCounter(Path(folder))
     for _ in range(200):
         usage.admit("alice", UNLIMITED, 1, 1)(2)
 
@@ -110,7 +110,7 @@ def test_workers_count_in_the_same_place(tmp_path: Path) -> None:
         one.start()
     for one in workers:
         one.join(120)
-    used = Usage(tmp_path / "usage").read("alice", UNLIMITED)
+    used = UsageCounter(tmp_path / "usage").read("alice", UNLIMITED)
     assert (used.requests, used.prompt_tokens, used.output_tokens) == (600, 600, 1200)
     assert (tmp_path / "usage").stat().st_mode & 0o777 == 0o700
     assert {one.stat().st_mode & 0o777 for one in (tmp_path / "usage").iterdir()} == {0o600}

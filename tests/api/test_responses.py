@@ -21,7 +21,7 @@ from lockstep.api.errors import ApiError  # noqa: E402
 from lockstep.api.responses_api import _begun  # noqa: E402
 from lockstep.api.schemas import ResponseBody  # noqa: E402
 from lockstep.api.server import Call  # noqa: E402
-from lockstep.api.stored_responses import Stored, StoredResponses  # noqa: E402
+from lockstep.api.stored_responses import StoredResponse, StoredResponses  # noqa: E402
 from tests.support.live_server import LiveServer, running, until  # noqa: E402
 
 MODEL = "qwen3-0.6b"
@@ -279,7 +279,7 @@ def test_bounds_are_each_tenants_own_and_all_workers_see_the_same(tmp_path: Path
     for number in range(5):
         assert not one.put("a", answer(f"r{number}"), [{"n": number}], over=True)
     assert [other.get("a", f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
-    assert other.get("a", "r4") == Stored(answer("r4"), [{"n": 4}], True)
+    assert other.get("a", "r4") == StoredResponse(answer("r4"), [{"n": 4}], True)
     assert other.get("b", "r4") is None
     other.put("b", answer("r4", "b's"), [], over=True)  # the same name
     other.put("b", answer("large", "x" * 1900), [], over=True)

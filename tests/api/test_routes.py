@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from lockstep.api.app import ADMIN_ROUTES, ROUTES, Route, make_app, refuse_undeclared  # noqa: E402
+from lockstep.api.app import ADMIN_ROUTES, ROUTES, HttpRoute, make_app, refuse_undeclared  # noqa: E402
 from lockstep.api.bridge import Bridge, Ticket  # noqa: E402
 from lockstep.api.keys import Key, Keys, read_keys  # noqa: E402
 from lockstep.api.metrics import Metrics  # noqa: E402
 from lockstep.api.plain_text import PlainText  # noqa: E402
 from lockstep.api.server import Server  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
-from lockstep.api.usage import Usage  # noqa: E402
+from lockstep.api.usage import UsageCounter  # noqa: E402
 from lockstep.api.wire import Submit  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.api.test_wire import ABOUT, REQUEST  # noqa: E402
@@ -78,7 +78,7 @@ EXPECTED_ADMIN = {
 }
 
 
-def in_process(folder: Path, routes: tuple[Route, ...], what: Any, **settings: Any) -> Any:
+def in_process(folder: Path, routes: tuple[HttpRoute, ...], what: Any, **settings: Any) -> Any:
     """What a function of a client gets from a worker's application with an engine that was there, and is stuck."""
 
     async def run() -> Any:
@@ -87,7 +87,7 @@ def in_process(folder: Path, routes: tuple[Route, ...], what: Any, **settings: A
         bridge.tickets[-1] = Ticket(-1, Submit(0, -1, REQUEST), [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
         settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)
-        server = Server(settings_of, bridge, PlainText(), keys, Metrics(), Usage(folder / "usage"))
+        server = Server(settings_of, bridge, PlainText(), keys, Metrics(), UsageCounter(folder / "usage"))
         if routes is ADMIN_ROUTES:
             bridge.gone = "it was switched off"
         app = make_app(server, routes)
@@ -176,10 +176,10 @@ def test_a_route_of_no_table_is_refused_at_start(tmp_path: Path) -> None:
         async def open_door() -> str:
             return "come in"
 
-        refuse_undeclared(app.routes, (*ROUTES, Route("GET", "/openapi.json", "user", ROUTES[0].handler)))
+        refuse_undeclared(app.routes, (*ROUTES, HttpRoute("GET", "/openapi.json", "user", ROUTES[0].handler)))
         app.add_api_route("/debug", open_door)
         with pytest.raises(RuntimeError, match="GET /debug is in no table"):
-            refuse_undeclared(app.routes, (*ROUTES, Route("GET", "/openapi.json", "user", ROUTES[0].handler)))
+            refuse_undeclared(app.routes, (*ROUTES, HttpRoute("GET", "/openapi.json", "user", ROUTES[0].handler)))
 
     in_process(tmp_path, ROUTES, add)
 

@@ -14,10 +14,10 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from lockstep.api import bridge, engine_process, routing, wire
 from lockstep.core.contract.events import GetState, RequestArrived, SamplingParams, TokenIds
-from lockstep.host.adapters import Entry, Known
+from lockstep.host.adapters import Entry, KnownAdapters
 from lockstep.host.weights import WeightsRead
 
-ABOUT = wire.About(
+ABOUT = wire.EngineInfo(
     model="m",
     kind="model",
     vocabulary=10,
@@ -44,15 +44,15 @@ TO_ENGINE = [
     wire.Cancel(1, 7),
     wire.CancelLabel(1, "label", "tenant"),
     wire.Ask(1, 8, GetState()),
-    wire.Trace(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
-    wire.Trace(1, 10, None),
+    wire.ProfileRequest(1, 9, {"steps": 3, "with_stack": True, "activities": ("cpu",)}),
+    wire.ProfileRequest(1, 10, None),
     wire.ReadWeights(1, 11, "model.norm.weight", 3),
     wire.JoinGroup(1, 12, "weights", "127.0.0.1", 29500, 1, 2),
     wire.LeaveGroup(1, 13, "weights"),
     wire.LoadLora(1, 14, "tone", "/adapters/tone", True),
     wire.UnloadLora(1, 15, "tone"),
     wire.WorkerGone(1),
-    wire.Stop(0),
+    wire.StopEngine(0),
 ]
 TO_WORKER = [
     wire.Welcome(3, 1, ABOUT),
@@ -63,21 +63,21 @@ TO_WORKER = [
         bytes(4),
         b"\1\0\0\0",
         b"\5\0\0\0",
-        (wire.Logprobs(0, bytes(4)),),
-        (wire.Ended(7, 0, "length", output_tokens=1, weights=((0, 1), (5, 2))),),
+        (wire.LogprobsMessage(0, bytes(4)),),
+        (wire.SampleEnded(7, 0, "length", output_tokens=1, weights=((0, 1), (5, 2))),),
         wire.Gauges(0, 1, 10, 0.5, 3, 4, 0, True),
     ),
     wire.Answered(3, 8, True, "done"),
     wire.Answered(3, 11, True, weights=WeightsRead("model.norm.weight", 1, (2,), "float32", [0.5, 1.0])),
-    wire.Welcome(3, 1, ABOUT, 2, Known(4, (Entry("tone", 2, "/adapters/tone"),))),
-    wire.AdaptersKnown(3, Known(5, ())),
+    wire.Welcome(3, 1, ABOUT, 2, KnownAdapters(4, (Entry("tone", 2, "/adapters/tone"),))),
+    wire.AdaptersKnown(3, KnownAdapters(5, ())),
     wire.EngineRestarting(3, 1, "why"),
     wire.EngineGone(3, "why"),
 ]
 TO_ROUTER = [
     wire.Offer(1, 2, 300, (2**63, 2**64 - 1), "a session", "open", "another"),
     wire.Offer(1, 3, 300, tenant="alice", label="a label", priority=-5),
-    wire.Over(1, 2, 30),
+    wire.OfferClosed(1, 2, 30),
     wire.Withdraw("a label"),
     wire.SessionOver("a session"),
     wire.Drained(1, True),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.core.scheduler.admission import IGNORE_EOS_RESERVE_TOKENS, lasts
+from lockstep.core.requests.budget import IGNORE_EOS_RESERVE_TOKENS, lasts
 
 Requests = list[tuple[int, int]]  # tokens left to sample, tokens held
 

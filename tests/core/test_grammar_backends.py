@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from lockstep.core.contract.commands import CompileGrammar, RowTaken
 from lockstep.core.contract.events import Grammar
 from lockstep.host import grammars
-from lockstep.host.grammar_compiler import CompileLimits, GrammarHands, make_hands
+from lockstep.host.grammar_compiler import CompileLimits, GrammarCompilers, make_hands
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,14 +178,14 @@ def test_what_is_kept_is_bounded(compiled: CompiledGrammars, monkeypatch: pytest
 
 
 @pytest.fixture(scope="module")
-def hands() -> Iterator[GrammarHands]:
+def hands() -> Iterator[GrammarCompilers]:
     limits = CompileLimits(cpu_s=0.5, memory_bytes=64 * 2**20, source_bytes=2**20, workers=1)
     made = make_hands("llguidance", TOKENIZER, VOCABULARY, (END,), limits)
     yield made
     made.compiler.close()
 
 
-def verdict(hands: GrammarHands, kind: Any, source: str) -> str:
+def verdict(hands: GrammarCompilers, kind: Any, source: str) -> str:
     answers: queue.Queue[str] = queue.Queue()
     hands.compiler(CompileGrammar(make_grammar(kind, source)), answers.put)
     return answers.get(timeout=300)  # of CPU time it may take half a second, and a new process some more
@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
-def test_what_explodes_is_refused_within_its_limits_and_the_next_is_compiled(hands: GrammarHands) -> None:
+def test_what_explodes_is_refused_within_its_limits_and_the_next_is_compiled(hands: GrammarCompilers) -> None:
     for about, (kind, source, why) in REFUSED.items():
         error = verdict(hands, kind, source)
         assert re.search(why, error), f"{about}: {error}"

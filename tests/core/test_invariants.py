@@ -11,7 +11,7 @@ import pytest
 from lockstep.core import invariants
 from lockstep.core.contract.config import CacheTiers, HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ContractError, InvariantError
-from lockstep.core.contract.events import CompanionsFound, PrefetchFinished
+from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.block_tiers import HostPool
 from lockstep.core.kv.hybrid import StatePool, WindowPool
@@ -46,7 +46,7 @@ def tree(engine: Engine) -> RadixCache:
 
 
 def locked(engine: Engine) -> RadixNode:
-    handle = engine.cohort.requests[0].handle
+    handle = engine.running_batch.requests[0].handle
     assert handle is not None
     return handle
 
@@ -151,21 +151,21 @@ def page_beyond_the_pool(engine: Engine) -> None:
 
 
 def row_freed_while_held(engine: Engine) -> None:
-    engine.memory.table.free_rows.append(engine.cohort.requests[0].row)
+    engine.memory.table.free_rows.append(engine.running_batch.requests[0].row)
 
 
 def free_row_with_a_holder(engine: Engine) -> None:
     table = engine.memory.table
-    table.holders[table.free_rows[0]] = engine.cohort.requests[0]
+    table.holders[table.free_rows[0]] = engine.running_batch.requests[0]
 
 
 def table_differs_from_the_path(engine: Engine) -> None:
-    pages = engine.memory.table.pages[engine.cohort.requests[0].row]
+    pages = engine.memory.table.pages[engine.running_batch.requests[0].row]
     pages[[0, 1]] = pages[[1, 0]]
 
 
 def tokens_differ_from_the_path(engine: Engine) -> None:
-    request = engine.cohort.requests[0]
+    request = engine.running_batch.requests[0]
     request.tokens = b"\1\1\1\1" + request.tokens[4:]
 
 
@@ -224,7 +224,7 @@ def assert_named(engine: Engine, damage: Damage, said: str) -> None:
     assert str(error.value).startswith(said)
 
 
-def engine_with_companions() -> Engine:
+def engine_with_blocks() -> Engine:
     """Two requests decode, with windows and states; a prompt that ended is cached, its checkpoint with it."""
     hybrid = HybridMemory(window_tokens=5, window_pages=30, state_slots=9, checkpoint_tokens=2)
     driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid))
@@ -265,7 +265,7 @@ def window_lock_miscounted(engine: Engine) -> None:
 
 
 def window_let_go_too_early(engine: Engine) -> None:
-    rows = engine.cohort.rows[:1]
+    rows = engine.running_batch.rows[:1]
     window(engine).slide(rows, window(engine).first[rows] + 2)
 
 
@@ -278,7 +278,7 @@ def slot_lost(engine: Engine) -> None:
 
 
 def slot_shared(engine: Engine) -> None:
-    first, second = engine.cohort.requests
+    first, second = engine.running_batch.requests
     states(engine).slot_of[first.row] = states(engine).slot_of[second.row]
 
 
@@ -308,10 +308,10 @@ def checkpoint_locked_for_ever(engine: Engine) -> None:
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_damage_to_windows_and_states_is_named(said: str, damage: Damage) -> None:
-    assert_named(engine_with_companions(), damage, said)
+    assert_named(engine_with_blocks(), damage, said)
 
 
-def engine_storing_companions() -> Engine:
+def engine_storing_blocks() -> Engine:
     """A prompt with its checkpoint has come to the host and is being stored, another is looked for in storage."""
     hybrid = HybridMemory(state_slots=9, checkpoint_tokens=2)
     tiers = CacheTiers(host_pages=20, storage=True, prefetch_tokens_min=1, prefetch_policy="wait_complete")
@@ -331,8 +331,8 @@ def engine_storing_companions() -> Engine:
 
 def host_states(engine: Engine) -> HostPool:
     assert engine.memory.tiers is not None
-    assert engine.memory.tiers.companions is not None
-    return engine.memory.tiers.companions.pools["state"]
+    assert engine.memory.tiers.blocks is not None
+    return engine.memory.tiers.blocks.pools["state"]
 
 
 def host_state_lost(engine: Engine) -> None:
@@ -362,7 +362,7 @@ def stored_without_a_state(engine: Engine) -> None:
 def room_for_a_state_given_back(engine: Engine) -> None:
     assert engine.memory.tiers is not None
     (prefetch,) = (one for one in engine.memory.tiers.operations.values() if one.kind == "prefetch")
-    host_states(engine).pool.free(prefetch.companions[0].host)
+    host_states(engine).pool.free(prefetch.blocks[0].host)
 
 
 @pytest.mark.parametrize(
@@ -378,23 +378,23 @@ def room_for_a_state_given_back(engine: Engine) -> None:
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_damage_to_what_the_host_has_of_them_is_named(said: str, damage: Damage) -> None:
-    assert_named(engine_storing_companions(), damage, said)
+    assert_named(engine_storing_blocks(), damage, said)
 
 
 FETCHED = {
-    "a prefetch brought states twice, or unasked": (CompanionsFound("state", (0,)), CompanionsFound("state", ())),
-    "a prefetch brought windows twice, or unasked": (CompanionsFound("window", (0,)),),
-    "a prefetch brought states at [0, 1]: 1 had room": (CompanionsFound("state", (0, 1)),),
-    "a prefetch brought states at [2]: 1 had room, ascending, below 2": (CompanionsFound("state", (2,)),),
-    "a prefetch brought states at [-1]": (CompanionsFound("state", (-1,)),),
+    "a prefetch brought states twice, or unasked": (BlocksFound("state", (0,)), BlocksFound("state", ())),
+    "a prefetch brought windows twice, or unasked": (BlocksFound("window", (0,)),),
+    "a prefetch brought states at [0, 1]: 1 had room": (BlocksFound("state", (0, 1)),),
+    "a prefetch brought states at [2]: 1 had room, ascending, below 2": (BlocksFound("state", (2,)),),
+    "a prefetch brought states at [-1]": (BlocksFound("state", (-1,)),),
 }
 
 
 @pytest.mark.parametrize("said", FETCHED)
-def test_companions_that_nobody_asked_for_are_refused_and_change_nothing(said: str) -> None:
+def test_blocks_that_nobody_asked_for_are_refused_and_change_nothing(said: str) -> None:
     """Of three pages two have come; there is room for one state."""
-    engine = engine_storing_companions()
+    engine = engine_storing_blocks()
     before = snapshot.dump(engine)
     with pytest.raises(ContractError, match=f"^{re.escape(said)}"):
-        engine.step(PrefetchFinished(engine.now_us, 3, 2, companions=FETCHED[said]))
+        engine.step(PrefetchFinished(engine.now_us, 3, 2, blocks=FETCHED[said]))
     assert snapshot.dump(engine) == before

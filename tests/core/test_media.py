@@ -82,11 +82,11 @@ def test_what_a_batch_in_flight_may_read_keeps_its_room_until_the_batch_is_colle
     cache = EncoderCache(4)
     asked(cache, 1, cat=4)
     cache.encoded(CAT)
-    cache.let_go(1, fence=7)
+    cache.let_go(1, free_after=7)
     assert asked(cache, 2, dog=1) == []
-    cache.lift_fences(6)
+    cache.release_deferred(6)
     assert served(cache)[1] == []
-    cache.lift_fences(7)
+    cache.release_deferred(7)
     assert served(cache)[1] == [EncodeMedia(DOG, 1, drop=(CAT,))]
 
 

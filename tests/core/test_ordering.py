@@ -28,7 +28,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler import ordering
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingLine
+from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingQueue
 from tests.support import guide
 from tests.support.driver import CONTROLS, Action, run_actions
 
@@ -57,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     calls: list[int] = []
     policy = POLICIES[name]
 
-    def counting(line: WaitingLine) -> object:
+    def counting(line: WaitingQueue) -> object:
         calls.append(len(line))
         return policy(line)
 
@@ -122,7 +122,7 @@ def test_nothing_is_ordered_again_while_nothing_has_changed(name: str, monkeypat
 
 
 def test_a_policy_that_looked_at_the_clock_is_asked_when_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def longest_wait(line: WaitingLine) -> list[int]:
+    def longest_wait(line: WaitingQueue) -> list[int]:
         calls.append(max(line.waited_us))
         return list(range(len(line)))
 
@@ -344,7 +344,7 @@ def test_the_guide_runs_as_printed() -> None:
 
 
 def test_every_column_of_the_guide_exists() -> None:
-    names = set(vars(WaitingLine)) | set(vars(ordering.RequestColumns))
+    names = set(vars(WaitingQueue)) | set(vars(ordering.RequestColumns))
     rows = [line for line in guide.GUIDE.read_text().splitlines() if line.startswith("| `")]
     told = {name.strip("`") for row in rows for name in row.split("|")[1].replace(" ", "").split(",")}
     assert told <= names
@@ -417,4 +417,4 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
 
 def test_a_policy_type_is_what_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
-    assert list(policy(WaitingLine([], waiting_engine(0)))) == []
+    assert list(policy(WaitingQueue([], waiting_engine(0)))) == []

@@ -61,10 +61,10 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
         for action in pressed_actions(random.Random(seed), 30):
             driver.do(action)
         engine = driver.engine
-        if engine.cohort.size < 2 or any(batch.plan.mode != "decode" for batch in engine.in_flight):
+        if engine.running_batch.size < 2 or any(batch.plan.mode != "decode" for batch in engine.in_flight):
             continue  # an extend that is delivered publishes its prompt, and may find it twice
-        leaving = rng.sample(range(engine.cohort.size), rng.randint(0, engine.cohort.size))
-        members = [engine.cohort.requests[i] for i in leaving]
+        leaving = rng.sample(range(engine.running_batch.size), rng.randint(0, engine.running_batch.size))
+        members = [engine.running_batch.requests[i] for i in leaving]
         back = engine.memory.back_once_delivered(
             [(m, int(engine.positions[i])) for m, i in zip(members, leaving, strict=True)], None
         )

@@ -36,7 +36,7 @@ from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
-    CompanionsEvicted,
+    BlocksEvicted,
     ControlRequested,
     Decided,
     DecidedEvent,
@@ -131,9 +131,9 @@ DECIDED = {
     "began load 3 of 1 page for b": TierOperationStarted(0, 3, "load", 1, 1),
     "ended write 2 (partial), 1 page kept": TierOperationEnded(0, 2, "write", "partial", 1),
     "evicted 2 pages from the host": HostPagesEvicted(0, 2),
-    "evicted 2 window pages": CompanionsEvicted(0, "window", 2),
-    "evicted 1 checkpoint": CompanionsEvicted(0, "state", 1),
-    "evicted 1 checkpoint from the host": CompanionsEvicted(0, "host state", 1),
+    "evicted 2 window pages": BlocksEvicted(0, "window", 2),
+    "evicted 1 checkpoint": BlocksEvicted(0, "state", 1),
+    "evicted 1 checkpoint from the host": BlocksEvicted(0, "host state", 1),
 }
 
 

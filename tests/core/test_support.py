@@ -12,7 +12,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar, RequestArrived, SamplingParams, TokenIds
 from lockstep.core.requests.table import BASE, Adapter
-from lockstep.core.requests.validation import Refused, accepted, cache_namespace, sample_of, samples_asked
+from lockstep.core.requests.validation import RequestRefused, accepted, cache_namespace, sample_of, samples_asked
 
 ISOLATED = SchedConfig(isolate_tenants=True)
 OPEN = SchedConfig()
@@ -46,13 +46,13 @@ def test_no_two_namespaces_adapters_or_versions_share_a_cache() -> None:
 
 @pytest.mark.parametrize("field", ["namespace", "tenant"])
 def test_what_separates_the_version_of_the_weights_is_in_no_name(field: str) -> None:
-    with pytest.raises(Refused, match=f"`{field}` holds a zero character"):
+    with pytest.raises(RequestRefused, match=f"`{field}` holds a zero character"):
         accepted(arrived(**{field: "x\0001"}), BASE, ISOLATED)
 
 
 def test_a_grammar_needs_output_to_constrain() -> None:
     grammar = Grammar("regex", "a+", b"digest")
-    with pytest.raises(Refused, match="`grammar` constrains output, but `max_new_tokens` is 0"):
+    with pytest.raises(RequestRefused, match="`grammar` constrains output, but `max_new_tokens` is 0"):
         accepted(arrived(grammar=grammar, max_new_tokens=0), BASE, OPEN)
 
 
@@ -85,7 +85,7 @@ def test_a_long_prompt_loses_one_end(side: Any, kept: list[int]) -> None:
     ids=["logprob_start", "token_type_ids", "session"],
 )
 def test_what_is_bound_to_positions_is_not_cut(fields: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="10 tokens, more than max_input_tokens 6"):
+    with pytest.raises(RequestRefused, match="10 tokens, more than max_input_tokens 6"):
         accepted(arrived(10, **fields), BASE, SchedConfig(max_input_tokens=6, truncate_input="left"))
 
 

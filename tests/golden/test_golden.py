@@ -94,8 +94,8 @@ def test_a_changed_tie_break_of_a_policy_is_named_at_its_first_decision(monkeypa
 
 
 def test_a_changed_tie_break_of_retraction_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def the_other_one(config: object, cohort: object, positions: object) -> int:
-        victim = choose(config, cohort, positions)
+    def the_other_one(config: object, running_batch: object, positions: object) -> int:
+        victim = choose(config, running_batch, positions)
         return 0 if victim else 1
 
     choose: Callable[..., int] = engine.choose_victim

@@ -17,19 +17,19 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core import invariants
-from lockstep.core.contract.commands import CompanionFetch, LaunchBatch, PrefetchFromStorage
+from lockstep.core.contract.commands import BlockFetch, LaunchBatch, PrefetchFromStorage
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError, InvariantError
 from lockstep.core.contract.events import (
     BatchFinished,
-    CompanionsFound,
+    BlocksFound,
     LaneReady,
     RequestAdmitted,
     RequestArrived,
     TokenRuns,
 )
 from lockstep.core.kv import block_tiers, tiers
-from lockstep.core.kv.block_tiers import HostCompanions, Kind, Moved, in_storage
+from lockstep.core.kv.block_tiers import HostBlocks, Kind, Moved, in_storage
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import Action, run_actions
 from tests.support.hybrids import hybrid, hybrid_history
@@ -107,51 +107,51 @@ def test_tokens_windows_states_and_books_hold_over_storage() -> None:
 
 
 def _one_key_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "companion_key", lambda kind, key: key)
-    monkeypatch.setattr(block_tiers, "companion_key", lambda kind, key: key)
+    monkeypatch.setattr(tiers, "block_key", lambda kind, key: key)
+    monkeypatch.setattr(block_tiers, "block_key", lambda kind, key: key)
 
 
 def _stored_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostCompanions, "was_read", lambda self, moved, host: None)
-    to_store = HostCompanions.to_store
+    monkeypatch.setattr(HostBlocks, "was_read", lambda self, moved, host: None)
+    to_store = HostBlocks.to_store
 
-    def planted(self: HostCompanions, host: Any) -> list[Moved]:
+    def planted(self: HostBlocks, host: Any) -> list[Moved]:
         found = to_store(self, host)
         for one in found:
             self.pools[one.kind].locks[host[one.index]] -= 1
         return found
 
-    monkeypatch.setattr(HostCompanions, "to_store", planted)
+    monkeypatch.setattr(HostBlocks, "to_store", planted)
 
 
 def _fetched_for_the_page_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = HostCompanions.fetched
+    fetched = HostBlocks.fetched
 
-    def planted(self: HostCompanions, asked: list[Moved], found: tuple[CompanionsFound, ...], path: Any) -> None:
+    def planted(self: HostBlocks, asked: list[Moved], found: tuple[BlocksFound, ...], path: Any) -> None:
         fetched(self, asked, found, np.roll(path, 1))
 
-    monkeypatch.setattr(HostCompanions, "fetched", planted)
+    monkeypatch.setattr(HostBlocks, "fetched", planted)
 
 
 def _room_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched = HostCompanions.fetched
+    fetched = HostBlocks.fetched
 
-    def planted(self: HostCompanions, asked: list[Moved], found: tuple[CompanionsFound, ...], path: Any) -> None:
+    def planted(self: HostBlocks, asked: list[Moved], found: tuple[BlocksFound, ...], path: Any) -> None:
         if found:
             fetched(self, asked, found, path)
 
-    monkeypatch.setattr(HostCompanions, "fetched", planted)
+    monkeypatch.setattr(HostBlocks, "fetched", planted)
 
 
 def _counted_on_without_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    to_fetch = HostCompanions.to_fetch
+    to_fetch = HostBlocks.to_fetch
 
-    def planted(self: HostCompanions, hybrid: Any, device: Any, host: Any, *rest: Any) -> Any:
+    def planted(self: HostBlocks, hybrid: Any, device: Any, host: Any, *rest: Any) -> Any:
         found = to_fetch(self, hybrid, device, host, *rest)
         self.let_go(found[0], host)
         return found
 
-    monkeypatch.setattr(HostCompanions, "to_fetch", planted)
+    monkeypatch.setattr(HostBlocks, "to_fetch", planted)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
     config = SchedConfig(page_size=2, pages=200, chunked_prefill_size=8, hybrid=settings)
     reached, loaded = set[int](), 0
     for _ in range(300):
-        hybrid, below = Engine(config).memory.hybrid, HostCompanions(config, 200)
+        hybrid, below = Engine(config).memory.hybrid, HostBlocks(config, 200)
         assert hybrid is not None
         assert hybrid.window is not None
         assert hybrid.states is not None
@@ -243,7 +243,7 @@ def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
         assert found == expected
         reached.add(found)
         for one in below.coming_up(hybrid, device, found) if found else ():
-            column = hybrid.companions_of(one.kind, device)
+            column = hybrid.blocks_of(one.kind, device)
             assert not any(index < device.size and column[index] >= 0 for index in one.lacking)
             assert all(below.pools[one.kind].of[host[one.lacking]] >= 0), "the host has what the device lacks"
             loaded += one.lacking.size
@@ -266,8 +266,8 @@ def test_storage_brings_what_lists_of_what_it_has_say() -> None:
             stored |= {name for name in names if rng.random() < odds}
             there = tuple(rng.random() < 0.4 for _ in names)
             room = np.arange(rng.choice([of_end, rng.randint(0, of_end)]), dtype=np.int32)
-            asked.append(CompanionFetch(cast("Kind", kind), names, there, of_end, room))
-        expected: tuple[int, tuple[CompanionsFound, ...]] = (0, ())
+            asked.append(BlockFetch(cast("Kind", kind), names, there, of_end, room))
+        expected: tuple[int, tuple[BlocksFound, ...]] = (0, ())
         reached = rng.choice([0, rng.randint(0, length)])
         for end in range(reached + 1, length + 1):
             lacking = {
@@ -279,7 +279,7 @@ def test_storage_brings_what_lists_of_what_it_has_say() -> None:
                 here &= all(one.keys[index] in stored for index in lacking[one.kind])
                 here &= len(lacking[one.kind]) <= one.host.size
             if here:
-                found = tuple(CompanionsFound(kind, tuple(index)) for kind, index in lacking.items() if index)
+                found = tuple(BlocksFound(kind, tuple(index)) for kind, index in lacking.items() if index)
                 expected = max(end - known, 0), found
         order = PrefetchFromStorage(0, keys, np.arange(pages, dtype=np.int32), 0, tuple(asked), reached)
         assert in_storage(order, stored.__contains__) == expected

@@ -93,14 +93,14 @@ def machine(monkeypatch):
         installed={"flashinfer", "flashinfer_jit_cache", "triton"},
         flashinfer="0.6.18.post1",
         capability=(9, 0),
-        triton_obstacle=None,
+        triton_unavailable=None,
     )
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
     monkeypatch.setattr(attention, "_said", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
-    monkeypatch.setattr(triton_trial, "obstacle", lambda device: here.triton_obstacle)
+    monkeypatch.setattr(triton_trial, "obstacle", lambda device: here.triton_unavailable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of 2017")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -153,10 +153,10 @@ def test_a_forced_backend_that_cannot_run_says_why_and_what_can(machine, change,
 
 def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(machine):
     machine.installed.discard("flashinfer")
-    machine.triton_obstacle = "a small kernel could not be run: RuntimeError: Failed to find C compiler."
+    machine.triton_unavailable = "a small kernel could not be run: RuntimeError: Failed to find C compiler."
     choice = choose("auto", CUDA, torch.bfloat16, 128, 16)
     assert choice.name == "reference"
-    assert choice.reason.endswith(f"; triton cannot: {machine.triton_obstacle}")
+    assert choice.reason.endswith(f"; triton cannot: {machine.triton_unavailable}")
     with pytest.raises(ConfigError, match=r"triton cannot run here: a small kernel could not be run: .* C compiler\."):
         choose("triton", CUDA, torch.bfloat16, 128, 16)
 

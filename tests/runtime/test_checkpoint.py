@@ -15,8 +15,8 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.runtime.checkpoint import (  # noqa: E402
     Checkpoint,
     CheckpointError,
-    Split,
-    Wanted,
+    TensorSpec,
+    TensorSplit,
     fill_randomly,
     load,
 )
@@ -204,21 +204,23 @@ def test_random_weights_read_only_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "total", "ranks", "parts"),
     [
-        (Split(), 10, 2, [(0, 10), (0, 10)]),
-        (Split(0, 4), 12, 2, [(0, 6), (6, 12)]),
-        (Split(1, 4), 12, 4, [(0, 3), (3, 6), (6, 9), (9, 12)]),
-        (Split(0, 2, replicate=True), 8, 4, [(0, 4), (0, 4), (4, 8), (4, 8)]),
-        (Split(0, None), 10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]),
-        (Split(0, None), 5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),
+        (TensorSplit(), 10, 2, [(0, 10), (0, 10)]),
+        (TensorSplit(0, 4), 12, 2, [(0, 6), (6, 12)]),
+        (TensorSplit(1, 4), 12, 4, [(0, 3), (3, 6), (6, 9), (9, 12)]),
+        (TensorSplit(0, 2, replicate=True), 8, 4, [(0, 4), (0, 4), (4, 8), (4, 8)]),
+        (TensorSplit(0, None), 10, 4, [(0, 3), (3, 6), (6, 9), (9, 10)]),
+        (TensorSplit(0, None), 5, 4, [(0, 2), (2, 4), (4, 5), (5, 5)]),
     ],
 )
-def test_parts_of_ranks(split: Split, total: int, ranks: int, parts: list[tuple[int, int]]) -> None:
+def test_parts_of_ranks(split: TensorSplit, total: int, ranks: int, parts: list[tuple[int, int]]) -> None:
     found = [split.shard(total, rank, ranks) for rank in range(ranks)]
     assert [(part.start, part.stop) for part in found] == parts
 
 
-@pytest.mark.parametrize(("split", "ranks"), [(Split(0, 4), 3), (Split(0, 4), 8), (Split(0, 2, replicate=True), 3)])
-def test_units_that_ranks_cannot_share(split: Split, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("split", "ranks"), [(TensorSplit(0, 4), 3), (TensorSplit(0, 4), 8), (TensorSplit(0, 2, replicate=True), 3)]
+)
+def test_units_that_ranks_cannot_share(split: TensorSplit, ranks: int) -> None:
     with pytest.raises(ConfigError, match="cannot be split"):
         split.shard(24, 0, ranks)
 
@@ -229,9 +231,9 @@ def test_a_rank_reads_its_part_and_pads_with_zeros(tmp_path: Path) -> None:
     for rank in range(2):
         rows, columns, whole = torch.full((3, 6), 9.0), torch.full((5, 3), 9.0), torch.full((5, 6), 9.0)
         wanted = [
-            Wanted("rows", (5, 6), rows, Split(0, None)),
-            Wanted("columns", (5, 6), columns, Split(1, 2)),
-            Wanted("all", (5, 6), whole),
+            TensorSpec("rows", (5, 6), rows, TensorSplit(0, None)),
+            TensorSpec("columns", (5, 6), columns, TensorSplit(1, 2)),
+            TensorSpec("all", (5, 6), whole),
         ]
         with Checkpoint(tmp_path) as checkpoint:
             load(wanted, checkpoint, rank=rank, ranks=2)
@@ -239,7 +241,7 @@ def test_a_rank_reads_its_part_and_pads_with_zeros(tmp_path: Path) -> None:
         assert torch.equal(columns, stored[:, rank * 3 : rank * 3 + 3])
         assert torch.equal(whole, stored)
         drawn = torch.full((3, 6), 9.0)
-        fill_randomly([Wanted("rows", (5, 6), drawn, Split(0, None))], 1, rank=rank, ranks=2)
+        fill_randomly([TensorSpec("rows", (5, 6), drawn, TensorSplit(0, None))], 1, rank=rank, ranks=2)
         assert (drawn[2] == 0).all().item() == (rank == 1)
 
 

@@ -29,7 +29,7 @@ from lockstep.runtime.canary import Canary, CanaryError, mix  # noqa: E402
 from lockstep.runtime.errors import PlanError  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
 from lockstep.runtime.overlap import CpuLane, WhenToRun  # noqa: E402
-from lockstep.runtime.tables import FIRST_WIDTH, Tables, check_page_table, last_entries  # noqa: E402
+from lockstep.runtime.tables import FIRST_WIDTH, DeviceTables, check_page_table, last_entries  # noqa: E402
 from tests.support.small_runtime import CPU, SmallRuntime, alone, make_executor, request, small_config  # noqa: E402
 
 PROMPTS: dict[RequestId, list[int]] = {0: [5, 6, 7, 8, 9], 1: [11, 12], 2: [5, 6, 7, 8, 1, 2]}
@@ -367,7 +367,7 @@ def test_a_page_freed_too_early_by_the_scheduler_is_found() -> None:
         def alloc(self, count: int) -> Any:
             pages = pool.alloc(count)
             if len(runtime.plans) >= 4 and not stolen:
-                stolen.append(int(memory.table.pages[runtime.engine.cohort.rows[-1], 0]))
+                stolen.append(int(memory.table.pages[runtime.engine.running_batch.rows[-1], 0]))
                 pages = np.array([stolen[0], *pages[1:]], np.int32)
             return pages
 
@@ -380,7 +380,7 @@ def test_a_page_freed_too_early_by_the_scheduler_is_found() -> None:
 
 
 def test_tables_that_are_as_wide_as_they_can_be_never_grow() -> None:
-    tables = Tables(2, 8, 4, CPU, context_tokens=30)
+    tables = DeviceTables(2, 8, 4, CPU, context_tokens=30)
     assert tables.width == 8
     assert tables.page_table.shape == (3, 8)
 
@@ -398,8 +398,8 @@ def test_tables_with_more_places_than_int32_counts_are_refused(monkeypatch: pyte
     check_page_table(4095, 1 << 19, 1)
     monkeypatch.setattr(tables_module, "ENTRIES_MAX", 16 * (FIRST_WIDTH + 4))
     with pytest.raises(ConfigError, match="is a page table of more than 320 places"):
-        Tables(16, 8, 4, CPU, context_tokens=4 * FIRST_WIDTH + 20)
-    tables = Tables(15, 64, 4, CPU)  # and one that grows, does so as far as it goes
+        DeviceTables(16, 8, 4, CPU, context_tokens=4 * FIRST_WIDTH + 20)
+    tables = DeviceTables(15, 64, 4, CPU)  # and one that grows, does so as far as it goes
     tables.take_in(plan(0, "decode", [(3, 0, 4 * FIRST_WIDTH, 4 * FIRST_WIDTH + 1)]))
     assert tables.width == FIRST_WIDTH + 4
     with pytest.raises(PlanError, match="batch 1 needs 21 pages of a row, but tables have 20 at most"):

@@ -165,13 +165,15 @@ def test_a_backend_that_cannot_run_here_is_skipped_and_one_that_errs_has_failed(
     case = kernels.Case("flashinfer", "fast", torch.bfloat16, 16)
     one = section("kernels", tmp_path)
     monkeypatch.setitem(
-        attention.OBSTACLE, "flashinfer", lambda needs: "a trial failed: MissingJITCacheError: no module"
+        attention.UNAVAILABLE_BECAUSE, "flashinfer", lambda needs: "a trial failed: MissingJITCacheError: no module"
     )
     kernels.attention(one, case)
     why = "`attention_backend` flashinfer cannot run here: a trial failed: MissingJITCacheError: no module"
     assert one.skipped == {case.name: why}
     assert one.checks == []
-    monkeypatch.setitem(attention.OBSTACLE, "flashinfer", lambda needs: "a trial with bfloat16 gives wrong results")
+    monkeypatch.setitem(
+        attention.UNAVAILABLE_BECAUSE, "flashinfer", lambda needs: "a trial with bfloat16 gives wrong results"
+    )
     kernels.attention(one, case)
     assert [(check.name, check.ok) for check in one.checks] == [(case.name, False)]
 

@@ -36,7 +36,7 @@ from lockstep.runtime.graphs import (  # noqa: E402
 )
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
-from lockstep.runtime.tables import Pass, Tables  # noqa: E402
+from lockstep.runtime.tables import DeviceTables, ForwardPass  # noqa: E402
 from tests.runtime.test_attention import flashinfer as flashinfer  # noqa: E402
 from tests.runtime.test_host import RETRACTING, SETTINGS, random_requests  # noqa: E402
 from tests.support.small_runtime import SAMPLED, SMALL_QWEN3, Answer, SmallRuntime, alone, small_config  # noqa: E402
@@ -135,7 +135,9 @@ def test_padding_writes_to_the_scratch_page_only() -> None:
     assert graphs is not None
     tables.page_table[:8, :2] = torch.arange(16, dtype=torch.int32).view(8, 2)
     for rows, stops in ((np.arange(8), np.arange(1, 9)), (np.array([6, 0, 3]), np.array([5, 8, 2]))):
-        one = Pass(rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_nobody(rows))
+        one = ForwardPass(
+            rows.astype(np.int32), (stops - 1).astype(np.int32), stops.astype(np.int32), 0, *_nobody(rows)
+        )
         tensors = _on_device(one)
         pool.values[0].fill_(-1.0)
         with torch.inference_mode():
@@ -151,7 +153,7 @@ def _nobody(rows: Any) -> tuple[Any, Any]:
     return np.empty(0, np.int32), np.arange(len(rows), dtype=np.int32)
 
 
-def _on_device(one: Pass) -> Any:
+def _on_device(one: ForwardPass) -> Any:
     class Given:
         rows = torch.from_numpy(one.rows)
         lengths = torch.from_numpy(one.stops)
@@ -227,7 +229,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     generator = torch.Generator().manual_seed(1)
     for kept in (*pool.keys, *pool.values):
         kept.normal_(generator=generator)
-    tables = Tables(6, 40, 4, CPU, context_tokens=20)
+    tables = DeviceTables(6, 40, 4, CPU, context_tokens=20)
     tables.page_table[:6] = torch.randperm(40, generator=generator)[:30].view(6, 5)
     tables.newest[:6] = torch.tensor([5, 6, 7, 8, 9, 10])
     attention = make(backend, pool, model.heads, scale=model.scale)
@@ -236,7 +238,7 @@ def hidden_states(config: dict[str, Any], backend: str, sizes: tuple[int, ...]) 
     found = []
     for rows, stops in (([4, 0, 2, 5], [9, 1, 14, 20]), ([1, 2, 0], [16, 15, 2])):
         ends = np.array(stops, np.int32)
-        one = Pass(np.array(rows, np.int32), ends - 1, ends, 0, *_nobody(rows))
+        one = ForwardPass(np.array(rows, np.int32), ends - 1, ends, 0, *_nobody(rows))
         with torch.inference_mode():
             found.append(graphs.run(one, _on_device(one)).clone())
     return found
@@ -326,7 +328,7 @@ def test_graphs_of_a_model_depend_on_their_buffers_only(folder: Path) -> None:
         pool = executor.attention.pool  # type: ignore[attr-defined]
         executor.attention = FixedWidth(pool)
         if recorder is not None:
-            tables = Tables(config.rows_max, config.pages, 4, CPU, context_tokens=config.context_tokens_max)
+            tables = DeviceTables(config.rows_max, config.pages, 4, CPU, context_tokens=config.context_tokens_max)
             executor.tables = tables
             executor.graphs = DecodeGraphs(executor.model, executor.attention, tables, (2, 5), recorder)
             executor.graphs.prepare(executor.lane)

@@ -17,7 +17,7 @@ from lockstep.core.journal.replay import replay
 from lockstep.host.loop import HostClock
 from lockstep.host.recorded import run_recorded
 from lockstep.runtime import LLM, Params
-from lockstep.runtime.llm import Answer, LlmStats
+from lockstep.runtime.llm import LlmStats, RequestOutput
 from lockstep.runtime.overlap import CpuLane
 from tests.runtime.test_tensor_parallel import Counting
 from tests.support.small_runtime import VOCABULARY, SmallRuntime, make_executor, small_config
@@ -44,14 +44,14 @@ ASKED = [
 ]
 
 
-def said(journal: Path | None = None, **settings: Any) -> tuple[list[Answer], LlmStats]:
+def said(journal: Path | None = None, **settings: Any) -> tuple[list[RequestOutput], LlmStats]:
     with LLM(device="cpu", random_weights_seed=3, numerics="invariant", journal=journal, **settings) as llm:
         answers = llm.generate([f"Answer {number}: " for number in range(len(ASKED))], ASKED)
         return answers, llm.stats()
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[list[Answer], LlmStats]:
+def plain() -> tuple[list[RequestOutput], LlmStats]:
     return said(overlap_depth=0)
 
 
@@ -64,7 +64,7 @@ def plain() -> tuple[list[Answer], LlmStats]:
     ids=["one after another", "overlap, retractions, drafts, a tight pool"],
 )
 def test_answers_are_those_without(
-    settings: dict[str, Any], plain: tuple[list[Answer], LlmStats], tmp_path: Path
+    settings: dict[str, Any], plain: tuple[list[RequestOutput], LlmStats], tmp_path: Path
 ) -> None:
     expected, _ = plain
     found, stats = said(tmp_path / "run", jump_forward_tokens=16, **settings)

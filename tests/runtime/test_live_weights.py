@@ -39,7 +39,7 @@ from lockstep.runtime import (  # noqa: E402
     Params,
     weights_group,
 )
-from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
+from lockstep.runtime.llm import RequestOutput, demo_folder  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
 from lockstep.runtime.weights_group import WeightsGroup, check_backend  # noqa: E402
 from tests.support.live_server import until  # noqa: E402
@@ -68,7 +68,7 @@ def judges(folders: list[Path]) -> Iterator[list[LLM]]:
         one.close()
 
 
-def judge(judges: list[LLM], answers: list[Answer], folder_of: Callable[[int], int]) -> None:
+def judge(judges: list[LLM], answers: list[RequestOutput], folder_of: Callable[[int], int]) -> None:
     """Every token of every answer is what its version says behind what stands before it."""
     for number, llm in enumerate(judges):
         wanted = []
@@ -126,7 +126,7 @@ class Gate(SimpleQueue[Any]):
 def test_under_32_streams_every_token_is_of_one_version(folders: list[Path], judges: list[LLM], tmp_path: Path) -> None:
     prompts = [f"{PROMPTS[i % 4]}{i % 8}" for i in range(32)]
     params = Params(max_new_tokens=16, ignore_eos=True)
-    mixed: list[Answer] = []
+    mixed: list[RequestOutput] = []
     modes = ("wait", "retract", "cancel", "in_place")
     with LLM(**CPU, journal=tmp_path / "run", max_running_requests=16, overlap_depth=1) as llm:
         for number, mode in enumerate(modes):

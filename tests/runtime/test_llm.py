@@ -38,8 +38,8 @@ from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402
 from lockstep.runtime import (  # noqa: E402
     LLM,
-    Answer,
     Params,
+    RequestOutput,
     assembly,
     attention,
     executor,
@@ -194,7 +194,7 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     pieces = list(llm.stream("the quick", params))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-    assert isinstance(pieces[-1].answer, Answer)
+    assert isinstance(pieces[-1].answer, RequestOutput)
     assert len(pieces) > 5
     assert whole.text
 

@@ -25,8 +25,8 @@ from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params, executor  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
-from lockstep.runtime.llm import Answer, demo_folder  # noqa: E402
-from lockstep.runtime.lora.host_cache import AdapterShelf  # noqa: E402
+from lockstep.runtime.llm import RequestOutput, demo_folder  # noqa: E402
+from lockstep.runtime.lora.host_cache import HostAdapterCache  # noqa: E402
 from lockstep.runtime.lora.slots import LoraSlots, lay_out, run_once  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402
@@ -43,7 +43,7 @@ def greedy(adapter: str = "", tokens: int = 8) -> Params:
     return Params(max_new_tokens=tokens, ignore_eos=True, logprobs=2, adapter=adapter)
 
 
-def same(answer: Answer, expected: Answer) -> None:
+def same(answer: RequestOutput, expected: RequestOutput) -> None:
     """Equal, up to the first place where two tokens all but tie."""
     assert not answer.error
     assert len(answer.token_ids) == len(expected.token_ids)
@@ -66,7 +66,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RequestOutput]]:
     """What the merged models say, and the model alone."""
     where, said = tmp_path_factory.mktemp("merged"), {}
     for name, folder in {"": None, **adapters}.items():
@@ -76,7 +76,7 @@ def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_adapters_say_what_merged_models_say_alone_and_in_one_batch(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]], tmp_path: Path
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
     with LLM(adapters=adapters, journal=tmp_path, max_loras=4, chunked_prefill_size=16, debug=True, **CPU) as llm:
         for name, answers in expected.items():
@@ -124,7 +124,9 @@ def most_passed(run: Path) -> int:
     return max(sum(later < own for later in order[at:]) for at, own in enumerate(order))
 
 
-def test_adapters_come_and_go_while_others_stream(adapters: dict[str, Path], expected: dict[str, list[Answer]]) -> None:
+def test_adapters_come_and_go_while_others_stream(
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
+) -> None:
     with LLM(adapters={"all": adapters["all"]}, max_loras=3, **CPU) as llm:
         over, streams = threading.Event(), []
 
@@ -159,18 +161,18 @@ def test_adapters_come_and_go_while_others_stream(adapters: dict[str, Path], exp
 
 
 def test_a_load_holds_up_nobody_but_who_waits_for_it(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]], monkeypatch: pytest.MonkeyPatch
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
-    place = AdapterShelf.place
+    place = HostAdapterCache.place
 
-    def slowly(shelf: AdapterShelf, name: str, version: int, slot: int) -> None:
+    def slowly(shelf: HostAdapterCache, name: str, version: int, slot: int) -> None:
         if name == "few":
             begun.set()
             assert may_end.wait(300)
         place(shelf, name, version, slot)
 
-    monkeypatch.setattr(AdapterShelf, "place", slowly)
+    monkeypatch.setattr(HostAdapterCache, "place", slowly)
     with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
         for answer, other in zip(llm.generate(PROMPTS, greedy("all")), expected["all"], strict=True):
             same(answer, other)
@@ -184,7 +186,7 @@ def test_a_load_holds_up_nobody_but_who_waits_for_it(
 
 
 def test_nothing_is_left_of_what_a_slot_held_before(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]]
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
     with LLM(adapters=adapters, max_loras=3, **CPU) as llm:
         with torch.no_grad():
@@ -226,7 +228,7 @@ def test_slots_weigh_what_the_simulator_takes_off_the_pages() -> None:
 
 
 def test_a_newer_version_is_for_those_who_come_later(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]]
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
     with LLM(adapters={"tone": adapters["all"]}, max_loras=3, **CPU) as llm:
         (before,) = llm.generate(PROMPTS[0], greedy("tone"))
@@ -236,7 +238,9 @@ def test_a_newer_version_is_for_those_who_come_later(
         same(after, expected["few"][0])  # of KV of its own, too
 
 
-def test_ranks_share_an_adapter(adapters: dict[str, Path], expected: dict[str, list[Answer]], tmp_path: Path) -> None:
+def test_ranks_share_an_adapter(
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
+) -> None:
     with LLM(adapters=adapters, max_loras=2, tensor_parallel=2, journal=tmp_path, **CPU) as llm:
         names = [name for _ in PROMPTS for name in expected]
         prompts = [prompt for prompt in PROMPTS for _ in expected]
@@ -254,7 +258,7 @@ def test_ranks_share_an_adapter(adapters: dict[str, Path], expected: dict[str, l
 
 
 def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]], tmp_path: Path
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
     gone = write_adapter(tmp_path / "gone", 5)
     with LLM(adapters={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
@@ -278,7 +282,7 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
 
 
 def test_a_journal_of_digests_names_the_adapters_that_there_were(
-    adapters: dict[str, Path], expected: dict[str, list[Answer]], tmp_path: Path
+    adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"adapters": {"all": adapters["all"]}, "max_loras": 3, **CPU}
     with LLM(keeper=Keeper(tmp_path, content="digests"), **settings) as llm:

@@ -262,7 +262,7 @@ def test_matrices_take_the_bytes_of_the_planners_table(kind: str, dtype: str) ->
 
 
 def test_the_planner_reads_the_same_configs() -> None:
-    from lockstep.sim.cost.models import _checkpoint_dtype, _Fields
+    from lockstep.sim.cost.models import _checkpoint_dtype, _ConfigFields
 
     for kind, (settings, _) in KINDS.items():
         problems: list[str] = []
@@ -270,5 +270,5 @@ def test_the_planner_reads_the_same_configs() -> None:
         assert found is not None
         assert problems == []
         priced = settings | ({"group_size": INT4_GROUP} if "group_size" in settings else {})
-        row = _checkpoint_dtype(_Fields("config.json", {"quantization_config": priced}))
+        row = _checkpoint_dtype(_ConfigFields("config.json", {"quantization_config": priced}))
         assert row == ("fp8" if found.layout == "fp8" else "int4"), kind

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 from lockstep.host.quantization import WeightFormat  # noqa: E402
 from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8  # noqa: E402
 from lockstep.runtime.quantized.int4 import Int4Matrices  # noqa: E402
-from lockstep.runtime.quantized.matrices import Matrix, Quantized  # noqa: E402
+from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -43,7 +43,7 @@ SHAPES: list[tuple[int, list[int], int, list[int]]] = [  # rows, outputs of part
 
 def made(kind: str, sizes: list[int], inputs: int, groups: int, dtype: Any, device: str, seed: int) -> Quantized:
     """Matrices with values in all of their range, the smallest numbers of e4m3 among them."""
-    parts = [Matrix(f"part{number}", size, inputs) for number, size in enumerate(sizes)]
+    parts = [StoredMatrix(f"part{number}", size, inputs) for number, size in enumerate(sizes)]
     stored, generator = FORMATS[kind], torch.Generator().manual_seed(seed)
     where = torch.device(device)
     if stored.layout == "fp8":

@@ -37,7 +37,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
-from lockstep.runtime import LLM, Answer, Params  # noqa: E402
+from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
 from lockstep.runtime.executor import Executor  # noqa: E402
@@ -50,7 +50,7 @@ from lockstep.runtime.rank_wire import (  # noqa: E402
     Launch,
     Order,
     PlanChain,
-    Stop,
+    StopWorker,
     ToLead,
     ToWorker,
     drawn_digest,
@@ -295,7 +295,7 @@ def some_requests(count: int, vocabulary: int = 300) -> list[tuple[list[int], Pa
     ]
 
 
-def answered(llm: LLM) -> list[Answer]:
+def answered(llm: LLM) -> list[RequestOutput]:
     requests = some_requests(24)
     return llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
 
@@ -609,7 +609,7 @@ class OneThread:
 
     def close(self) -> None:
         if not self.errors:
-            self.channel.send(Stop())
+            self.channel.send(StopWorker())
         self._thread.join(120)
         self.channel.close()
         self.inbox.channel.close()

@@ -49,7 +49,7 @@ def test_without_a_working_triton_torch_does_everything(
 ) -> None:
     monkeypatch.setattr(triton_trial, "try_out", trial)
     for _ in range(2):
-        assert triton_trial.obstacle(CUDA) == why
+        assert triton_trial.unavailable_because(CUDA) == why
         assert not elementwise.has_kernels(ON_GPU)
         assert sampler._choose("auto", CUDA)[0] == "torch"
     with pytest.raises(ConfigError) as raised:
@@ -64,11 +64,11 @@ def test_a_device_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_trial, "try_out", lambda device: tried.append(device) or True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for device in (CUDA, torch.device("cuda"), CUDA):
-        assert triton_trial.obstacle(device) is None
+        assert triton_trial.unavailable_because(device) is None
     assert elementwise.has_kernels(ON_GPU)
     assert tried == [CUDA]
     monkeypatch.setattr(triton_trial, "find_spec", lambda name: None)
-    assert triton_trial.obstacle(torch.device("cuda", 0)) == "triton is not installed; pip install triton"
+    assert triton_trial.unavailable_because(torch.device("cuda", 0)) == "triton is not installed; pip install triton"
 
 
 def test_the_trial_itself() -> None:

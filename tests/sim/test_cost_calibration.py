@@ -36,9 +36,9 @@ from lockstep.sim.cost.calibration import (
     FEATURES,
     PROBABILITIES,
     UNSEEN_MODELS,
+    CalibrationSource,
     Correction,
     Residuals,
-    Source,
     batch_features,
 )
 from lockstep.sim.cost.fit import fit_weights, nonnegative_least_squares, relative_shift
@@ -86,7 +86,7 @@ def run(command: Any, *arguments: str) -> Result:
 
 
 def test_a_file_comes_back_as_it_was_and_equal_ones_are_equal_bytes(tmp_path: Path) -> None:
-    source = Source(kind="journal", file="run", sha256="0" * 64, rows_used=7)
+    source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=7)
     before = calibration(spread=0.03, sources=(source,), notes=("one",))
     before.save(tmp_path / "a.json")
     after = Calibration.load(tmp_path / "a.json")
@@ -485,7 +485,7 @@ def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
     base = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
     run_folder = recorded(tmp_path, Correction(), spread=0.05)
     batches = timed_batches(of_journal(run_folder), base, run_folder)
-    source = Source(kind="journal", file="run", sha256="0" * 64, rows_used=1)
+    source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=1)
     found = calibration_of_batches(
         batches, held_out(batches), engine="lockstep", engine_version="", base=base, date="2026-11-22", source=source
     )

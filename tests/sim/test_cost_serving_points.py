@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from lockstep.sim.calibrate.calibrate import Trial, calibration_of_points, fit_points
+from lockstep.sim.calibrate.calibrate import PointTrials, calibration_of_points, fit_points
 from lockstep.sim.calibrate.serving_points import (
     CLIENTS,
     ENGINES,
-    Client,
+    LoadGenerator,
     Played,
     ServingPoint,
     play,
@@ -35,7 +35,7 @@ needs_data = pytest.mark.skipif(not DATA.is_file(), reason="LOCKSTEP_DATA has no
 
 HEADER = "engine,engine_version,model,gpu,tp,dp,precision,isl,osl,length_dist,concurrency,ttft_ms,tpot_ms,suspect"
 ROW = "vllm,1.0,Qwen/Qwen3-32B,H100,2,,bf16,1024,512,unknown,8,150,16.5,"
-SHORT = Client("short", 2, 0.0, "is only for tests")
+SHORT = LoadGenerator("short", 2, 0.0, "is only for tests")
 
 
 def point(**fields: Any) -> ServingPoint:
@@ -224,7 +224,7 @@ def test_more_gpus_never_serve_slower(engine: str, model: str, least: int) -> No
 # -------------------------------------------------------------------------------------------------------------- fitting
 
 
-def invented(noise: float) -> Trial:
+def invented(noise: float) -> PointTrials:
     """Points of two models whose engine takes what a planted correction says, give or take."""
     rng = np.random.default_rng(7)
     weights = np.array([1.1, 1.5, 900.0, 25.0, 4.0])
@@ -239,7 +239,7 @@ def invented(noise: float) -> Trial:
                 points.append(point(model=load_model(model), tp=tp, concurrency=users, tpot_us=us, ttft_us=first_us))
                 played.append(Played(float(tpot[:2].sum()), float(ttft[:2].sum()), tpot, ttft, 1))
     worse = [Played(2 * p.tpot_us, 3 * p.ttft_us, 2 * p.tpot_parts, 3 * p.ttft_parts, 1) for p in played]
-    return Trial(points, {"spread": worse, "waves": played})
+    return PointTrials(points, {"spread": worse, "waves": played})
 
 
 def test_a_fit_finds_the_client_and_predicts_what_it_has_not_seen() -> None:

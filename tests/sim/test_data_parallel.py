@@ -29,14 +29,14 @@ from lockstep.sim.cluster.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
-from lockstep.sim.cluster.data_parallel import Pass, RankGroup, Share, pass_shape
+from lockstep.sim.cluster.data_parallel import Share, SharedPass, SimulatedRanks, pass_shape
 from lockstep.sim.cluster.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.host.pipeline import Stages
-from lockstep.sim.host.speculation import ModelDrafter
+from lockstep.sim.host.speculation import ModelDraftCost
 from lockstep.sim.run.simulate import Scenario
 from lockstep.tools.journal import journal
 
@@ -203,7 +203,7 @@ def test_drafts_are_verified_by_all_ranks() -> None:
 
 def test_passes_of_a_drafter_cost_what_the_rows_of_all_do() -> None:
     """Its experts see them all: with one rank's rows each, eight ranks cost more than one, less than eight alone."""
-    drafter = ModelDrafter(MODEL, layers=61)
+    drafter = ModelDraftCost(MODEL, layers=61)
     one = [decode_shape(32, 1000), *[BatchShape()] * 7]
     all_of_them = [decode_shape(32, 1000)] * 8
     single, together = (
@@ -241,7 +241,7 @@ def test_rank_that_waits_for_its_mask_ends_later(moved_us: int | None, end_us: i
         )  # fmt: skip
         return Share(made, BatchShape(), 900, 0.0, 0.0, b"", b"")
 
-    one = Pass([share(7, None), share(4, 3)], took_us=500.0, sampling_us=100.0, started_us=1_000)
+    one = SharedPass([share(7, None), share(4, 3)], took_us=500.0, sampling_us=100.0, started_us=1_000)
     assert one.end_us(0, {}) == 1_500
     assert one.end_us(1, {} if moved_us is None else {(1, 4): moved_us}) == end_us
 
@@ -284,7 +284,7 @@ def test_a_pass_waits_for_the_rank_that_copies_the_most_states(monkeypatch: pyte
     took_us = []
     port: Any = SimpleNamespace(device=SimpleNamespace(state_copy_us=100.0))
     for each in ((0.0, 0.0), (0.5, 5.0)):
-        group = RankGroup(Environment(), MODEL, 2, seed=0, name="ranks")
+        group = SimulatedRanks(Environment(), MODEL, 2, seed=0, name="ranks")
         group.ports = [port, port]
         monkeypatch.setattr(group, "_time", lambda: None)
         for rank, copies in enumerate(each):
@@ -378,9 +378,9 @@ def tokens_in_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     sampled: dict[tuple[int, int, int], int] = {}  # by group, rank and row
     held = [0]
-    begin, left = RankGroup._begin, RankGroup._left
+    begin, left = SimulatedRanks._begin, SimulatedRanks._left
 
-    def checked(self: RankGroup, one: Pass) -> int:
+    def checked(self: SimulatedRanks, one: SharedPass) -> int:
         begun_us = begin(self, one)
         for rank, share in enumerate(one.shares):
             for row in share.plan.rows[share.plan.extend_rows :].tolist():
@@ -388,14 +388,14 @@ def tokens_in_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 assert begun_us >= sampled.get((id(self), rank, row), 0), f"rank {rank}, {share.plan}"
         return begun_us
 
-    def noted(self: RankGroup, one: Pass, stages: Stages) -> None:
+    def noted(self: SimulatedRanks, one: SharedPass, stages: Stages) -> None:
         left(self, one, stages)
         for rank, share in enumerate(one.shares):
             for row in share.plan.rows[share.plan.sample_rows].tolist():
                 sampled[id(self), rank, row] = one.ends_us[rank]
 
-    monkeypatch.setattr(RankGroup, "_begin", checked)
-    monkeypatch.setattr(RankGroup, "_left", noted)
+    monkeypatch.setattr(SimulatedRanks, "_begin", checked)
+    monkeypatch.setattr(SimulatedRanks, "_left", noted)
     return held
 
 

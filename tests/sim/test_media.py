@@ -19,7 +19,7 @@ from lockstep.sim.catalogue import load_encoders, load_gpu
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
 from lockstep.sim.cost import CapacityError, CatalogueError
-from lockstep.sim.cost.encoder import AUDIO_SECONDS_MAX, Content, EncoderCost, Encoders
+from lockstep.sim.cost.encoder import AUDIO_SECONDS_MAX, EncoderCost, Encoders, MediaContent
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.question import Question
@@ -277,7 +277,7 @@ def test_on_the_engines_gpus_a_group_waits_for_what_runs_and_batches_for_the_gro
     encoder, told, (a, b, c, *_), cost = lane(0)
     encoder.begin(a)
     encoder.begin(b)
-    took_us = round(cost.group_us([Content("image", a.encoder_tokens)] * 2))
+    took_us = round(cost.group_us([MediaContent("image", a.encoder_tokens)] * 2))
     assert encoder.start(100, 900) == 900 + took_us == encoder.next_us
     encoder.begin(c)
     assert encoder.start(1_000, 900 + took_us) == 0, "c is of the next group"
@@ -291,7 +291,7 @@ def test_gpus_of_its_own_take_what_comes_next_and_hold_nobody_back() -> None:
     for order in (a, b, c):
         encoder.begin(order)
     assert encoder.start(100, 900) == 0
-    took_us = round(cost.single_us(Content("image", a.encoder_tokens)))
+    took_us = round(cost.single_us(MediaContent("image", a.encoder_tokens)))
     assert [interval[:2] for interval in told.intervals] == [
         (100, 100 + took_us), (100, 100 + took_us), (100 + took_us, 100 + 2 * took_us)
     ]  # fmt: skip

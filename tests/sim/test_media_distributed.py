@@ -465,7 +465,7 @@ def assert_nobody_is_lost(cluster: Any) -> None:
         assert not engine.media.pins
         assert not engine.media.line
         assert not engine.media.queued
-        assert not engine.media.fenced
+        assert not engine.media.deferred
         assert all(encoding.ready for encoding in engine.media.encodings.values()), "every order was answered"
         assert host.encoder is not None
         assert not host.encoder.waiting

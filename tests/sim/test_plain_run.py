@@ -17,18 +17,18 @@ from msgspec.structs import replace as replace_struct
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.scheduler import admission
+from lockstep.core.requests import budget
 from lockstep.sim.cluster.cluster import (
     ClusterRun,
     ClusterScenario,
     ClusterSetup,
-    obstacle_of_cluster,
     simulate_cluster,
+    unsupported_by_cluster,
 )
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast import fast_path, kernel, machine_code
-from lockstep.sim.fast.fast_path import PlainRun
+from lockstep.sim.fast.fast_path import FastRun
 from lockstep.sim.host import host
 from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.run import simulate as simulate_module
@@ -167,7 +167,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(LOADS, schedulers())
 def test_every_number_of_a_plain_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
     setup = load.setup(sched)
-    assert fast_path.obstacle(setup) == ""
+    assert fast_path.unsupported_by(setup) == ""
     theirs = simulate(setup, compiled=False)
     ours = simulate(setup, compiled=True)
     assert_equal(ours.data, theirs.data)
@@ -198,7 +198,7 @@ def test_every_number_of_a_plain_cluster_is_the_cores(
         engines=tuple(replace(one, workload=setups[0].workload) for one in setups),
         shares=shares,
     )
-    assert obstacle_of_cluster(setup) == ""
+    assert unsupported_by_cluster(setup) == ""
     slos = (Slo.parse("ttft_p50=30ms"), Slo.parse("e2e_p90=300ms"))
 
     def run(compiled: bool) -> ClusterRun:
@@ -281,7 +281,7 @@ def test_who_lacks_pages_is_left_to_the_core() -> None:
 def test_an_interrupted_run_says_what_it_knows() -> None:
     setup = steady(3_000)
     metrics = MetricsFold(kv_pages=setup.config.pages)
-    plain = PlainRun([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
+    plain = FastRun([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
     assert plain.run()
     data = metrics.result()
     counts = data.summary["requests"]
@@ -297,7 +297,7 @@ def test_an_interrupted_run_says_what_it_knows() -> None:
 def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
     metrics = MetricsFold(kv_pages=setup.config.pages)
-    plain = PlainRun([setup], [metrics])
+    plain = FastRun([setup], [metrics])
     advance = machine_code.load()
 
     def asked_to_end(address: int, took_us: float) -> int:
@@ -351,7 +351,7 @@ NOT_FOLLOWED: dict[str, Any] = {
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_other_settings_are_left_to_the_core(name: str) -> None:
     setup = steady(20, {name: NOT_FOLLOWED[name]})
-    assert fast_path.obstacle(setup) == name
+    assert fast_path.unsupported_by(setup) == name
     assert simulate(setup, compiled=True).data.summary["requests"]["completed"] == 20
 
 
@@ -365,20 +365,20 @@ def test_settings_are_told_apart() -> None:
 def test_prompts_that_begin_alike_are_left_to_the_core() -> None:
     turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]))
     alike = replace(turns, run_first_token=np.zeros(2, np.int32))
-    assert fast_path.obstacle(setup_of(alike, {"pages": 64})) == "shared prefixes"
-    assert fast_path.obstacle(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
-    assert fast_path.obstacle(setup_of(turns, {"pages": 64})) == ""
+    assert fast_path.unsupported_by(setup_of(alike, {"pages": 64})) == "shared prefixes"
+    assert fast_path.unsupported_by(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
+    assert fast_path.unsupported_by(setup_of(turns, {"pages": 64})) == ""
 
 
 def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
     setup = steady(20)
     turns = replace(setup.workload.turns, tenants=("t0", "a\0b", "t2"))
     setup = replace(setup, workload=replace(setup.workload, turns=turns))
-    assert fast_path.obstacle(setup) == "tenants"
+    assert fast_path.unsupported_by(setup) == "tenants"
 
 
 def test_the_kernel_has_the_cores_constants() -> None:
-    assert kernel.CLIP_MAX_NEW_TOKENS == admission.CLIP_MAX_NEW_TOKENS
+    assert kernel.CLIP_MAX_NEW_TOKENS == budget.CLIP_MAX_NEW_TOKENS
     assert kernel.NEVER_US == host.NEVER_US
     assert list(kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
@@ -390,12 +390,12 @@ def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
         {"pages": 60},
         {"pages": 2_000, "max_input_tokens": 500},
     ):
-        assert fast_path.obstacle(setup_of(turns, sched)) == "prompts that do not fit"
+        assert fast_path.unsupported_by(setup_of(turns, sched)) == "prompts that do not fit"
 
 
 def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    plain = simulate_module.PlainRun
+    plain = simulate_module.FastRun
     monkeypatch.setattr(fast_path, "_requests", 0)
     monkeypatch.setattr(simulate_module, "PlainRun", lambda *given: runs.append(len(runs)) or plain(*given))
     half = steady(fast_path.REQUESTS_MIN // 2)

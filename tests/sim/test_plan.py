@@ -29,7 +29,7 @@ from lockstep.sim.cli.plan import plan, usable_cores
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
-from lockstep.sim.plan.ledger import Ledger
+from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
     QUICK,
     Configuration,
@@ -73,10 +73,10 @@ def question(**changes: Any) -> Question:
     return Question(**asked | changes)
 
 
-def planned(asked: Question, ledger: Ledger | None = None) -> answers.Answer:
+def planned(asked: Question, ledger: TrialStore | None = None) -> answers.PlanAnswer:
     candidates, _ = prepare(asked)
-    run_plan(asked, candidates, Alone(), ledger or Ledger(None))
-    return answers.Answer(question=asked, candidates=candidates, workload_line="a workload")
+    run_plan(asked, candidates, Alone(), ledger or TrialStore(None))
+    return answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload")
 
 
 # ----------------------------------------------------------------------------------------------------- what is searched
@@ -244,12 +244,12 @@ def test_a_factor_makes_every_batch_longer() -> None:
 
 
 def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "plan")
+    ledger = TrialStore(tmp_path / "plan")
     one = trial()
     ledger.add(one, run_trial(one))
-    assert Ledger(tmp_path / "plan").find(one) is not None
+    assert TrialStore(tmp_path / "plan").find(one) is not None
     next((tmp_path / "plan" / "simulations").iterdir()).write_bytes(b"{")
-    assert Ledger(tmp_path / "plan").find(one) is None
+    assert TrialStore(tmp_path / "plan").find(one) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -493,15 +493,15 @@ def test_any_number_of_hands_in_any_order_gives_the_same_answer(asked: Question)
     for hands in (3, 20):
         candidates, _ = prepare(asked)
         crew = ManyHands(hands)
-        run_plan(asked, candidates, crew, Ledger(None))
-        assert answers.Answer(question=asked, candidates=candidates, workload_line="a workload").to_json() == alone
+        run_plan(asked, candidates, crew, TrialStore(None))
+        assert answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload").to_json() == alone
         assert len({trial.key for trial in crew.given}) == len(crew.given)  # nothing twice
         given.append(len(crew.given))
     assert given == sorted(given)
 
 
 def test_replications_that_change_nothing_are_not_run_by_one_hand() -> None:
-    ledger = Ledger(None)
+    ledger = TrialStore(None)
     asked = question(slos=(Slo.parse("ttft_p90=60ms"),))
     candidates, _ = prepare(asked)
     candidates[0].narrow_met = candidates[0].estimated_load * 3
@@ -947,7 +947,7 @@ def test_progress_is_told_of_stages_searches_and_simulations() -> None:
         trial=lambda: told.append("trial"),
         search=lambda: told.append("search"),
     )
-    ledger = Ledger(None)
+    ledger = TrialStore(None)
     run_plan(asked, candidates, Alone(), ledger, progress)
     assert [word for word in told if word != "trial"] == ["narrowing down 1", "search", "confirming 1", "search"]
     assert told.count("trial") == ledger.run

@@ -17,11 +17,11 @@ from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan import answer as answers
-from lockstep.sim.plan.ledger import Ledger
+from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import Candidate, hopeful, prepare, promising, prune, run_plan
 from lockstep.sim.plan.sides import limit_of_sides
-from lockstep.sim.plan.split import Split, all_splits, parse_split
+from lockstep.sim.plan.split import RoleSplit, all_splits, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone
 
@@ -41,10 +41,10 @@ def question(*search: str, **changes: Any) -> Question:
     return Question(**asked | changes)
 
 
-def planned(asked: Question, ledger: Ledger | None = None) -> answers.Answer:
+def planned(asked: Question, ledger: TrialStore | None = None) -> answers.PlanAnswer:
     candidates, _ = prepare(asked)
-    run_plan(asked, candidates, Alone(), ledger or Ledger(None))
-    return answers.Answer(question=asked, candidates=candidates, workload_line="a workload")
+    run_plan(asked, candidates, Alone(), ledger or TrialStore(None))
+    return answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload")
 
 
 def words(splits: Any) -> list[str]:
@@ -147,7 +147,7 @@ def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
 
 def test_the_best_split_is_found_and_what_cannot_be_best_is_not_simulated(tmp_path: Path) -> None:
     asked = question("prefill_decode=auto", gpus_max=3)
-    ledger = Ledger(tmp_path / "kept")
+    ledger = TrialStore(tmp_path / "kept")
     found = planned(asked, ledger)
     mixed, one, two = found.candidates
     assert [answers.why_not(c).partition(",")[0] for c in (one,)] == ["not confirmed: at best less than #1"]
@@ -339,5 +339,5 @@ def test_a_candidate_has_the_gpus_of_its_split() -> None:
     asked = question("prefill_decode=1xtp8:2xtp4", common={"pp": 2})
     (configuration,) = asked.configurations()
     candidate = Candidate(configuration=configuration, question=asked)
-    assert isinstance(candidate.split, Split)
+    assert isinstance(candidate.split, RoleSplit)
     assert candidate.gpus == 32

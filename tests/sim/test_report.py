@@ -27,7 +27,7 @@ from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.payload import Spans, pack, timeline
+from lockstep.sim.report.payload import ChartSpans, pack, timeline
 from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
 from tests.support.browser import dom_of, needs_chromium
 
@@ -292,7 +292,7 @@ def test_merging_keeps_counts_sums_and_busy_time() -> None:
     start_us = np.arange(n, dtype=np.int64) * 100
     lane = (np.arange(n) % 7 == 0).astype(np.int64)
     tokens = np.arange(n, dtype=np.int64)
-    merged = timeline(Spans(start_us, start_us + 80, lane, ("a", "b")), {"tokens": (tokens, "sum")}, most)
+    merged = timeline(ChartSpans(start_us, start_us + 80, lane, ("a", "b")), {"tokens": (tokens, "sum")}, most)
     columns = {name: unpack(column) for name, column in merged["columns"].items()}
     assert merged["shown"] == len(columns["start"]) <= most
     assert columns["count"].sum() == n
@@ -307,7 +307,7 @@ def test_lone_batch_between_others_stays_visible() -> None:
     start_us = np.arange(5000, dtype=np.int64) * 100
     lane = np.zeros(5000, np.int64)
     lane[2500] = 1
-    merged = timeline(Spans(start_us, start_us + 90, lane, ("decode", "extend")), {}, 100)
+    merged = timeline(ChartSpans(start_us, start_us + 90, lane, ("decode", "extend")), {}, 100)
     columns = {name: unpack(column) for name, column in merged["columns"].items()}
     alone = columns["lane"] == 1
     assert columns["start"][alone].tolist() == [250_000]

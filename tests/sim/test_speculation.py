@@ -17,7 +17,7 @@ from lockstep.sim.cost import BatchShape, Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.pipeline import PipelinedDevice
-from lockstep.sim.host.speculation import Acceptance, ModelDrafter, NgramDrafter, expected_tokens, parse_rates
+from lockstep.sim.host.speculation import Acceptance, ModelDraftCost, NgramDraftCost, expected_tokens, parse_rates
 from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
 
 EAGLE = {"speculative_method": "eagle", "num_speculative_tokens": 3}
@@ -93,12 +93,12 @@ def test_drafting_and_verifying_cost_what_they_run() -> None:
     few = BatchShape(decode_rows=512, decode_context_tokens=512_000, sampled_rows=512)
     assert cost.batch_us(crowd).mean_us > 1.5 * cost.batch_us(few).mean_us  # five hundred do not
     assert sum(cost.terms_us(verify).values()) == pytest.approx(drafted)
-    head = ModelDrafter(cost, 36)
+    head = ModelDraftCost(cost, 36)
     assert head.draft_us(verify, 0) == 0.0
     assert 2.5 < head.draft_us(verify, 3) / head.draft_us(verify, 1) < 3.1
     assert head.draft_us(verify, 3) < 0.5 * alone
     assert head.slowed(2.0).draft_us(verify, 3) == pytest.approx(2.0 * head.draft_us(verify, 3), rel=0.05)
-    assert NgramDrafter().draft_us(verify, 3) < head.draft_us(verify, 1)
+    assert NgramDraftCost().draft_us(verify, 3) < head.draft_us(verify, 1)
 
 
 def test_a_drafter_takes_memory() -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.contract.commands import (
+    BlockFetch,
+    BlockStore,
     CancelPrefetch,
-    CompanionFetch,
-    CompanionStore,
     CopyToHost,
     Int32s,
     LoadFromHost,
@@ -21,7 +21,7 @@ from lockstep.core.contract.commands import (
     WriteToStorage,
 )
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import CompanionsFound, PrefetchFinished
+from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
@@ -90,18 +90,18 @@ def test_lanes_answer_in_time_and_storage_has_what_was_written() -> None:
     assert links.take(50) == PrefetchFinished(50, 5, 1), "up to the first that is missing"
 
 
-def test_companions_weigh_in_storage_and_on_its_way() -> None:
+def test_blocks_weigh_in_storage_and_on_its_way() -> None:
     """Pages of 1,000 bytes, states of 500, and room for 4,000."""
     tiers = HostTiers(host_cache_gb=1, host_link_gbs=1, storage_gb=4e-6, storage_gbs=1, storage_latency_us=7)
     links = TierLinks(tiers, PageBytes(1_000, 1_000), load_gpu("h100"), {"state": PageBytes(500, 500)})
     pages_of, states_of = (b"p0", b"p1"), (b"s0", b"s1")
-    links.begin(WriteToStorage(0, pages_of, pages(2), 0, (CompanionStore("state", states_of, pages(2)),)), 0)
+    links.begin(WriteToStorage(0, pages_of, pages(2), 0, (BlockStore("state", states_of, pages(2)),)), 0)
     assert links.take(links.next_us).time_us == 7 + 3
-    fetch = CompanionFetch("state", states_of, (False, False), 1, pages(1))
+    fetch = BlockFetch("state", states_of, (False, False), 1, pages(1))
     links.begin(PrefetchFromStorage(1, pages_of, pages(2), 0, (fetch,)), 20)
     assert links.next_us in (29, 30)  # two pages and the second one's state
-    found = (CompanionsFound("state", (1,)),)
-    assert links.take(30) == PrefetchFinished(30, 1, 2, companions=found)
+    found = (BlocksFound("state", (1,)),)
+    assert links.take(30) == PrefetchFinished(30, 1, 2, blocks=found)
     links.begin(PrefetchFromStorage(2, pages_of, pages(2), 0, (fetch,)), 40)
     links.begin(CancelPrefetch(2), 41)
     assert links.take(42) == PrefetchFinished(42, 2, 1), "what is cut short has brought no companion"
@@ -153,7 +153,7 @@ def test_windows_and_states_are_loaded_and_carried_with_their_bytes(
     cache, before = tiered.data.summary["cache"], plain.data.summary["cache"]
     assert cache["prompt_tokens_from_host"] > 0
     assert cache["hit_ratio"] > 2 * before["hit_ratio"]
-    page, beside = setup.host_page_bytes, setup.host_companion_bytes
+    page, beside = setup.host_page_bytes, setup.host_block_bytes
     assert page is not None
     assert beside.keys() == ({"state"} if tp > 1 else {"window"})
     for lane, kind in (("from_host", "load"), ("to_host", "write")):
@@ -164,7 +164,7 @@ def test_windows_and_states_are_loaded_and_carried_with_their_bytes(
 @pytest.mark.parametrize("model", ["gemma-3-27b", "qwen3-next-80b-a3b"])
 def test_host_memory_holds_pages_with_their_share_of_windows_and_states(model: str) -> None:
     setup = assemble(Scenario(model=model, gpu="h200", tp=2, workload=AGAIN, tiers=POOLED), {})
-    config, page, beside = setup.config, setup.host_page_bytes, setup.host_companion_bytes
+    config, page, beside = setup.config, setup.host_page_bytes, setup.host_block_bytes
     assert page is not None
     assert config.tiers is not msgspec.UNSET
     shares = {"window": config.hybrid.window_pages / config.pages, "state": config.hybrid.state_slots / config.pages}

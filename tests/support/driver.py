@@ -45,11 +45,11 @@ from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
+    BlocksEvicted,
     CancelAll,
     CancelMany,
     ClockAdvanced,
     CloseSession,
-    CompanionsEvicted,
     Control,
     ControlRequested,
     DecodeSkipped,
@@ -94,10 +94,10 @@ from lockstep.core.contract.events import (
     WeightsSwapped,
 )
 from lockstep.core.journal import snapshot
+from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import Request, RequestState
 from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.retraction import importance
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
 from tests.support.tagged_tiers import TaggedTiers
@@ -452,7 +452,7 @@ class Driver:
         passed_by = {request_id: self.bypassed.get(request_id, 0) for request_id in admitted}
         self._count_bypasses(line, [one for one in held if one not in self._behind_the_pass(followers, step)], step)
         self.steps += 1
-        if isinstance(event, PrefetchFinished) and event.companions and event.generation == self.engine.generation:
+        if isinstance(event, PrefetchFinished) and event.blocks and event.generation == self.engine.generation:
             self.marks.add("companions fetched" if event.pages_done else "companions alone fetched")
         for decided in step.decided:
             if isinstance(decided, RequestQueued):
@@ -607,7 +607,7 @@ class Driver:
                     self.owed.discard(request_id)
         plan = step.launched()
         if made_room:
-            self.owed = {request.request_id for request in self.engine.cohort.requests}
+            self.owed = {request.request_id for request in self.engine.running_batch.requests}
         if plan is not None and plan.mode in ("decode", "verify"):
             self.owed = set()
         if plan is not None and config.decode_look_ahead == config.decode_steps_per_launch == 1:
@@ -648,9 +648,9 @@ class Driver:
     def _sits_out(self, plan: BatchPlan) -> None:
         """Whoever decodes is in every mixed batch. It sits out once at a time: for an extend that runs alone, or for
         want of pages, unless it goes first."""
-        going = self.engine.cohort.request_ids
+        going = self.engine.running_batch.request_ids
         if self.engine.config.speculates:  # who may stand at its end waits for the result that says so
-            going = going[self.engine.positions + 1 < self.engine.cohort.limits]
+            going = going[self.engine.positions + 1 < self.engine.running_batch.limits]
         left_out = set(going.tolist()) - set(plan.request_ids.tolist())
         if left_out:
             assert plan.microbatch not in self.sat_out, f"r{min(left_out)} sat out twice in a row"
@@ -776,18 +776,18 @@ class Driver:
                     self.marks.add("deferred (microbatch)")
                 case AdmissionDeferred(reason="window" | "state" as reason):
                     self.marks.add(f"deferred ({reason})")
-                case CompanionsEvicted(_, kind):
+                case BlocksEvicted(_, kind):
                     self.marks.add(f"evicted ({kind})")
                 case TierOperationEnded(_, _, kind, outcome):
                     self.marks.add(f"{kind} {outcome}")
                 case RequestAdmitted(host_tokens=tokens) if tokens:
                     self.marks.add("started behind loaded pages")
         for command in step.commands:
-            if isinstance(command, CopyToHost | LoadFromHost) and command.companions:
+            if isinstance(command, CopyToHost | LoadFromHost) and command.blocks:
                 alone = "" if command.host_pages.size else " alone"
                 done = "written" if isinstance(command, CopyToHost) else "loaded"
                 self.marks.add(f"companions{alone} {done}")
-            if isinstance(command, WriteToStorage) and command.companions:
+            if isinstance(command, WriteToStorage) and command.blocks:
                 self.marks.add("companions stored" if command.keys else "companions alone stored")
             if isinstance(command, LoadAdapter) and (command.adapter, command.version) in self.evicted_adapters:
                 self.marks.add("adapter evicted between two uses")
@@ -809,7 +809,7 @@ class Driver:
             for span in (*plan.logprob_spans, *plan.hidden_spans):
                 if span.start > int(plan.starts[span.index]):
                     self.marks.add("results wanted from inside an extend")
-        if media.fenced:
+        if media.deferred:
             self.marks.add("encoder output fenced")
         for request in self.engine.held.values():
             if request.holds > 1:
@@ -818,9 +818,9 @@ class Driver:
                 self.marks.add("turn waits for its media")
         if media.encodings and any(encoding.outdated for encoding in media.encodings.values()):
             self.marks.add("encoder output outdated by new weights")
-        if memory.leases:
+        if memory.deferred_frees:
             self.marks.add("row leased to work in flight")
-        if memory.fenced_pages:
+        if memory.deferred_pages:
             self.marks.add("duplicate pages fenced")
 
     def _mark_microbatch(self, plan: BatchPlan, chunked: int | None) -> None:
@@ -860,7 +860,7 @@ class Driver:
             self.marks.add("forced tokens beside another microbatch")
         if any(other.dead for other in self.engine.in_flight if other.verifies):
             self.marks.add("dead row verified")
-        if len(plan.rows) - plan.extend_rows < self.engine.cohort.size:
+        if len(plan.rows) - plan.extend_rows < self.engine.running_batch.size:
             self.marks.add("sits out at its end")
         if drafts.size > 1 and 0 < drafts.min() < wanted:
             self.marks.add("fewer drafts")

@@ -10,7 +10,7 @@ import msgspec
 from lockstep.core.contract.commands import Command, LaunchBatch, ProposeBatch, Ranks, Step
 from lockstep.core.contract.events import Observed, RanksAgreed
 from lockstep.core.features.data_parallel import Rounds
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
 from tests.support.tagged_kv import TaggedKv
 
 

@@ -17,16 +17,17 @@ import numpy as np
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
-from lockstep.core.features.adapters import Adapters
 from lockstep.core.features.microbatches import Microbatches
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
-from lockstep.core.kv.memory import Lease, Memory
+from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
-from lockstep.core.requests.table import Cohort, Int32s, Request
-from lockstep.core.scheduler import delivery, ordering, preemption
-from lockstep.core.scheduler.admission import PrefillBudget
-from lockstep.core.scheduler.batching import InFlight
-from lockstep.core.scheduler.engine import Decodes, Engine, Fit, Obstacle
+from lockstep.core.requests import delivery
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.table import Int32s, Request, RunningBatch
+from lockstep.core.scheduler import ordering, preemption
+from lockstep.core.scheduler.engine import Decodes, Deferral, Engine, ExtendShare
 
 Plant = AbstractContextManager[None]
 Original = Callable[..., Any]
@@ -54,11 +55,16 @@ def _replaced(owner: type | ModuleType, name: str, bug: Callable[..., object]) -
 def gate_off_by_a_page() -> Plant:
     """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
 
-    def bug(examine: Original, engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
-        found: Fit | Obstacle = examine(engine, request, budget, parts)
+    def bug(
+        examine: Original, engine: Engine, request: Request, budget: PrefillBudget, parts: int
+    ) -> ExtendShare | Deferral:
+        found: ExtendShare | Deferral = examine(engine, request, budget, parts)
         tokens, page_size = len(request.tokens) // 4, engine.config.page_size
-        if isinstance(found, Fit) and tokens + request.max_new_tokens - request.outputs + page_size > budget.current:
-            return Obstacle("kv_budget") if not engine.active else found
+        if (
+            isinstance(found, ExtendShare)
+            and tokens + request.max_new_tokens - request.outputs + page_size > budget.current
+        ):
+            return Deferral("kv_budget") if not engine.active else found
         return found
 
     return _replaced(Engine, "_examine", bug)
@@ -73,9 +79,9 @@ def prompt_charged_on_resume() -> Plant:
     """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
     examining: list[Request] = []
 
-    def remember(examine: Original, engine: Engine, request: Request, *rest: object) -> Fit | Obstacle:
+    def remember(examine: Original, engine: Engine, request: Request, *rest: object) -> ExtendShare | Deferral:
         examining[:] = [request]
-        found: Fit | Obstacle = examine(engine, request, *rest)
+        found: ExtendShare | Deferral = examine(engine, request, *rest)
         return found
 
     def bug(wanted: Original, budget: PrefillBudget, new_tokens: int, remaining_output: int) -> int:
@@ -163,8 +169,8 @@ def lone_decoder_ended() -> Plant:
     """The only one that decodes ends for want of pages, although a split prompt could give some back (NV#274)."""
 
     def bug(make_room: Original, engine: Engine, step: Step) -> bool:
-        if engine.cohort.size == 1 and engine.prefilling is not None:
-            engine.finish(engine.cohort.requests[0], "out_of_kv", step, flush=True)
+        if engine.running_batch.size == 1 and engine.prefilling is not None:
+            engine.finish(engine.running_batch.requests[0], "out_of_kv", step, flush=True)
             return False
         fits: bool = make_room(engine, step)
         return fits
@@ -195,11 +201,11 @@ def running_counted_down_twice() -> Plant:
 def double_free() -> Plant:
     """Releasing the row of a retracted request gives one of its pages back twice (SG#18694)."""
 
-    def bug(release: Original, memory: Memory, lease: Lease, step: Step) -> None:
-        pages = memory.table.pages[lease.row, lease.protected_pages : lease.protected_pages + 1].copy()
-        has_private = -(-lease.computed // memory.config.page_size) > lease.protected_pages
-        release(memory, lease, step)
-        if has_private and not lease.publish and memory.pool.free_count < memory.pool.total:
+    def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
+        pages = memory.table.pages[deferred.row, deferred.protected_pages : deferred.protected_pages + 1].copy()
+        has_private = -(-deferred.computed // memory.config.page_size) > deferred.protected_pages
+        release(memory, deferred, step)
+        if has_private and not deferred.publish and memory.pool.free_count < memory.pool.total:
             memory.pool.free(pages)
 
     return _replaced(Memory, "release", bug)
@@ -237,13 +243,13 @@ def early_free() -> Plant:
 
     def bug(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         leave(memory, request, step, **how)
-        while memory.leases:
-            memory.release(memory.leases.pop(), step)
+        while memory.deferred_frees:
+            memory.release(memory.deferred_frees.pop(), step)
 
     return _replaced(Memory, "leave", bug)
 
 
-def duplicates_not_fenced() -> Plant:
+def duplicates_not_deferred() -> Plant:
     """Pages given up for the cache's own are free while a launched batch still reads them (VA#14055)."""
     return _replaced(Memory, "_free_behind", lambda original, memory, row, pages: memory.pool.free(pages))
 
@@ -287,14 +293,14 @@ def key_without_namespace() -> Plant:
 def key_from_the_prompt_only() -> Plant:
     """Whoever ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
 
-    def bug(release: Original, memory: Memory, lease: Lease, step: Step) -> None:
+    def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         page_size = memory.config.page_size
-        whole = max(lease.prompt_tokens // page_size, lease.protected_pages)
-        held = -(-lease.computed // page_size)
-        if lease.publish and held > whole:
-            memory.pool.free(memory.table.pages[lease.row, whole:held].copy())
-            lease = lease._replace(computed=whole * page_size)
-        release(memory, lease, step)
+        whole = max(deferred.prompt_tokens // page_size, deferred.protected_pages)
+        held = -(-deferred.computed // page_size)
+        if deferred.publish and held > whole:
+            memory.pool.free(memory.table.pages[deferred.row, whole:held].copy())
+            deferred = deferred._replace(computed=whole * page_size)
+        release(memory, deferred, step)
 
     return _replaced(Memory, "release", bug)
 
@@ -439,8 +445,10 @@ def tombstone_matched() -> Plant:
 def window_read_in_flight() -> Plant:
     """A decode that opens a page lets go of what a prompt in flight still reads (VL#45357)."""
 
-    def bug(slides: Original, window: WindowPool, cohort: Cohort, positions: Int32s, busy: list[Int32s]) -> Any:
-        return slides(window, cohort, positions, [])
+    def bug(
+        slides: Original, window: WindowPool, running_batch: RunningBatch, positions: Int32s, busy: list[Int32s]
+    ) -> Any:
+        return slides(window, running_batch, positions, [])
 
     return _replaced(WindowPool, "slides_by_growth", bug)
 
@@ -569,7 +577,7 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         discard_is_a_flag,
         double_free,
         drafts_without_pages,
-        duplicates_not_fenced,
+        duplicates_not_deferred,
         early_free,
         edge_of_the_context,
         evictable_drifts,

@@ -46,8 +46,8 @@ from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
+    BlocksEvicted,
     ClockAdvanced,
-    CompanionsEvicted,
     Control,
     ControlRequested,
     EngineRestarted,
@@ -70,7 +70,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.data_parallel import Rounds, draft_passes_of
 from lockstep.core.journal import snapshot
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver import drafting, pipelined
 from tests.support.exchange import seen_by_device
@@ -319,7 +319,7 @@ class RankGroup:
                     self._proposed(member, command)
                 case CompileGrammar(grammar):
                     member.compiling.append(grammar)
-                case CopyToHost(companions=companions) | LoadFromHost(companions=companions) if companions:
+                case CopyToHost(blocks=blocks) | LoadFromHost(blocks=blocks) if blocks:
                     self.marks[f"companions moved ({type(command).__name__})"] += 1
                 case LaunchBatch(plan):
                     assert plan.ranks is not None, "S29: a batch that nobody agreed upon"
@@ -347,7 +347,7 @@ class RankGroup:
                     self.marks[f"prompts {'went ahead' if decided.allowed else 'waited'} ({decided.situation})"] += 1
                 case AdmissionDeferred(reason=reason):
                     self.marks[f"deferred ({reason})"] += 1
-                case CompanionsEvicted(kind=kind):
+                case BlocksEvicted(kind=kind):
                     self.marks[f"evicted ({kind})"] += 1
                 case RequestRetracted(reason=reason):
                     self.marks[f"retracted ({reason})"] += 1

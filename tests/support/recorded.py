@@ -14,7 +14,7 @@ from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
 from lockstep.core.journal.journal import JournalHeader, JournalWriter
 from lockstep.tools.narration import wait_by_cause
-from lockstep.tools.request_timeline import Story
+from lockstep.tools.request_timeline import RequestTimeline
 from lockstep.tools.waits import Waited
 from tests.support.fleet import Fleet, Wire
 from tests.support.rank_group import RankGroup
@@ -107,7 +107,7 @@ def record_simulation(
     return folder
 
 
-def waited_by(story: Story) -> Waited:
+def waited_by(story: RequestTimeline) -> Waited:
     """What a story says of waiting until the first token."""
     first_us = story.first_token_us
     before = [wait for i, wait in enumerate(story.waits) if not i or first_us < 0 or wait.start_us < first_us]

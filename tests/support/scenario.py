@@ -134,8 +134,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.contract.render import (
     Names,
     adapter_lines,
+    block_lines,
     command_line,
-    companion_lines,
     decided_line,
     hybrid_lines,
     in_flight_lines,
@@ -529,7 +529,7 @@ class Run:
         tiers = self.engine.memory.tiers
         if tiers is None:
             raise ScenarioError("there is no host tier: give the config tiers.host_pages")
-        beside = companion_lines(tiers.companions) if tiers.companions is not None else []
+        beside = block_lines(tiers.blocks) if tiers.blocks is not None else []
         return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free", *beside]
 
     def do_hybrid(self, words: list[str]) -> list[str]:

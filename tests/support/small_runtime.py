@@ -22,7 +22,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import RowContext
-from lockstep.host.loop import Extras, HostClock, Int32s, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, Int32s, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, Matchers
@@ -31,7 +31,7 @@ from lockstep.runtime.graphs import DecodeGraphs, Recorder
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.overlap import CpuLane, WhenToRun
 from lockstep.runtime.sampling import Sampled
-from lockstep.runtime.tables import Tables
+from lockstep.runtime.tables import DeviceTables
 
 VOCABULARY = 97
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     messages: int = 0
     end: FinishRequest | RejectRequest | None = None
-    extras: Extras | None = None
+    extras: ResultExtras | None = None
     failure: str = ""
     on_tokens: Callable[[int, list[int], TokenLogprobs | None], None] | None = None
     over: threading.Event = field(default_factory=threading.Event)
@@ -196,7 +196,7 @@ class Answer:
         if logprobs is not None:
             self.logprobs += logprobs.logprobs.tolist()
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         self._ends()
         self.end, self.extras = end, extras
 
@@ -323,7 +323,7 @@ def make_executor(
     """The executor over the small model. With `graphs` its decodes are padded to `graph_sizes` rows and recorded."""
     pool = KvPool(1, config.pages, config.page_size, 1, 1, torch.float64, CPU)
     context = config.context_tokens_max if graphs is not None else None
-    tables = Tables(
+    tables = DeviceTables(
         config.rows_max,
         config.pages,
         config.page_size,

@@ -99,7 +99,7 @@ class TaggedTiers:
         found = self.found(move)
         answer = _answer(move, time_us, found if pages_done is None else pages_done, error)
         if isinstance(move, PrefetchFromStorage) and not error and not cut and answer.pages_done == found:
-            return msgspec.structs.replace(answer, companions=in_storage(move, self.storage.__contains__)[1])
+            return msgspec.structs.replace(answer, blocks=in_storage(move, self.storage.__contains__)[1])
         return answer
 
     def before(self, event: Observed, step: Step) -> None:
@@ -117,16 +117,16 @@ class TaggedTiers:
         for command in step.commands:
             if isinstance(command, CopyToHost) and command.given_up:
                 self.read[command.copy_id] = [list(self.kv.cells[page]) for page in command.device_pages.tolist()]
-                self.read_beside[command.copy_id] = self._companions(command)
+                self.read_beside[command.copy_id] = self._blocks(command)
 
     def pages_of(self, move: Move) -> int:
         """Full pages that a move was ordered for."""
         return len(move.keys) if isinstance(move, PrefetchFromStorage | WriteToStorage) else len(move.host_pages)
 
-    def _companions(self, write: CopyToHost) -> list[list[Any]]:
+    def _blocks(self, write: CopyToHost) -> list[list[Any]]:
         """What a write reads beside its pages: cells of windows, states."""
         found: list[list[Any]] = []
-        for one in write.companions:
+        for one in write.blocks:
             assert self.kv.hybrid is not None
             if one.kind == "window":
                 found.append([list(self.kv.hybrid.cells[number]) for number in one.device.tolist()])
@@ -178,17 +178,17 @@ class TaggedTiers:
                             raise KvError(f"S5: load {number} fills pages of row {row} in flight")
                 for page in written:
                     self.kv.cells[page] = self._spoilt()
-                self._begin_companions(move)
+                self._begin_blocks(move)
         if isinstance(move, CopyToHost | PrefetchFromStorage):
             for page in move.host_pages.tolist():
                 self.host[page] = self._spoilt()
-        for one in move.companions if isinstance(move, CopyToHost | PrefetchFromStorage) else ():
+        for one in move.blocks if isinstance(move, CopyToHost | PrefetchFromStorage) else ():
             for number in one.host.tolist():
                 self._beside(one.kind).pop(number, None)
 
-    def _begin_companions(self, load: LoadFromHost) -> None:
+    def _begin_blocks(self, load: LoadFromHost) -> None:
         """What a load brings beside its pages is nobody's: no batch in flight touches it, and it holds garbage."""
-        for one in load.companions:
+        for one in load.blocks:
             hybrid = self.kv.hybrid
             assert hybrid is not None
             for number in one.device.tolist():
@@ -212,13 +212,13 @@ class TaggedTiers:
                 now = [list(self.kv.cells[page]) for page in move.device_pages.tolist()]
                 for page, cells in zip(host_pages, self.read.pop(move.copy_id, now), strict=False):
                     self.host[page] = cells
-                beside = self.read_beside.pop(move.copy_id, None) or self._companions(move)
-                for one, found in zip(move.companions if whole else (), beside, strict=False):
+                beside = self.read_beside.pop(move.copy_id, None) or self._blocks(move)
+                for one, found in zip(move.blocks if whole else (), beside, strict=False):
                     self._beside(one.kind).update(zip(one.host.tolist(), found, strict=True))
             case LoadFromHost():
                 for page, device_page in zip(host_pages, move.device_pages.tolist(), strict=False):
                     self.kv.cells[device_page] = list(self.host[page])
-                for one in move.companions if whole else ():
+                for one in move.blocks if whole else ():
                     assert self.kv.hybrid is not None
                     for source, target in zip(one.host.tolist(), one.device.tolist(), strict=True):
                         if one.kind == "window":
@@ -231,7 +231,7 @@ class TaggedTiers:
             case WriteToStorage():
                 for page, key in zip(host_pages, move.keys, strict=False):
                     self._store(f"page {page}", key, list(self.host[page]))
-                for one in move.companions if whole else ():
+                for one in move.blocks if whole else ():
                     for place, key in zip(one.host.tolist(), one.keys, strict=True):
                         self._store(f"{one.kind} {place}", key, self._beside(one.kind)[place])
 
@@ -241,8 +241,8 @@ class TaggedTiers:
             raise KvError(f"S13: {name} is stored as {what}, under its key is {self.storage.get(key)}")
 
     def _fetched(self, prefetch: PrefetchFromStorage, answer: PrefetchFinished) -> None:
-        orders = {one.kind: one for one in prefetch.companions}
-        for found in answer.companions:
+        orders = {one.kind: one for one in prefetch.blocks}
+        for found in answer.blocks:
             order = orders[found.kind]
             for place, index in zip(order.host.tolist(), found.indices, strict=False):
                 self._beside(found.kind)[place] = self.storage[order.keys[index]]

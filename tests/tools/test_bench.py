@@ -24,8 +24,8 @@ from lockstep.sim.run.simulate import Scenario
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
-from lockstep.tools.http_stream import Target
-from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIds
+from lockstep.tools.http_stream import ServerAddress
+from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIdPrompts
 from tests.support.null_server import asked_of, await_asked, null_server
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
@@ -56,7 +56,7 @@ def sent(number: int, due_us: int, messages: list[tuple[int, int]], **more: Any)
 
 def measured(*requests: Sent, slos: tuple[str, ...] = (), warm_up: int = 0) -> Any:
     workload = open_workload("gen:n=2", seed=7)
-    sender = Sender(Target("h", 1, "", False), Arrivals(workload.turns), workload.turns, "m", Asking(), 1.0)
+    sender = Sender(ServerAddress("h", 1, "", False), Arrivals(workload.turns), workload.turns, "m", Asking(), 1.0)
     sender.sent = list(requests)
     scenario = Scenario(
         model="", gpu="", workload="gen:n=2", slos=tuple(Slo.parse(one) for one in slos), warm_up=warm_up
@@ -121,7 +121,7 @@ def test_a_warm_up_is_not_measured() -> None:
 
 
 def test_prompts_of_ids_are_of_the_vocabulary_and_share_what_they_shared() -> None:
-    form = TokenIds(2048)
+    form = TokenIdPrompts(2048)
     first, second = form.of((0, 600, 5_000, 20)), form.of((0, 600, 9_000, 20))
     assert len(first) == len(second) == 620
     assert first[:600] == second[:600]

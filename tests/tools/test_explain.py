@@ -21,7 +21,7 @@ from lockstep.sim.results.stored_run import read_run
 from lockstep.tools.explain import explain, measured, told
 from lockstep.tools.journal import journal
 from lockstep.tools.narration import sentences, story_text
-from lockstep.tools.request_timeline import Chronicle, Story
+from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import find_request
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
@@ -35,7 +35,7 @@ def run_explain(*arguments: object) -> Result:
     return CliRunner().invoke(explain, [str(argument) for argument in arguments])
 
 
-def story_of(folder: Path, name: str) -> tuple[Story, Chronicle, str]:
+def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
     """The story of a request, all stories, and the story as text."""
     request_id = find_request(folder, name)
     chronicle, walk = told(folder, [request_id])
@@ -43,7 +43,7 @@ def story_of(folder: Path, name: str) -> tuple[Story, Chronicle, str]:
     return story, chronicle, "\n".join(story_text(story, chronicle, walk.names, walk.header.config))
 
 
-def causes(story: Story) -> list[tuple[str, int, int, int]]:
+def causes(story: RequestTimeline) -> list[tuple[str, int, int, int]]:
     """What the first wait was for: reason, whom, from, until in ms."""
     spans = story.waits[0].spans
     return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]

@@ -19,7 +19,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import live
-from lockstep.tools.http_stream import Client, Target
+from lockstep.tools.http_stream import HttpClient, ServerAddress
 from lockstep.tools.replay import replay
 from tests.support.null_server import CROWD, asked_of, await_asked, null_server
 from tests.support.recorded import record_simulation
@@ -159,8 +159,8 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
     for wrong in (0, "nan", "inf"):
         assert "`--timeout` must be" in run_live(gen, "--to", server, "--timeout", wrong).stderr
     with pytest.raises(ConfigError, match="cannot be"):
-        Target.parse("http://x:99999999")
-    assert Target.parse("https://host/base/v1/") == Target("host", 443, "/base", True)
+        ServerAddress.parse("http://x:99999999")
+    assert ServerAddress.parse("https://host/base/v1/") == ServerAddress("host", 443, "/base", True)
 
 
 def test_a_kept_connection_that_was_told_to_go_is_replaced() -> None:
@@ -182,7 +182,7 @@ def test_a_kept_connection_that_was_told_to_go_is_replaced() -> None:
             writer.close()
 
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        client = Client(Target("127.0.0.1", server.sockets[0].getsockname()[1], "", False), {})
+        client = HttpClient(ServerAddress("127.0.0.1", server.sockets[0].getsockname()[1], "", False), {})
         await client.warm(2)
         await asyncio.sleep(0.1)
         async with client.request("GET", "/x", b"") as response:

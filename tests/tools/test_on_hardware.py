@@ -21,7 +21,7 @@ from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline
 from lockstep.sim.results.batch_times import (
     BatchTime,
-    Measured,
+    BatchTimesHeader,
     line_of,
     of_journal,
     outliers,
@@ -267,7 +267,7 @@ def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
         took_us = 1.5 * cost.batch_us(shape).mean_us + 300.0
         took_us *= 4 if number == slow else 1
         batches.append(BatchTime(batch_id=number, mode=mode, shape=shape, took_us=took_us))
-    path.write_bytes(line_of(Measured(model="demo", gpu="cpu-core")) + b"".join(map(line_of, batches)))
+    path.write_bytes(line_of(BatchTimesHeader(model="demo", gpu="cpu-core")) + b"".join(map(line_of, batches)))
     return batches
 
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep.core.contract.events import RequestArrived, RequestId
 from lockstep.core.requests.validation import samples_asked
 from lockstep.sim.run.simulate import Scenario, assemble, simulate
-from lockstep.tools.narration import OBSTACLES, OWN_AFFAIRS, SHORT, cause_key, key_text
+from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
 from lockstep.tools.request_timeline import NOBODY, Cause, Chronicle
 from lockstep.tools.runs import Walk
@@ -77,7 +77,7 @@ def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
 
 
 def test_every_cause_has_words() -> None:
-    for reason in (*SHORT, *OBSTACLES):
+    for reason in (*SHORT, *DEFERRAL_TEXTS):
         for other in (NOBODY, 3):
             words = key_text(cause_key(Cause(reason, other)))
             behind = other != NOBODY and reason not in OWN_AFFAIRS

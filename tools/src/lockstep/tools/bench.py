@@ -114,11 +114,11 @@ def serve(
         )
         from lockstep.sim.workload.mix import mix_of
         from lockstep.tools.bench_run import measure, write_run
-        from lockstep.tools.http_stream import HttpError, Target
+        from lockstep.tools.http_stream import HttpError, ServerAddress
         from lockstep.tools.live import Sender, check_timeout
 
         check_timeout(timeout_s)
-        target = Target.parse(url)
+        target = ServerAddress.parse(url)
         scenario = Scenario(
             model=model or "", gpu="", workload=mix_of(workloads), slos=tuple(map(Slo.parse, slos)), **options
         )
@@ -219,7 +219,7 @@ def _asking(
     ignore_eos: bool,
     fields: dict[str, Any],
 ) -> Asking:
-    from lockstep.tools.live import WORDS, Asking, TokenIds
+    from lockstep.tools.live import WORDS, Asking, TokenIdPrompts
 
     vocabulary = server.vocabulary if vocab is None else vocab
     if chat and prompts == "ids":
@@ -231,7 +231,7 @@ def _asking(
     if vocab is not None and (chat or prompts == "words"):
         raise ConfigError(f"`--vocab` {vocab} is for prompts of token ids\nhint: leave it out")
     ids = prompts != "words" and vocabulary is not None and not chat
-    form = TokenIds(vocabulary) if ids and vocabulary is not None else WORDS
+    form = TokenIdPrompts(vocabulary) if ids and vocabulary is not None else WORDS
     return Asking(form, chat=chat, ignore_eos=ignore_eos, fields=fields)
 
 

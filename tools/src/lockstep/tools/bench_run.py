@@ -54,7 +54,7 @@ from lockstep.sim.results.results import (
 )
 from lockstep.sim.run.simulate import Scenario, code_commit, code_version, describe_load, whole
 from lockstep.sim.workload.workload import Workload
-from lockstep.tools.live import Sender, Sent, TokenIds
+from lockstep.tools.live import Sender, Sent, TokenIdPrompts
 
 LATE_SHARE = 0.05  # of the median TTFT: a generator that is later than this, and than LATE_US, measures itself
 LATE_US = 5_000
@@ -119,7 +119,7 @@ def _about(
         "measured": {
             "url": url,
             "endpoint": asking.path,
-            "prompts": "ids" if isinstance(asking.prompts, TokenIds) else "words",
+            "prompts": "ids" if isinstance(asking.prompts, TokenIdPrompts) else "words",
             "ignore_eos": asking.ignore_eos,
             "fields": dict(asking.fields),
         },

@@ -67,7 +67,7 @@ class Input(NamedTuple):
 
 
 @dataclass
-class Ledger:
+class RequestLedger:
     """What a run's requests went through, as far as two runs are compared by it."""
 
     metrics: MetricsFold = field(default_factory=MetricsFold)
@@ -90,7 +90,7 @@ class Ledger:
                 self.chunks[request_id] = self.chunks.get(request_id, 0) + 1
 
 
-class Change(NamedTuple):
+class FieldChange(NamedTuple):
     """How a fact or a time of matched requests differs."""
 
     name: str
@@ -113,7 +113,7 @@ class Drift:
     matched: int
     matched_by: str
     only: tuple[int, int]  # requests that the other one has not
-    changes: tuple[Change, ...]
+    changes: tuple[FieldChange, ...]
 
     @property
     def equal(self) -> bool:
@@ -141,7 +141,7 @@ class Drift:
 def drift(first: Path, other: Path) -> Drift:
     """Compare two journals. Raises JournalError or Divergence if one cannot be replayed under its own header."""
     walks = Walk(first), Walk(other)
-    ledgers = Ledger(), Ledger()
+    ledgers = RequestLedger(), RequestLedger()
     differing: Input | None = None
     parting: Parting | None = None
     for number, (a, b) in enumerate(zip_longest(*walks)):
@@ -215,7 +215,10 @@ def differing_settings(first: SchedConfig, other: SchedConfig) -> dict[str, tupl
 
 
 def _summed(
-    walks: tuple[Walk, Walk], ledgers: tuple[Ledger, Ledger], differing: Input | None, parting: Parting | None
+    walks: tuple[Walk, Walk],
+    ledgers: tuple[RequestLedger, RequestLedger],
+    differing: Input | None,
+    parting: Parting | None,
 ) -> Drift:
     tables = tuple(ledger.metrics.result().requests for ledger in ledgers)
     columns = [table.columns() for table in tables]
@@ -237,12 +240,12 @@ def _summed(
 
 
 def _changes(
-    ledgers: tuple[Ledger, Ledger],
+    ledgers: tuple[RequestLedger, RequestLedger],
     tables: tuple[Requests, Requests],
     rows: NDArray[np.int64],
     others: NDArray[np.int64],
     names: Names,
-) -> Iterator[Change]:
+) -> Iterator[FieldChange]:
     """Facts that some requests have otherwise, then times."""
     first, other = tables
     ids = first.request_id[rows].tolist(), other.request_id[others].tolist()
@@ -256,7 +259,7 @@ def _changes(
     if moved.size:
         at = int(moved[np.argmin(np.where(places[0][moved] < 0, len(rows), places[0][moved]))])
         detail = f"first {called(at)}: {_place(places[0][at])} in A, {_place(places[1][at])} in B"
-    yield Change("order of admission", moved.size, len(rows), detail)
+    yield FieldChange("order of admission", moved.size, len(rows), detail)
 
     chunks = [[ledger.chunks.get(i, 0) for i in of] for ledger, of in zip(ledgers, ids, strict=True)]
     facts: dict[str, tuple[list[Any], list[Any]]] = {
@@ -274,7 +277,7 @@ def _changes(
             detail = f"first {called(differ[0])}: {a or 'none'} in A, {b or 'none'} in B"
             if name in ("cached tokens", "chunks", "retractions"):
                 detail += f"; together {sum(mine):,} in A, {sum(theirs):,} in B"
-        yield Change(name, len(differ), len(rows), detail)
+        yield FieldChange(name, len(differ), len(rows), detail)
 
     for name, column in TIMES.items():
         a, b = getattr(first, column)[rows].astype(float), getattr(other, column)[others].astype(float)
@@ -288,7 +291,7 @@ def _changes(
                 f"median {show_change(float(np.median(change)))}, worst {show_change(change[worst])} "
                 f"({called(int(both[worst]))}), best {show_change(change[best])} ({called(int(both[best]))})"
             )
-        yield Change(name, differ_at.size, both.size, detail)
+        yield FieldChange(name, differ_at.size, both.size, detail)
 
 
 def _places(admitted: Mapping[RequestId, int], ids: Sequence[RequestId]) -> NDArray[np.int64]:

@@ -17,11 +17,11 @@ import numpy as np
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import shown
-from lockstep.host.router_journal import LeftLine, label_key
+from lockstep.host.router_journal import LeftQueue, label_key
 from lockstep.sim.metrics.metrics import MetricsFold, Requests
 from lockstep.sim.report.text import count, duration, percent
 from lockstep.tools.narration import Metric, clock, headline, sentences, story_text, wait_by_cause
-from lockstep.tools.request_timeline import Chronicle, Story
+from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
 from lockstep.tools.timeline_picture import text_lines, write_page
 from lockstep.tools.why_step import StepReason, why_step
@@ -76,7 +76,7 @@ def explain(
             return
         if request_name is not None:
             place = locate_request(run, request_name)
-            if isinstance(place, LeftLine):
+            if isinstance(place, LeftQueue):
                 _show_left(place, request_name, html_file, as_json)
                 return
             run, request_id = place
@@ -127,7 +127,7 @@ def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
     return ids
 
 
-def _show_left(left: LeftLine, name: str, html_file: Path | None, as_json: bool) -> None:
+def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool) -> None:
     """What is known of who ended in the line in front of a router. Raises ConfigError if pictures are asked for."""
     if html_file is not None:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _show_left(left: LeftLine, name: str, html_file: Path | None, as_json: bool)
     )
 
 
-def _show_story(story: Story, chronicle: Chronicle, walk: Walk) -> None:
+def _show_story(story: RequestTimeline, chronicle: Chronicle, walk: Walk) -> None:
     for line in story_text(story, chronicle, walk.names, walk.header.config):
         _wrap(line)
     click.echo()
@@ -155,7 +155,7 @@ def _show_story(story: Story, chronicle: Chronicle, walk: Walk) -> None:
     click.echo("w waits, E extends, D decodes, - runs without it, | a token goes out")
 
 
-def _show_slowest(stories: list[Story], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
+def _show_slowest(stories: list[RequestTimeline], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
     start_us = min(story.arrived_us for story in stories)
     stop_us = max(story.stop_us for story in stories)
     click.echo(f"the {len(stories)} longest {metric}, of requests here from {clock(start_us)} to {clock(stop_us)}")
@@ -210,7 +210,7 @@ def _wrap(line: str) -> None:
         click.echo(part)
 
 
-def _described(story: Story, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
+def _described(story: RequestTimeline, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
     """A story for machines: figures, waits by cause, and the sentences."""
     told_of = sentences(story, chronicle, walk.names, walk.header.config)
     return {

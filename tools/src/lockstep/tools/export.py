@@ -59,7 +59,7 @@ def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
         raise click.UsageError(f"{out} already has {', '.join(there)}\nhint: choose another folder, or add --overwrite")
     with refusals():
         check_folder(out)
-        tables = Tables()
+        tables = ExportTables()
         walk = Walk(run)
         for number, event, step in walk:
             tables.observe(number, event, step, walk.engine)
@@ -72,7 +72,7 @@ def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
         click.echo(f"{path}: {count:,} rows, {path.stat().st_size:,} bytes")
 
 
-class Tables:
+class ExportTables:
     """Collects the rows of all tables. Feed it every step of a replay, in order."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ TOO_LONG_IDLE = 408
 """What a server may tell a connection on which nothing came for long. What is sent then it has not read (RFC 9110)."""
 
 
-class Target(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where requests go."""
 
     host: str
@@ -30,7 +30,7 @@ class Target(NamedTuple):
     tls: bool
 
     @classmethod
-    def parse(cls, url: str) -> Target:
+    def parse(cls, url: str) -> ServerAddress:
         """Raises ConfigError for what is no http or https URL."""
         try:
             parts = urlsplit(url)
@@ -101,10 +101,10 @@ class Response:
             yield self._left.rstrip(b"\r")
 
 
-class Client:
+class HttpClient:
     """Connections to one server."""
 
-    def __init__(self, target: Target, headers: dict[str, str]) -> None:
+    def __init__(self, target: ServerAddress, headers: dict[str, str]) -> None:
         self.target = target
         self._headers = headers
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []

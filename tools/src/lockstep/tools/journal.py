@@ -36,7 +36,7 @@ from lockstep.core.journal.journal import (
     read_journal,
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Refused, engine_runs, json_line, print_json
+from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, ToolError, engine_runs, json_line, print_json
 
 EXIT_TORN = 1
 
@@ -72,7 +72,7 @@ def info(run: Path, as_json: bool) -> None:
         size_bytes = sum(path.stat().st_size for path in opened.segments)
         tail = opened.tail
     except JournalError as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
     duration_us = last_us - first_us if first_us is not None else 0
     if as_json:
@@ -165,7 +165,7 @@ def dump(run: Path, start: int, stop: int | None, jsonl: bool) -> None:
             if tail.verdict == "torn":
                 click.echo(f"tail {_tail_text(tail)}", err=True)
     except JournalError as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
 
 def _text_line(record: Record) -> str:
@@ -253,9 +253,9 @@ def check(run: Path, repair: bool, as_json: bool) -> None:
     except JournalCorrupt as error:
         if as_json:
             print_json({"verdict": "corrupt", "segment": error.segment, "offset": error.offset, "reason": error.reason})
-        raise Refused(error) from error
+        raise ToolError(error) from error
     except JournalError as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
     if as_json:
         print_json({**_tail_json(tail), "repaired": repaired})
@@ -311,7 +311,7 @@ def _verify_router(run: Path, as_json: bool) -> None:
         click.echo(f"Divergence: {error}", err=True)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
     if as_json:
         print_json({"verdict": "equal", "facts": facts, "decisions": decisions})
     else:
@@ -336,7 +336,7 @@ def verify_run(run: Path, until: int | None, as_json: bool) -> None:
         say_divergence(run, error)
         sys.exit(EXIT_DIVERGED)
     except JournalError as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
     torn = done.tail is not None and done.tail.verdict == "torn"
     if as_json:

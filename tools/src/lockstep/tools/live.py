@@ -39,7 +39,7 @@ from lockstep.sim.workload.closed_loop import ConcurrentSessions
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns
 from lockstep.sim.workload.workload import open_workload
-from lockstep.tools.http_stream import Client, HttpError, Target
+from lockstep.tools.http_stream import HttpClient, HttpError, ServerAddress
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import print_json, refusals
 
@@ -139,7 +139,7 @@ def live(
         turns = _turns(trace, rate=rate, time_window=time_window, limit=limit, seed=seed)
         asking = Asking(WORDS, max_tokens=max_tokens, ignore_eos=ignore_eos)
         turns = _sped(turns, speed)
-        sender = Sender(Target.parse(url), Arrivals(turns), turns, model, asking, timeout_s)
+        sender = Sender(ServerAddress.parse(url), Arrivals(turns), turns, model, asking, timeout_s)
         try:
             interrupted = asyncio.run(sender.run())
         except OSError as error:
@@ -210,7 +210,7 @@ class Words:
         return "".join(texts)
 
 
-class TokenIds:
+class TokenIdPrompts:
     """Prompts as token ids of the model: exactly as long as in the workload.
 
     An id of the workload stands for one from the middle of the vocabulary, away from both ends, where special tokens
@@ -243,7 +243,7 @@ WORDS = Words()
 class Asking:
     """How a turn becomes a request of a client."""
 
-    prompts: Words | TokenIds = WORDS
+    prompts: Words | TokenIdPrompts = WORDS
     chat: bool = False  # as one message of a conversation
     max_tokens: int | None = None  # None: the turn's own length
     ignore_eos: bool = False
@@ -266,7 +266,7 @@ class Asking:
             content["messages"] = [{"role": "user", "content": prompt}]
         else:
             content["prompt"] = prompt
-        if isinstance(self.prompts, TokenIds):
+        if isinstance(self.prompts, TokenIdPrompts):
             content["return_token_ids"] = True
         if self.ignore_eos:
             content["ignore_eos"] = True
@@ -274,7 +274,7 @@ class Asking:
 
 
 @dataclass(slots=True)
-class _Said:
+class _ServerEvent:
     """A turn and what was really said in it."""
 
     turn: Turn
@@ -294,7 +294,7 @@ class Sender:
 
     def __init__(
         self,
-        target: Target,
+        target: ServerAddress,
         arrivals: Arrivals | ConcurrentSessions,
         turns: Turns,
         model: str | None,
@@ -318,7 +318,7 @@ class Sender:
         self._broken: BaseException | None = None  # a mistake of ours
         self._under_way = 0  # taken from the arrivals, and not ended
         self._news = asyncio.Event()
-        self._said: dict[int, _Said] = {}  # by index of the turn, as long as others are to come behind it
+        self._said: dict[int, _ServerEvent] = {}  # by index of the turn, as long as others are to come behind it
 
     async def run(self) -> bool:
         """Send everything and wait for the answers. Returns whether Ctrl-C ended it. Raises OSError, ConfigError."""
@@ -410,7 +410,7 @@ class Sender:
             to_come = len(self.turns.follow_ups(turn.index % len(self.turns)))  # a closed loop plays them several times
             if to_come and answer is not None:
                 said = prompt + answer  # type: ignore[operator]  # both text, or both ids
-                self._said[turn.index] = _Said(turn, said, to_come)
+                self._said[turn.index] = _ServerEvent(turn, said, to_come)
             self.arrivals.answered(one.request_id, one.ended_us)
 
     async def _tick_on(self) -> None:
@@ -505,13 +505,13 @@ class Sender:
             await asyncio.sleep(0)
 
 
-def client_of(target: Target) -> Client:
+def client_of(target: ServerAddress) -> HttpClient:
     """A client with the key of the environment, if there is one."""
     key = os.environ.get("OPENAI_API_KEY")
-    return Client(target, {"Authorization": f"Bearer {key}"} if key else {})
+    return HttpClient(target, {"Authorization": f"Bearer {key}"} if key else {})
 
 
-async def models_of(client: Client) -> list[str]:
+async def models_of(client: HttpClient) -> list[str]:
     """The models that a server offers. Raises ConfigError if it lists none, OSError."""
     async with client.request("GET", "/v1/models", b"") as response:
         text = b"".join([piece async for piece in response.pieces()])

@@ -16,11 +16,11 @@ from lockstep.tools.request_timeline import (
     Batch,
     Cause,
     Chronicle,
-    Ended,
     Message,
+    RequestTimeline,
     Retraction,
+    RunningRequestLeft,
     Span,
-    Story,
     Wait,
     Work,
 )
@@ -35,7 +35,7 @@ Kind = Literal["arrived", "waited", "prefilled", "decoded", "retracted", "ended"
 
 Metric = Literal["ttft", "tpot", "e2e", "itl"]
 
-OBSTACLES = {
+DEFERRAL_TEXTS = {
     "running_limit": "max_running_requests{limit} ran already",
     "microbatch": "no place in the microbatch{limit} that was launched was free",
     "rows": "no row of the request table{limit} was free",
@@ -139,15 +139,15 @@ def cause_text(cause: Cause, names: Names) -> str:
         return f"the turn before it in its session, {names.request(cause.other)}, had not ended"
     if cause.reason in WAITED_FOR and cause.other == NOBODY:
         return WAITED_FOR[cause.reason]
-    obstacle = obstacle_text(cause)
+    deferral = deferral_text(cause)
     if cause.other == NOBODY:
-        return f"first in line, but {obstacle}{numbers}"
-    return f"behind {names.request(cause.other)}, which could not start: {obstacle}{numbers}"
+        return f"first in line, but {deferral}{numbers}"
+    return f"behind {names.request(cause.other)}, which could not start: {deferral}{numbers}"
 
 
-def obstacle_text(cause: Cause, otherwise: str = "") -> str:
+def deferral_text(cause: Cause, otherwise: str = "") -> str:
     """What stops the line, with the limit that was reached."""
-    text = OBSTACLES.get(cause.reason, otherwise or cause.reason)
+    text = DEFERRAL_TEXTS.get(cause.reason, otherwise or cause.reason)
     return text.format(limit=f" ({cause.limit:,})" if cause.limit else "")
 
 
@@ -166,15 +166,15 @@ def key_text(key: str) -> str:
     short = key.removeprefix(_BEHIND)
     reason = _REASONS.get(short, short)
     if short != key:
-        return f"in line behind another, which could not start: {obstacle_text(Cause(reason))}"
+        return f"in line behind another, which could not start: {deferral_text(Cause(reason))}"
     if reason in ("prefix", "sample"):
         return "waiting while another computed the prefix that they share"
     if reason in WAITED_FOR:
         return f"waiting, as {WAITED_FOR[reason]}"
-    return f"first in line: {obstacle_text(Cause(reason))}"
+    return f"first in line: {deferral_text(Cause(reason))}"
 
 
-def wait_by_cause(story: Story) -> Counter[str]:
+def wait_by_cause(story: RequestTimeline) -> Counter[str]:
     """Microseconds that a request waited, by cause."""
     counter: Counter[str] = Counter()
     for wait in story.waits:
@@ -186,7 +186,7 @@ def wait_by_cause(story: Story) -> Counter[str]:
 # ------------------------------------------------------------------------------------------------------- one request
 
 
-def headline(story: Story, names: Names) -> str:
+def headline(story: RequestTimeline, names: Names) -> str:
     """Who it is and how it went, in one line."""
     name = names.request(story.request_id)
     who = name if name == f"r{story.request_id}" else f"{name} (r{story.request_id})"
@@ -201,7 +201,7 @@ def headline(story: Story, names: Names) -> str:
     return f"{who}: " + ", ".join(facts)
 
 
-def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
+def sentences(story: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
     """The story in order of time."""
     told, first_told = [_arrival(story)], False
     for stay, wait in enumerate(story.waits):
@@ -223,7 +223,7 @@ def sentences(story: Story, chronicle: Chronicle, names: Names, config: SchedCon
     return told
 
 
-def _arrival(story: Story) -> Sentence:
+def _arrival(story: RequestTimeline) -> Sentence:
     text = (
         f"arrived (step {story.arrived_step:,}) when {count(story.running_then, 'request')} ran and "
         f"{story.waiting_then:,} waited"
@@ -246,7 +246,7 @@ def _arrival(story: Story) -> Sentence:
     return Sentence(story.arrived_us, "arrived", text, tuple(more))
 
 
-def _media(story: Story, wait: Wait, chronicle: Chronicle) -> list[str]:
+def _media(story: RequestTimeline, wait: Wait, chronicle: Chronicle) -> list[str]:
     """What the encoder had to do for a wait, content by content."""
     lines = []
     for kind, tokens, one in chronicle.encodings_of(story, wait):
@@ -310,7 +310,7 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
         if len(others) < 2:
             lines.append(f"{duration(total_us)}, in {len(group)} stretches: {cause_text(cause, names)}")
             continue
-        what = obstacle_text(cause, "its prefix was being computed")
+        what = deferral_text(cause, "its prefix was being computed")
         numbers = f", {cause.needed_tokens:,} tokens wanted and {cause.available_tokens:,} left"
         lines.append(
             f"{duration(total_us)}: behind {len(others):,} others in turn, each time because {what}; longest behind "
@@ -319,7 +319,7 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
     return lines
 
 
-def _room(ended: Sequence[Ended], names: Names) -> str:
+def _room(ended: Sequence[RunningRequestLeft], names: Names) -> str:
     last = ended[-1]
     how = "was retracted" if last.how == "retracted" else f"ended ({last.how})"
     everybody = list(dict.fromkeys(one.request_id for one in ended))
@@ -329,7 +329,9 @@ def _room(ended: Sequence[Ended], names: Names) -> str:
     return f"at the end of that {who} left the running; the last, {latest}, {how}"
 
 
-def _prefilled(wait: Wait, chunks: Sequence[Work], story: Story, names: Names, *, again: bool) -> list[Sentence]:
+def _prefilled(
+    wait: Wait, chunks: Sequence[Work], story: RequestTimeline, names: Names, *, again: bool
+) -> list[Sentence]:
     if not chunks:
         return []
     tokens = sum(work.stop - work.start for work in chunks)
@@ -347,7 +349,7 @@ def _prefilled(wait: Wait, chunks: Sequence[Work], story: Story, names: Names, *
     return [Sentence(first.launched_us, "prefilled", text, tuple(more))]
 
 
-def _first_token(story: Story, stay: int) -> Sentence:
+def _first_token(story: RequestTimeline, stay: int) -> Sentence:
     """What its TTFT was made of, up to the stay in which it came."""
     waiting_us = sum(wait.took_us for wait in story.waits[: stay + 1])
     chunks = [work.batch.delivered_us for work in story.works if work.stay == stay and work.extends]
@@ -380,7 +382,7 @@ def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
 
 
 def _decoded(
-    story: Story, start_us: int, stop_us: int, decodes: Sequence[Work], chronicle: Chronicle, names: Names
+    story: RequestTimeline, start_us: int, stop_us: int, decodes: Sequence[Work], chronicle: Chronicle, names: Names
 ) -> Sentence:
     messages = [message for message in story.messages if start_us <= message.time_us <= stop_us]
     first, last = decodes[0].batch, decodes[-1].batch
@@ -407,7 +409,7 @@ def _decoded(
     return Sentence(began_us, "decoded", text, tuple(more))
 
 
-def without(story: Story, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
+def without(story: RequestTimeline, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
     """Batches whose results came while it decoded, and in which it had no part."""
     mine = {work.batch.batch_id for work in story.works}
     return [b for b in chronicle.between(start_us, stop_us) if b.batch_id not in mine and b.launched_us >= start_us]
@@ -418,7 +420,7 @@ def batches_text(number: int) -> str:
     return f"{number:,} batch{'' if number == 1 else 'es'}"
 
 
-def gap_lines(story: Story, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
+def gap_lines(story: RequestTimeline, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
     """The longest gaps between two messages, if they stand out, and what the device did in them."""
     gaps = [(after.time_us - before.time_us, before, after) for before, after in pairwise(sent)]
     if len(gaps) < 3:
@@ -480,7 +482,7 @@ _ENDS = {
 }
 
 
-def _end(story: Story) -> Sentence:
+def _end(story: RequestTimeline) -> Sentence:
     if story.rejected is not None:
         text = f"was rejected ({story.rejected.reason}): {story.rejected.message}"
         return Sentence(story.ended_us, "ended", text)
@@ -498,7 +500,7 @@ def _end(story: Story) -> Sentence:
     return Sentence(story.ended_us, "ended", text, more)
 
 
-def story_text(story: Story, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
+def story_text(story: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
     """The story as lines for a terminal."""
     lines = [headline(story, names), ""]
     for sentence in sentences(story, chronicle, names, config):

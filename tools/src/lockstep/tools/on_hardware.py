@@ -28,9 +28,9 @@ from lockstep.sim.report.text import duration
 from lockstep.sim.results.batch_times import (
     OUTLIER,
     BatchTime,
+    BatchTimesHeader,
     Durations,
     ErrorRow,
-    Measured,
     Outlier,
     batch_time,
     error_rows,
@@ -38,7 +38,7 @@ from lockstep.sim.results.batch_times import (
     outliers,
     predict,
 )
-from lockstep.tools.runs import JSON, RUN, Refused, engine_journal, print_json, refusals
+from lockstep.tools.runs import JSON, RUN, ToolError, engine_journal, print_json, refusals
 
 if TYPE_CHECKING:
     from lockstep.runtime.recorded import Extent, PlansRunner
@@ -231,9 +231,9 @@ def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) 
             return
 
 
-def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | None) -> Measured:
+def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | None) -> BatchTimesHeader:
     """The first line of the file."""
-    return Measured(
+    return BatchTimesHeader(
         model="demo" if runner.model == "demo" else str(runner.folder.resolve()),
         gpu=str(Path(gpu).resolve()) if gpu is not None and Path(gpu).is_file() else predictor.gpu,
         engine_version=CORE_VERSION,
@@ -245,7 +245,7 @@ def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | N
 
 
 @contextmanager
-def _written(out: Path | None, measured: Measured) -> Iterator[Callable[[BatchTime], object]]:
+def _written(out: Path | None, measured: BatchTimesHeader) -> Iterator[Callable[[BatchTime], object]]:
     """Writes each batch as it comes, so that nothing is lost with the process."""
     if out is None:
         yield lambda _: None
@@ -273,7 +273,7 @@ def _refused() -> Iterator[None]:
         with refusals():
             yield
     except (CalibrationError, CatalogueError, LockstepError) as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- telling

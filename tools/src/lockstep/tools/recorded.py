@@ -45,7 +45,7 @@ _LABEL = re.compile(r"([^0-9{}]*)(0|[1-9][0-9]{0,8})(?:([^0-9{}]+)(0|[1-9][0-9]{
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     """A request as it was recorded."""
 
     arrived: RequestArrived
@@ -104,12 +104,12 @@ def _on_adapters(turns: Turns, names: Sequence[str]) -> Turns:
     return replace(turns, adapter=np.array([codes[name] for name in names], np.int32), adapters=tuple(codes))
 
 
-def _asked(walk: Walk) -> list[Asked]:
+def _asked(walk: Walk) -> list[RecordedRequest]:
     """Every request in the order of its arrival, with what became of it."""
-    found: dict[RequestId, Asked] = {}
+    found: dict[RequestId, RecordedRequest] = {}
     for _, event, step in walk:
         if isinstance(event, RequestArrived):
-            found[event.request_id] = Asked(event, event.max_new_tokens)
+            found[event.request_id] = RecordedRequest(event, event.max_new_tokens)
         for decided in step.decided:
             one = found.get(getattr(decided, "request_id", -1))
             if one is None:
@@ -129,7 +129,7 @@ def _asked(walk: Walk) -> list[Asked]:
     return list(found.values())
 
 
-def _left_out(asked: Sequence[Asked]) -> list[str]:
+def _left_out(asked: Sequence[RecordedRequest]) -> list[str]:
     """What the simulator's workloads do not know, one sentence each."""
     notes = []
     counts = Counter(
@@ -146,7 +146,7 @@ def _left_out(asked: Sequence[Asked]) -> list[str]:
     return notes
 
 
-def _chained(run: Path, asked: Sequence[Asked]) -> tuple[list[list[int]], list[int]]:
+def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int]], list[int]]:
     """Prompts as runs of chained ids, and the first id of each output."""
     kinds = {type(one.arrived.prompt) for one in asked}
     if TokenDigest in kinds:
@@ -215,7 +215,9 @@ def _runs(ids: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
     return runs
 
 
-def _follow_ups(asked: Sequence[Asked], prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> list[int]:
+def _follow_ups(
+    asked: Sequence[RecordedRequest], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
+) -> list[int]:
     """For each request the one whose turn it follows, or -1. Ids are chained: a last id stands for all before it."""
     ends: list[tuple[int, int]] = []  # of finished requests: (last id of the answer, index), sorted by id
     waiting: list[tuple[int, int, int]] = sorted(

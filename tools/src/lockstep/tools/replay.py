@@ -36,7 +36,7 @@ from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
 from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, engine_journal, print_json, refusals
-from lockstep.tools.stepping import Done, Stepper
+from lockstep.tools.stepping import Stepper, TakenStep
 from lockstep.tools.why_step import short_plan, why_step
 
 HELP = """step [N], back [N]      go N steps forward or back (1)
@@ -284,7 +284,7 @@ class Hand:
                     return condition
         return None
 
-    def _taken(self, done: Done) -> list[str]:
+    def _taken(self, done: TakenStep) -> list[str]:
         names, plan = self.stepper.names, done.step.launched()
         plain = isinstance(done.event, LaneReady | ClockAdvanced | HostTimeClamped)
         what = event_line(done.event) if plain else observed_line(done.event, names)

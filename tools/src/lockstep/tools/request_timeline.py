@@ -73,7 +73,7 @@ class Span:
     cause: Cause
 
 
-class Ended(NamedTuple):
+class RunningRequestLeft(NamedTuple):
     """Somebody left the running: what makes room for those who wait."""
 
     time_us: int
@@ -91,7 +91,9 @@ class Wait:
     admitted: RequestAdmitted | None = None
     admitted_step: int = -1
     bypassed: int = 0  # requests from behind it in the line that were admitted before it
-    made_room: list[Ended] = field(default_factory=list)  # during its last span, if that was for want of room
+    made_room: list[RunningRequestLeft] = field(
+        default_factory=list
+    )  # during its last span, if that was for want of room
 
     @property
     def took_us(self) -> int:
@@ -139,7 +141,7 @@ class Message(NamedTuple):
 
 
 @dataclass
-class Encoding:
+class EncodingRecord:
     """What an encoder made, or was asked to make, of one content."""
 
     digest: bytes
@@ -156,7 +158,7 @@ class Retraction(NamedTuple):
 
 
 @dataclass
-class Story:
+class RequestTimeline:
     """All that is known of one request. What has not happened is -1, None or empty."""
 
     request_id: RequestId
@@ -232,13 +234,13 @@ class Chronicle:
 
     def __init__(self, wanted: Collection[RequestId]) -> None:
         self.wanted = frozenset(wanted)
-        self.stories: dict[RequestId, Story] = {}
-        self._open: dict[RequestId, Story] = {}  # those that have not ended
+        self.stories: dict[RequestId, RequestTimeline] = {}
+        self._open: dict[RequestId, RequestTimeline] = {}  # those that have not ended
         self.batches: dict[BatchId, Batch] = {}
         self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
         self.delivered: list[Batch] = []
-        self.ends: list[Ended] = []
-        self.encodings: dict[bytes, list[Encoding]] = {}  # of each content, in order
+        self.ends: list[RunningRequestLeft] = []
+        self.encodings: dict[bytes, list[EncodingRecord]] = {}  # of each content, in order
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request that waits
         self._last_us = 0
 
@@ -271,7 +273,7 @@ class Chronicle:
             if type(command) is StreamTokens:
                 self._send(event.time_us, command, before)
             elif type(command) is EncodeMedia:
-                encoding = Encoding(command.digest, event.time_us)
+                encoding = EncodingRecord(command.digest, event.time_us)
                 self.encodings.setdefault(command.digest, []).append(encoding)
             elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
                 self._end(number, event.time_us, self.stories[command.request_id])
@@ -283,7 +285,7 @@ class Chronicle:
         """Whether everybody asked for has come and ended."""
         return not self._open and len(self.stories) == len(self.wanted)
 
-    def encodings_of(self, story: Story, wait: Wait) -> list[tuple[str, int, Encoding]]:
+    def encodings_of(self, story: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
         """Kind, tokens and encoding of each content that a wait was for: the newest asked for by its end."""
         found = []
         for digest, (kind, tokens) in story.media.items():
@@ -311,7 +313,7 @@ class Chronicle:
         for sample in range(samples_asked(event)):
             request_id = event.request_id + sample
             if request_id in self.wanted:
-                self.stories[request_id] = self._open[request_id] = Story(
+                self.stories[request_id] = self._open[request_id] = RequestTimeline(
                     request_id=request_id,
                     label=sample_label(event.label, sample),
                     tenant=event.tenant,
@@ -331,9 +333,9 @@ class Chronicle:
             case AdmissionDeferred():
                 self._said[decided.request_id] = decided
             case RequestRetracted():
-                self.ends.append(Ended(decided.time_us, decided.request_id, "retracted"))
+                self.ends.append(RunningRequestLeft(decided.time_us, decided.request_id, "retracted"))
             case RequestFinished():
-                self.ends.append(Ended(decided.time_us, decided.request_id, decided.reason))
+                self.ends.append(RunningRequestLeft(decided.time_us, decided.request_id, decided.reason))
                 self._said.pop(decided.request_id, None)
             case RequestRejected():
                 self._said.pop(decided.request_id, None)
@@ -362,7 +364,7 @@ class Chronicle:
                 story.rejected = decided
                 self._end(number, decided.time_us, story)
 
-    def _end(self, number: int, time_us: int, story: Story) -> None:
+    def _end(self, number: int, time_us: int, story: RequestTimeline) -> None:
         if story.ended_us >= 0:
             return
         story.ended_us, story.ended_step = time_us, number
@@ -419,7 +421,7 @@ class Chronicle:
             if story is not None and story.waits and story.waits[-1].admitted is not None:
                 story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))
 
-    def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, Story]) -> None:
+    def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, RequestTimeline]) -> None:
         offsets, counts = sent.offsets.tolist(), sent.token_counts.tolist()
         for i, request_id in enumerate(sent.request_ids.tolist() if self._open or ending else ()):
             story = self._open.get(request_id) or ending.get(request_id)

@@ -23,7 +23,7 @@ from lockstep.core.contract.render import CONTROLS, Names
 from lockstep.core.journal.journal import JournalError, JournalHeader, read_journal
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
 from lockstep.core.requests.validation import sample_label, samples_asked
-from lockstep.host.router_journal import FILE, LeftLine, has_line, label_key, left_in_line, routes_of
+from lockstep.host.router_journal import FILE, LeftQueue, has_line, label_key, left_in_line, routes_of
 from lockstep.sim.workload.turns import WorkloadError
 
 EXIT_UNREADABLE = 2
@@ -35,7 +35,7 @@ RUN = click.argument("run", type=click.Path(path_type=Path))
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 
 
-class Refused(click.ClickException):
+class ToolError(click.ClickException):
     """What cannot be read or done, shown in the error's own words, its type's name in front."""
 
     def __init__(self, error: Exception, exit_code: int = EXIT_UNREADABLE) -> None:
@@ -105,7 +105,7 @@ def walked(walk: Walk) -> Walk:
     return walk
 
 
-def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftLine:
+def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     """The engine of a run that had the request of this name, and its id there; or how it ended in the router's line.
 
     A number is that of requests.csv, where a simulation wrote it; otherwise the id that an engine knows it by.
@@ -208,7 +208,7 @@ def refusals() -> Iterator[None]:
         with divergences():
             yield
     except (JournalError, ConfigError, WorkloadError) as error:
-        raise Refused(error) from error
+        raise ToolError(error) from error
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def divergences() -> Iterator[None]:
     try:
         yield
     except Divergence as error:
-        raise Refused(error, EXIT_DIVERGED) from error
+        raise ToolError(error, EXIT_DIVERGED) from error
 
 
 def print_json(content: object) -> None:

@@ -26,7 +26,7 @@ SNAPSHOT_EVERY = 500  # steps at first; as the snapshots become many, every seco
 SNAPSHOTS_MAX = 64
 
 
-class Done(NamedTuple):
+class TakenStep(NamedTuple):
     """A step that was taken."""
 
     number: int
@@ -49,7 +49,7 @@ class Stepper:
         self.engine = Engine(self.header.config)
         self.names = Names()
         self.position = 0
-        self.last: Done | None = None  # None at the beginning, and where a step back was restored from a snapshot
+        self.last: TakenStep | None = None  # None at the beginning, and where a step back was restored from a snapshot
         self.breaks: list[Condition] = []
         self._coming: Iterator[EventRecord] = journal.events()
         self._records: list[EventRecord] = []  # read so far
@@ -61,7 +61,7 @@ class Stepper:
         """Whether the next step is beyond the journal."""
         return self._record(self.position) is None
 
-    def forward(self) -> Done | None:
+    def forward(self) -> TakenStep | None:
         """Take one step; None at the end. Raises Divergence if it is decided otherwise than recorded."""
         record = self._record(self.position)
         if record is None:
@@ -74,7 +74,7 @@ class Stepper:
         if step.digest != record.digest:
             raise Divergence(self.header, record, step.digest, self.folder)
         self.names.observe(record.event)
-        self.last = Done(self.position, record.event, step)
+        self.last = TakenStep(self.position, record.event, step)
         self.position += 1
         if self.position % self._every == 0 and self.position not in self._snapshots:
             self._keep()

@@ -16,7 +16,7 @@ from lockstep.sim.report.page import still_page
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.text import duration
 from lockstep.tools.narration import cause_key, clock, headline, sentences, without
-from lockstep.tools.request_timeline import Chronicle, Story
+from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 
 LaneKind = Literal["wait", "prefill", "decode", "out", "token"]
 
@@ -39,7 +39,7 @@ STYLE = """
 
 
 @dataclass
-class Lane:
+class PictureLane:
     """One row of the picture: what it shows and when that was."""
 
     kind: LaneKind
@@ -47,14 +47,14 @@ class Lane:
     bars: list[tuple[int, int]]  # [start:stop) in microseconds
 
 
-def lanes(story: Story, chronicle: Chronicle) -> list[Lane]:
+def lanes(story: RequestTimeline, chronicle: Chronicle) -> list[PictureLane]:
     """What a request waited for, a lane for each cause; its prefills, its decodes, what ran without it, its tokens."""
     by_cause: dict[str, list[tuple[int, int]]] = {}
     for wait in story.waits:
         for span in wait.spans:
             if span.stop_us > span.start_us:
                 by_cause.setdefault(cause_key(span.cause), []).append((span.start_us, span.stop_us))
-    found = [Lane("wait", f"waits: {name}", bars) for name, bars in by_cause.items()]
+    found = [PictureLane("wait", f"waits: {name}", bars) for name, bars in by_cause.items()]
     encoded = [
         (max(one.asked_us, story.arrived_us), _until(one.done_us, story))
         for wait in story.waits
@@ -62,10 +62,10 @@ def lanes(story: Story, chronicle: Chronicle) -> list[Lane]:
         if one.done_us < 0 or one.done_us > wait.start_us
     ]
     if encoded:
-        found.append(Lane("prefill", "encoder: its media", sorted(set(encoded))))
+        found.append(PictureLane("prefill", "encoder: its media", sorted(set(encoded))))
     chunks = [(w.batch.launched_us, _until(w.batch.delivered_us, story)) for w in story.works if w.extends]
     if chunks:
-        found.append(Lane("prefill", "prefill", chunks))
+        found.append(PictureLane("prefill", "prefill", chunks))
     decodes, out = [], []
     for stay in range(len(story.waits)):
         works = [work for work in story.works if work.stay == stay and not work.extends]
@@ -76,22 +76,24 @@ def lanes(story: Story, chronicle: Chronicle) -> list[Lane]:
         missed = without(story, chronicle, *bounds)
         out += [(batch.started_us, batch.finished_us) for batch in missed if batch.took_us]
     if decodes:
-        found.append(Lane("decode", "decode", decodes))
+        found.append(PictureLane("decode", "decode", decodes))
     if out:
-        found.append(Lane("out", "batches without it", out))
+        found.append(PictureLane("out", "batches without it", out))
     if story.messages:
-        found.append(Lane("token", "tokens sent", [(message.time_us, message.time_us) for message in story.messages]))
+        found.append(
+            PictureLane("token", "tokens sent", [(message.time_us, message.time_us) for message in story.messages])
+        )
     return found
 
 
-def _until(us: int, story: Story) -> int:
+def _until(us: int, story: RequestTimeline) -> int:
     return us if us >= 0 else story.stop_us
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
-def text_lines(story: Story, chronicle: Chronicle) -> list[str]:
+def text_lines(story: RequestTimeline, chronicle: Chronicle) -> list[str]:
     """The picture in characters, at most 100 columns."""
     start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
     per_us = WIDTH / (stop_us - start_us)
@@ -110,7 +112,7 @@ def text_lines(story: Story, chronicle: Chronicle) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
-def picture(story: Story, chronicle: Chronicle) -> str:
+def picture(story: RequestTimeline, chronicle: Chronicle) -> str:
     """The picture as SVG."""
     rows = lanes(story, chronicle)
     start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
@@ -150,7 +152,7 @@ def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, 
     return merged
 
 
-def headline_name(story: Story) -> str:
+def headline_name(story: RequestTimeline) -> str:
     """Its label or its id."""
     return shown(story.label) or f"r{story.request_id}"
 
@@ -158,7 +160,7 @@ def headline_name(story: Story) -> str:
 def write_page(
     path: Path,
     title: str,
-    stories: Sequence[Story],
+    stories: Sequence[RequestTimeline],
     chronicle: Chronicle,
     names: Names,
     config: SchedConfig,

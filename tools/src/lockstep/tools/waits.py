@@ -58,7 +58,7 @@ class Waited(msgspec.Struct, frozen=True, array_like=True):
         return self.ttft_us - sum(self.by_cause.values()) if self.first_token_us >= 0 else -1
 
 
-class _Open:
+class _OpenWait:
     """A request that has not ended."""
 
     __slots__ = (
@@ -84,7 +84,7 @@ class _Open:
             self.by_cause[cause] = self.by_cause.get(cause, 0) + us
 
 
-class _Line:
+class _WaitCause:
     """How long the line has waited for what, so far."""
 
     def __init__(self) -> None:
@@ -110,14 +110,14 @@ class WaitFold:
 
     def __init__(self) -> None:
         self.done: dict[RequestId, Waited] = {}  # those that have ended
-        self._open: dict[RequestId, _Open] = {}
-        self._waiting: dict[RequestId, _Open] = {}
-        self._apart: dict[RequestId, _Open] = {}  # of the waiting, those with a cause of their own
+        self._open: dict[RequestId, _OpenWait] = {}
+        self._waiting: dict[RequestId, _OpenWait] = {}
+        self._apart: dict[RequestId, _OpenWait] = {}  # of the waiting, those with a cause of their own
         self._asked: list[RequestId] = []  # whose place among the waiting may be another after this step
-        self._silent: dict[RequestId, _Open] = {}  # no token has gone out
+        self._silent: dict[RequestId, _OpenWait] = {}  # no token has gone out
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request
         self._special: set[RequestId] = set()  # who was given one of OWN_REASONS
-        self._line = _Line()
+        self._line = _WaitCause()
         self._state: object = None  # when causes were noted last
         self._restless = False  # whether anybody had a reason of its own then
         self._last_us = 0
@@ -154,7 +154,7 @@ class WaitFold:
         while others and engine.waiting[others - 1].request_id >= event.request_id:
             others -= 1  # itself and its other samples stand at the end
         for sample in range(samples_asked(event)):
-            one = _Open(event.time_us, others + len(engine.held))
+            one = _OpenWait(event.time_us, others + len(engine.held))
             self._open[event.request_id + sample] = self._silent[event.request_id + sample] = one
 
     def _hear(self, now_us: int, sent: StreamTokens) -> None:
@@ -264,7 +264,7 @@ class WaitFold:
         else:
             one.mark = self._line.totals_us(now_us)
 
-    def _settle(self, request_id: RequestId, one: _Open, now_us: int) -> None:
+    def _settle(self, request_id: RequestId, one: _OpenWait, now_us: int) -> None:
         """Add up what it has waited for where it is; then it is nowhere."""
         if self._apart.pop(request_id, None) is not None:
             one.waited(one.cause, now_us - one.since_us)

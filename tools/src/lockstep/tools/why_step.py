@@ -30,7 +30,7 @@ from lockstep.core.journal.replay import event_line
 from lockstep.core.requests.table import RequestState
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.report.text import count
-from lockstep.tools.narration import OBSTACLES, cause_text, clock, named
+from lockstep.tools.narration import DEFERRAL_TEXTS, cause_text, clock, named
 from lockstep.tools.request_timeline import NOBODY, Cause, why_waits
 from lockstep.tools.runs import Walk
 
@@ -39,7 +39,7 @@ LINE_SHOWN = 12  # requests of the waiting line
 
 
 @dataclass(frozen=True)
-class Before:
+class EngineBefore:
     """The engine just before the step, as far as it explains the step."""
 
     line: tuple[RequestId, ...]
@@ -59,11 +59,11 @@ class Before:
     slow_until_us: int
 
     @classmethod
-    def of(cls, engine: Engine, names: Names) -> Before:
+    def of(cls, engine: Engine, names: Names) -> EngineBefore:
         return cls(
             line=tuple(request.request_id for request in engine.waiting),
             held=tuple(engine.held),
-            decoding=tuple(request.request_id for request in engine.cohort.requests),
+            decoding=tuple(request.request_id for request in engine.running_batch.requests),
             prefilling=engine.prefilling.request_id if engine.prefilling is not None else NOBODY,
             available_pages=engine.memory.available_pages,
             pages=pages_line(engine),
@@ -72,7 +72,7 @@ class Before:
             still=engine.maintenance.still,
             admits=engine.maintenance.admits,
             decode_owed=engine.decode_owed,
-            pages_needed=engine.next_pages(engine.cohort, engine.positions) if engine.cohort.size else 0,
+            pages_needed=engine.next_pages(engine.running_batch, engine.positions) if engine.running_batch.size else 0,
             batch_is_full=engine.batch_is_full,
             since_extend=engine.decode_launches - engine.extended_at,
             slow_until_us=engine.pace.not_before_us if engine.pace.gap_us else 0,
@@ -96,7 +96,7 @@ class StepReason:
 def why_step(run: Path, number: int) -> StepReason:
     """Explain step `number`. Raises ConfigError if the journal has fewer."""
     walk = Walk(run, until=number + 1)
-    before = Before.of(walk.engine, walk.names)
+    before = EngineBefore.of(walk.engine, walk.names)
     said: dict[RequestId, AdmissionDeferred] = {}
     seen = 0
     for at, event, step in walk:
@@ -108,7 +108,7 @@ def why_step(run: Path, number: int) -> StepReason:
                 case RequestFinished() | RequestRejected():
                     said.pop(decided.request_id, None)
         if at == number - 1:
-            before = Before.of(walk.engine, walk.names)
+            before = EngineBefore.of(walk.engine, walk.names)
         if at == number:
             return _explained(number, event, step, before, walk, said)
     raise ConfigError(
@@ -120,7 +120,7 @@ def _explained(
     number: int,
     event: ObservedEvent,
     step: Step,
-    before: Before,
+    before: EngineBefore,
     walk: Walk,
     said: dict[RequestId, AdmissionDeferred],
 ) -> StepReason:
@@ -143,7 +143,7 @@ def _explained(
     if isinstance(event, LaneReady):
         parts["why"] = _why(event, step, plan, before, walk.header.config, names)
         parts["left out"] = _left_out(plan, before, engine, said, names)
-    parts["fenced by work in flight"] = _fenced(engine)
+    parts["fenced by work in flight"] = _deferred(engine)
     return StepReason(number, title, parts, plan.batch_id if plan is not None else None)
 
 
@@ -165,7 +165,7 @@ def short_plan(plan: BatchPlan, names: Names) -> str:
     return f"b{plan.batch_id} {plan.mode} " + (f"{prompts} and {decodes}" if extends else decodes)
 
 
-def _standing(before: Before, names: Names) -> list[str]:
+def _standing(before: EngineBefore, names: Names) -> list[str]:
     lines = [f"{len(before.line):,} waiting" + (f": {named(before.line, names)}" if before.line else "")]
     if before.held:
         lines.append(f"{len(before.held):,} held until something of theirs is there: {named(before.held, names)}")
@@ -198,7 +198,7 @@ def _launched(plan: BatchPlan, engine: Engine, names: Names) -> list[str]:
 
 
 def _why(
-    event: LaneReady, step: Step, plan: BatchPlan | None, before: Before, config: SchedConfig, names: Names
+    event: LaneReady, step: Step, plan: BatchPlan | None, before: EngineBefore, config: SchedConfig, names: Names
 ) -> list[str]:
     """The engine's questions in its order, as far as they decided this step."""
     lines = []
@@ -241,7 +241,7 @@ def _why(
     return lines
 
 
-def _why_nothing(event: LaneReady, step: Step, before: Before, config: SchedConfig) -> str:
+def _why_nothing(event: LaneReady, step: Step, before: EngineBefore, config: SchedConfig) -> str:
     if any(isinstance(command, ProposeBatch) for command in step.commands):
         return "nothing was launched: it is proposed, and launched once all ranks have agreed"
     if before.paused:
@@ -263,7 +263,7 @@ def _why_nothing(event: LaneReady, step: Step, before: Before, config: SchedConf
     return "nothing was launched: nobody waits, and whoever runs has all its tokens in flight"
 
 
-def _why_only_decode(step: Step, before: Before, config: SchedConfig) -> str:
+def _why_only_decode(step: Step, before: EngineBefore, config: SchedConfig) -> str:
     if before.decode_owed:
         return "decodes went first: pages were given up for them, or they sat out before"
     if config.batching == "running_first" and before.pages_needed > before.available_pages:
@@ -281,7 +281,7 @@ def _why_only_decode(step: Step, before: Before, config: SchedConfig) -> str:
 
 
 def _left_out(
-    plan: BatchPlan | None, before: Before, engine: Engine, said: dict[RequestId, AdmissionDeferred], names: Names
+    plan: BatchPlan | None, before: EngineBefore, engine: Engine, said: dict[RequestId, AdmissionDeferred], names: Names
 ) -> list[str]:
     """Everybody who waited and still does, by reason; and who decodes and had no part."""
     by_cause: dict[Cause, list[RequestId]] = {}
@@ -292,7 +292,7 @@ def _left_out(
     lines = []
     for cause, who in by_cause.items():
         text = cause_text(cause, names)
-        if cause.other == NOBODY and cause.reason in OBSTACLES:
+        if cause.other == NOBODY and cause.reason in DEFERRAL_TEXTS:
             text = text.replace("first in line, but ", "first in line: ")
         elif cause.reason == "launch":
             text = "not asked in this step"
@@ -305,16 +305,19 @@ def _left_out(
     return lines
 
 
-def _fenced(engine: Engine) -> list[str]:
+def _deferred(engine: Engine) -> list[str]:
     """What batches in flight still read or write, and so belongs to nobody else yet."""
     lines = []
-    for lease in engine.memory.leases:
-        pages = -(-lease.computed // engine.config.page_size) - lease.protected_pages
+    for deferred in engine.memory.deferred_frees:
+        pages = -(-deferred.computed // engine.config.page_size) - deferred.protected_pages
         lines.append(
-            f"row {lease.row} and {count(pages, 'page')} of a request that left, until b{lease.fence} is delivered"
+            f"row {deferred.row} and {count(pages, 'page')} of a request that left, "
+            f"until b{deferred.free_after} is delivered"
         )
-    for fence, fenced in engine.memory.fenced_pages:
-        lines.append(f"pages {runs(sorted(fenced.tolist()))}, duplicates of cached ones, until b{fence} is delivered")
+    for free_after, duplicates in engine.memory.deferred_pages:
+        lines.append(
+            f"pages {runs(sorted(duplicates.tolist()))}, duplicates of cached ones, until b{free_after} is delivered"
+        )
     ending = [request.name for batch in engine.in_flight for request in batch.ending_requests()]
     if ending:
         lines.append(f"pages of {', '.join(ending[:LINE_SHOWN])}, which end with what is in flight")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.api.plain_text import Texts
-from lockstep.api.wire import Ended
+from lockstep.api.wire import SampleEnded
 from lockstep.host.text import StopTexts
 
 
@@ -44,7 +44,7 @@ class AnswerText:
         self.characters = 0  # given out in all
         self.starts: list[int] = []  # of each token: the characters in front of it
 
-    def spell(self, tokens: Sequence[int], ended: Ended | None) -> str:
+    def spell(self, tokens: Sequence[int], ended: SampleEnded | None) -> str:
         """What is new of the text of all tokens so far; after the end, all that is left."""
         until = len(tokens)
         if ended is None and self._step is not None and until == self._spelled + 1:  # as most often
@@ -74,7 +74,7 @@ class AnswerText:
         self._spelled = max(self._spelled, until)
         return new
 
-    def _watched(self, tokens: Sequence[int], until: int, ended: Ended | None) -> str:
+    def _watched(self, tokens: Sequence[int], until: int, ended: SampleEnded | None) -> str:
         assert self._watch is not None
         for number in range(self._spelled, until):
             self.starts.append(len(self._watch.decoded))

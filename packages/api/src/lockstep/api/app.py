@@ -52,7 +52,7 @@ LABEL = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class HttpRoute:
     """One route."""
 
     method: Literal["GET", "POST", "DELETE"]
@@ -65,55 +65,55 @@ class Route:
 
 
 ROUTES = (
-    Route("GET", "/health", "public", native_api.health),
-    Route("GET", "/health_generate", "public", native_api.health_generate),
-    Route("GET", "/ready", "public", native_api.ready),
-    Route("GET", "/ping", "public", native_api.health),
-    Route("GET", "/version", "user", native_api.about_server),
-    Route("GET", "/metrics", "user", native_api.metrics),
-    Route("GET", "/v1/models", "user", openai_api.models),
-    Route("GET", "/v1/models/{name:path}", "user", openai_api.model),
-    Route("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
-    Route("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
-    Route("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
-    Route("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
-    Route("GET", "/v1/responses/{response_id}", "user", responses_api.response),
-    Route("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
-    Route("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
-    Route("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
-    Route("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
-    Route(
+    HttpRoute("GET", "/health", "public", native_api.health),
+    HttpRoute("GET", "/health_generate", "public", native_api.health_generate),
+    HttpRoute("GET", "/ready", "public", native_api.ready),
+    HttpRoute("GET", "/ping", "public", native_api.health),
+    HttpRoute("GET", "/version", "user", native_api.about_server),
+    HttpRoute("GET", "/metrics", "user", native_api.metrics),
+    HttpRoute("GET", "/v1/models", "user", openai_api.models),
+    HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
+    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
+    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    HttpRoute("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
+    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response),
+    HttpRoute("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
+    HttpRoute("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
+    HttpRoute("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
+    HttpRoute("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
+    HttpRoute(
         *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
         errors="anthropic",
     ),
-    *(Route("POST", path, "user", scoring_api.score, schemas.ScoreBody) for path in ("/score", "/v1/score")),
+    *(HttpRoute("POST", path, "user", scoring_api.score, schemas.ScoreBody) for path in ("/score", "/v1/score")),
     *(
-        Route("POST", path, "user", scoring_api.rerank, schemas.RerankBody)
+        HttpRoute("POST", path, "user", scoring_api.rerank, schemas.RerankBody)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     *(
-        Route("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
+        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
         for path in ("/pooling", "/classify", "/v1/moderations")
     ),
-    Route("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
-    Route("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
-    Route("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
-    Route("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
-    Route("GET", "/get_model_info", "user", native_api.model_info),
-    Route("GET", "/model_info", "user", native_api.model_info),
-    Route("GET", "/load", "user", native_api.load),
-    Route("GET", "/get_load", "user", native_api.load),
-    Route("GET", "/usage", "user", native_api.usage),
-    Route("GET", "/", "public", ui.home),
-    Route("GET", "/ui", "public", ui.page),
-    Route("GET", "/ui/requests", "user", ui.requests),
-    Route("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
-    Route("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
+    HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
+    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+    HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
+    HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
+    HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
+    HttpRoute("GET", "/model_info", "user", native_api.model_info),
+    HttpRoute("GET", "/load", "user", native_api.load),
+    HttpRoute("GET", "/get_load", "user", native_api.load),
+    HttpRoute("GET", "/usage", "user", native_api.usage),
+    HttpRoute("GET", "/", "public", ui.home),
+    HttpRoute("GET", "/ui", "public", ui.page),
+    HttpRoute("GET", "/ui/requests", "user", ui.requests),
+    HttpRoute("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
+    HttpRoute("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
 )
 
 
-def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> Route:
-    return Route("POST", path, "admin", handler, body, optional)
+def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> HttpRoute:
+    return HttpRoute("POST", path, "admin", handler, body, optional)
 
 
 ADMIN_ROUTES = (
@@ -163,7 +163,7 @@ ADMIN_ROUTES = (
 OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 
 
-def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
+def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
     """The application of a table of routes, and /openapi.json, which describes it."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
     for route in routes:
@@ -190,7 +190,7 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
         """The description of these routes."""
         return Response(_described(app, routes), media_type="application/json")
 
-    own = Route("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
+    own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
     app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)
 
     async def http_error(request: Request, error: Exception) -> Response:
@@ -211,7 +211,7 @@ def make_app(server: Server, routes: tuple[Route, ...] = ROUTES) -> FastAPI:
     return app
 
 
-def refuse_undeclared(found: list[BaseRoute], declared: tuple[Route, ...]) -> None:
+def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
     """Raise RuntimeError for a route that no table has, and so nobody said who may use it."""
     known = {(route.method, route.path) for route in declared}
     for one in found:
@@ -221,7 +221,7 @@ def refuse_undeclared(found: list[BaseRoute], declared: tuple[Route, ...]) -> No
                 raise RuntimeError(f"{method} {getattr(one, 'path', one)} is in no table of routes: who may use it?")
 
 
-def _endpoint(server: Server, route: Route) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         came_s = time.monotonic()
         named = request.headers.get("x-request-id", "")
@@ -324,7 +324,7 @@ def _body_schema(body: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
-def _described(app: FastAPI, routes: tuple[Route, ...]) -> bytes:
+def _described(app: FastAPI, routes: tuple[HttpRoute, ...]) -> bytes:
     """openapi.json, bodies included."""
     import msgspec
 

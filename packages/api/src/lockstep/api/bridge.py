@@ -27,26 +27,26 @@ from lockstep.api.sockets import engine_address, reader_options, worker_address,
 from lockstep.api.wire import (
     OVER,
     PROTOCOL,
-    About,
     AdaptersKnown,
     Answered,
     Ask,
     Cancel,
     CancelLabel,
-    Ended,
     EngineGone,
+    EngineInfo,
     EngineRestarting,
     Gauges,
     Hello,
     JoinGroup,
     LeaveGroup,
     LoadLora,
+    ProfileRequest,
     ReadWeights,
+    SampleEnded,
     Settled,
     StepAnswers,
     Submit,
     ToEngine,
-    Trace,
     UnloadLora,
     Welcome,
     WireError,
@@ -57,7 +57,7 @@ from lockstep.api.wire import (
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Control, RequestArrived
 from lockstep.core.requests.table import prompt_length
-from lockstep.host.adapters import Known
+from lockstep.host.adapters import KnownAdapters
 
 log = logging.getLogger("lockstep.worker")
 
@@ -77,7 +77,7 @@ class Reply:
         self.tokens: list[int] = []  # all so far
         self.logprobs: list[float] = []
         self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens beside each
-        self.ended: Ended | None = None
+        self.ended: SampleEnded | None = None
         self.differs = False  # tokens that were given out already came again, and were others
         self.arrivals: list[tuple[float, int]] = []  # when so many tokens were there; whoever measures takes them
         self._changed = changed
@@ -94,7 +94,7 @@ class Reply:
         self._changed.set()
         return repeats
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: SampleEnded) -> None:
         """Nothing more comes."""
         self.ended = ended
         self._changed.set()
@@ -139,7 +139,7 @@ class Ticket:
         """Its client left."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
-                reply.end(Ended(self.number, sample, "cancelled", output_tokens=len(reply.tokens)))
+                reply.end(SampleEnded(self.number, sample, "cancelled", output_tokens=len(reply.tokens)))
 
     def failed(self, message: str) -> None:
         """No engine will ever answer."""
@@ -149,7 +149,7 @@ class Ticket:
         """Nothing more comes, for a reason as engines have it."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
-                reply.end(Ended(self.number, sample, reason, error=message, rejected=rejected))
+                reply.end(SampleEnded(self.number, sample, reason, error=message, rejected=rejected))
 
 
 def make_ticket(
@@ -175,10 +175,10 @@ class Bridge:
 
     def __init__(self, folder: Path, worker: int, number: int = 0) -> None:
         self.worker, self.number = worker, number
-        self.about: About | None = None  # once the engine is there
+        self.about: EngineInfo | None = None  # once the engine is there
         self.gauges: Gauges | None = None  # the newest
-        self.known = Known()  # adapters,
-        self._named: tuple[Known, dict[str, str]] = (self.known, {})  # and the same by name
+        self.known = KnownAdapters()  # adapters,
+        self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # and the same by name
         self.gone = ""  # why the engine takes nothing any more
         self.restarting = False  # requests are taken, and wait for the next engine
         self.away = False  # the next engine is on its way, whether there was one before or not
@@ -189,7 +189,7 @@ class Bridge:
         self.waiting_answers = 0  # of which nothing came back yet,
         self.waiting_tokens = 0  # and the tokens of their prompts
         self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
-        self.welcome: Callable[[About], object] | None = None  # told when the engine is there
+        self.welcome: Callable[[EngineInfo], object] | None = None  # told when the engine is there
         self.stands: Callable[[], object] | None = None  # told whenever the engine came, or left
         self.over: Callable[[Ticket], object] | None = None  # told when nothing more comes of a ticket
         self._asked: dict[int, asyncio.Future[Answered]] = {}
@@ -296,7 +296,7 @@ class Bridge:
 
     async def trace(self, options: dict[str, Any] | None) -> Answered:
         """Begin a profile of the device, or end it. Raises EngineUnavailable."""
-        return await self._answer(lambda number: Trace(self.worker, number, options))
+        return await self._answer(lambda number: ProfileRequest(self.worker, number, options))
 
     async def read_weights(self, name: str, rows: int) -> Answered:
         """The first rows of a tensor. Raises EngineUnavailable."""
@@ -407,7 +407,7 @@ class Bridge:
             return
         self.restarting, self.away = self.about is not None, True
         self.gauges = None
-        self.known = Known(-1, self.known.entries)  # those of the next engine are newer, whatever it counts
+        self.known = KnownAdapters(-1, self.known.entries)  # those of the next engine are newer, whatever it counts
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.api.chat_formats.driver import (
-    Answer,
     AnswerParser,
     CallArguments,
     CallBegan,
     CallBroken,
     CallEnded,
-    Content,
+    ContentDelta,
     Event,
+    ParsedAnswer,
     Thought,
 )
 from lockstep.api.chat_formats.tables import PLAIN, REQUIRED, ChatFormats, Format, opening, with_thoughts
@@ -256,12 +256,12 @@ class Reading:
             )
         return parser
 
-    def whole(self, index: int, text: str) -> Answer:
+    def whole(self, index: int, text: str) -> ParsedAnswer:
         """One answer, all of which came."""
         if self.form is None:
-            return Answer(content=text, order=[text])
+            return ParsedAnswer(content=text, order=[text])
         parser = self.parser(index)
-        return Answer.of(parser.feed(text) + parser.finish())
+        return ParsedAnswer.of(parser.feed(text) + parser.finish())
 
     def called(self, index: int) -> bool:
         """Whether an answer has a whole call."""
@@ -364,7 +364,7 @@ class Blocks:
     def take(self, text: str, *, over: bool) -> list[Step]:
         """More of the answer; at its end there is at least one block, and none is open."""
         if self._reading.form is None:
-            events: list[Event] = [Content(text)] if text else []
+            events: list[Event] = [ContentDelta(text)] if text else []
         else:
             parser = self._reading.parser(0)
             events = parser.feed(text) + (parser.finish() if over else [])
@@ -380,7 +380,7 @@ class Blocks:
         match event:
             case Thought():
                 return [*self._to("thought"), self._more(event.text)]
-            case Content():
+            case ContentDelta():
                 return [*self._to("content"), self._more(event.text)]
             case CallBegan():
                 return [*self._close(), self._begin(Block("call", len(self.all), "", event.call_id, event.name))]
@@ -419,7 +419,7 @@ class Blocks:
         return [("close", block, "")]
 
 
-def blocks_of(answer: Answer) -> list[Block]:
+def blocks_of(answer: ParsedAnswer) -> list[Block]:
     """A whole answer as blocks, at least one."""
     blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
     for one in answer.order or ([] if blocks else [""]):

@@ -31,7 +31,7 @@ POISON = "the engine ended more than once while it worked on this request, which
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PriorState:
     """What there was when an engine began.
 
     Args:
@@ -43,7 +43,7 @@ class Before:
     workers: tuple[int, ...] = ()
 
 
-FIRST = Before()
+FIRST = PriorState()
 
 
 class Lost(LockstepError):

@@ -23,10 +23,10 @@ import zmq.asyncio
 from lockstep.api.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
 from lockstep.api.sockets import engine_folder, reader_options, router_address, worker_address, writer
 from lockstep.api.wire import (
-    About,
     Drained,
+    EngineInfo,
     Offer,
-    Over,
+    OfferClosed,
     Routed,
     SessionOver,
     ToRouter,
@@ -63,7 +63,7 @@ class ClusterBridge:
         admission: DispatchConfig | None = None,
     ) -> None:
         self.worker = worker
-        self.welcome: Callable[[About], object] | None = None  # told when all engines are there
+        self.welcome: Callable[[EngineInfo], object] | None = None  # told when all engines are there
         folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
@@ -74,8 +74,8 @@ class ClusterBridge:
         self._late: dict[int, asyncio.TimerHandle] = {}  # by number: ends those whose time is up
         self._asked: dict[int, asyncio.Future[Routed]] = {}  # about sessions
         self._next_number = 0
-        self._known: list[About] = []  # of the engines left, from which
-        self._about: About | None = None  # this was made
+        self._known: list[EngineInfo] = []  # of the engines left, from which
+        self._about: EngineInfo | None = None  # this was made
         self._context = zmq.asyncio.Context()
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
         reader_options(self._mailbox)
@@ -117,7 +117,7 @@ class ClusterBridge:
         return "" if self.left else self.engines[-1].gone
 
     @property
-    def about(self) -> About | None:
+    def about(self) -> EngineInfo | None:
         """What all engines can do, once one is there and of the others it is known why not."""
         known = [one.about for one in self.left if one.about is not None]
         if not known or any(one.about is None and not one.away for one in self.left):
@@ -316,7 +316,7 @@ class ClusterBridge:
             return
         one = self.engines[message.engine]
         if one.gone:  # the router did not know that yet
-            self._send(Over(self.worker, self._numbers.pop(ticket), 0))
+            self._send(OfferClosed(self.worker, self._numbers.pop(ticket), 0))
             if self.left:
                 self._offer(ticket)
             else:
@@ -333,7 +333,7 @@ class ClusterBridge:
         number = self._numbers.pop(ticket, None)
         if number is not None:
             with suppress(EngineUnavailable):  # a router that does not read any more counts for nobody
-                self._send(Over(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
+                self._send(OfferClosed(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
 
     def _look(self) -> None:
         """An engine came, or left."""

@@ -9,11 +9,11 @@ import numpy as np
 from starlette.responses import Response
 
 from lockstep.api.errors import ApiError, failure
-from lockstep.api.generation import Prompt, Wanted, check_answers, prompts_of
+from lockstep.api.generation import GenerationRequest, Prompt, check_answers, prompts_of
 from lockstep.api.http import JsonResponse, unless_left
 from lockstep.api.schemas import EmbeddingBody, Sampling
 from lockstep.api.server import Call, Server
-from lockstep.api.wire import About
+from lockstep.api.wire import EngineInfo
 from lockstep.core.contract.events import RequestKind
 from lockstep.host.batches import Float32s
 
@@ -57,7 +57,7 @@ async def pooled(
         field: what the client calls them.
     Raises: ApiError for the first that fails, ClientLeft.
     """
-    wanted = Wanted(
+    wanted = GenerationRequest(
         sampling=NOTHING,
         max_tokens=0,
         kind=kind,
@@ -82,7 +82,7 @@ async def pooled(
     return found, generation.usage().prompt_tokens
 
 
-def check_dimensions(asked: int | None, about: About) -> None:
+def check_dimensions(asked: int | None, about: EngineInfo) -> None:
     """Refuse a size that the model's vectors do not have, and that it was not trained to be cut to. Raises ApiError."""
     if asked in (None, about.vector_size):
         return

@@ -92,7 +92,7 @@ class Vocabulary:
         return int(words[int(drawn[0] % np.uint64(len(words)))])
 
 
-class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a script."""
 
     when: str
@@ -119,7 +119,7 @@ class Script:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"`answers`: {path} cannot be read: {error}") from error
         try:
-            pairs = [(one.when, one.say) for one in msgspec.convert(found, list[Said])]
+            pairs = [(one.when, one.say) for one in msgspec.convert(found, list[ScriptLine])]
         except msgspec.ValidationError as error:
             raise ConfigError(
                 f"`answers`: {path} must have tables [[answer]] with texts `when` and `say`: {error}"
@@ -305,7 +305,7 @@ class EmulatedExecutor:
         return tokens
 
 
-class EmulatedHands:
+class EmulatedWeightLoader:
     """New weights and released memory, in time: see `lockstep.host.weights.Hands`. Nothing is read.
 
     Weights, `weights_bytes` on each GPU, come from the host's memory over the bus; the KV cache is just there or not.
@@ -329,7 +329,7 @@ class EmulatedHands:
             time.sleep(self.copy_s)
 
 
-class EmulatedShelf:
+class EmulatedAdapterCache:
     """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read.
 
     Args:

@@ -9,47 +9,47 @@ from lockstep.host.recovery import Death
 MESSAGE_BYTES_MAX = 4096
 
 
-class ToNursery(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class ToForkServer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """From the launcher, about one life of the engine."""
 
     generation: int
 
 
-class Begin(ToNursery, frozen=True):
+class Begin(ToForkServer, frozen=True):
     """Fork an engine. `death` is how the one before ended, if there was one; `workers` are those that there are."""
 
     death: Death | None
     workers: tuple[int, ...] = ()
 
 
-class End(ToNursery, frozen=True):
+class KillEngine(ToForkServer, frozen=True):
     """Kill it."""
 
 
-class FromNursery(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+class FromForkServer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
     """To the launcher, about one life of the engine."""
 
     generation: int
 
 
-class Began(FromNursery, frozen=True):
+class Began(FromForkServer, frozen=True):
     """It runs."""
 
     pid: int
 
 
-class Over(FromNursery, frozen=True):
+class EngineExited(FromForkServer, frozen=True):
     """It ended; negative: by this signal."""
 
     status: int
 
 
-class Alive(FromNursery, frozen=True):
+class Alive(FromForkServer, frozen=True):
     """From an engine that serves, several times a second while it gets on with what it has to do."""
 
 
-Command = Begin | End
-Report = Began | Over | Alive
+Command = Begin | KillEngine
+Report = Began | EngineExited | Alive
 
 encode = msgspec.msgpack.Encoder().encode
 read_command = msgspec.msgpack.Decoder[Command](Command).decode

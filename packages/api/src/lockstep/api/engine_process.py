@@ -28,7 +28,7 @@ import msgspec
 import zmq
 
 from lockstep.api import children, faults
-from lockstep.api.claims import FIRST, Before, Claims, Lost
+from lockstep.api.claims import FIRST, Claims, Lost, PriorState
 from lockstep.api.engines import EngineUnit, Place, both, build_engine
 from lockstep.api.outbox import Outbox, SampleSink, Writers
 from lockstep.api.sockets import engine_address, reader, router_address, writer
@@ -39,19 +39,19 @@ from lockstep.api.wire import (
     Ask,
     Cancel,
     CancelLabel,
-    Ended,
     EngineHere,
     EngineMessage,
     Hello,
     JoinGroup,
     LeaveGroup,
     LoadLora,
+    ProfileRequest,
     ReadWeights,
+    SampleEnded,
     Settled,
     StepAnswers,
-    Stop,
+    StopEngine,
     Submit,
-    Trace,
     UnloadLora,
     Welcome,
     WireError,
@@ -70,7 +70,7 @@ from lockstep.host.router_journal import session_key
 
 log = logging.getLogger("lockstep.engine")
 
-Questions = Trace | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
+Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
 """What the scheduler has no say in, or not the first."""
 
 LOOK_MS = 200  # how often to see whether the engine still runs
@@ -78,7 +78,7 @@ CLAIM_S = 2.0  # workers have so long to say what they have open; one that is go
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenTicket:
     """A ticket that has not ended."""
 
     samples: int
@@ -103,7 +103,7 @@ class EngineProcess:
         unit: EngineUnit,
         folder: Path,
         generation: int = 0,
-        before: Before = FIRST,
+        before: PriorState = FIRST,
         alive: Callable[[], object] = lambda: None,
         number: int | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class EngineProcess:
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
         self._to_router: zmq.Socket[bytes] | None = None  # kept, since a closed one waits half a second only
-        self._open: dict[tuple[int, int], _Open] = {}  # by worker and ticket; entries leave in the host's thread
+        self._open: dict[tuple[int, int], _OpenTicket] = {}  # by worker and ticket; entries leave in the host's thread
 
     def run(self) -> None:
         """Serve until told to stop. Raises EngineStopped when the engine ends by itself; WireError."""
@@ -200,7 +200,7 @@ class EngineProcess:
             request = msgspec.structs.replace(request, finish_by_us=max(0, clock.at(message.finish_by_ns)))
         samples = samples_asked(request)
         key = (message.worker, message.ticket)
-        ticket = self._open[key] = _Open(samples, request.label, request.tenant)
+        ticket = self._open[key] = _OpenTicket(samples, request.label, request.tenant)
         left = [samples - message.have.count(OVER)]
 
         def over() -> None:  # in the host's thread
@@ -215,7 +215,9 @@ class EngineProcess:
                 first_id = self._claims.take(request, message.have, sinks)
             except Lost as error:
                 self._open.pop(key, None)
-                ended = (Ended(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples))
+                ended = (
+                    SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
+                )
                 self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
                 return
         if first_id is None:
@@ -242,7 +244,7 @@ class EngineProcess:
         """A control request; it is answered when the engine has an answer."""
         self.host.ask(message.control, partial(self._answer, message.worker, message.ticket))
 
-    def trace(self, message: Trace) -> None:
+    def trace(self, message: ProfileRequest) -> None:
         """A profile; in a thread of its own, since it waits for the engine."""
         threading.Thread(target=self._look, args=(message, self._traced), daemon=True).start()
 
@@ -264,7 +266,7 @@ class EngineProcess:
         self._claims.workers.discard(message.worker)
         self.cancel_all_of(message.worker)
 
-    def stop(self, message: Stop) -> None:
+    def stop(self, message: StopEngine) -> None:
         """Time to go."""
         self.stopping = True
 
@@ -291,7 +293,7 @@ class EngineProcess:
         with suppress(EngineStopped):  # then everybody is told so
             self.host.ask(GetState(), lambda _: self.outbox.answer(answer))  # in its thread, whose outbox it is
 
-    def _traced(self, message: Trace) -> Answered:
+    def _traced(self, message: ProfileRequest) -> Answered:
         if self.unit.trace is None:
             raise ConfigError("this engine has no device to look at")
         return Answered(message.worker, message.ticket, True, self.unit.trace(message.options))
@@ -335,18 +337,18 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
     Cancel: EngineProcess.cancel,
     CancelLabel: EngineProcess.cancel_label,
     Ask: EngineProcess.ask,
-    Trace: EngineProcess.trace,
+    ProfileRequest: EngineProcess.trace,
     ReadWeights: EngineProcess.read_weights,
     JoinGroup: EngineProcess.group,
     LeaveGroup: EngineProcess.group,
     LoadLora: EngineProcess.lora,
     UnloadLora: EngineProcess.lora,
     WorkerGone: EngineProcess.worker_gone,
-    Stop: EngineProcess.stop,
+    StopEngine: EngineProcess.stop,
 }
 
 
-def main(folder: Path, generation: int, before: Before, alive: Callable[[], object], number: int = 0) -> int:
+def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], object], number: int = 0) -> int:
     """Build the engine of a folder's settings and serve it. Returns the exit status.
 
     Args:

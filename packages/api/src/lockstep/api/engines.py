@@ -18,7 +18,7 @@ import numpy as np
 from lockstep.api.chat_formats.tables import ChatFormats, choose
 from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.api.settings import ServeSettings, for_scheduler
-from lockstep.api.wire import About, BatchDrift, JoinGroup, LeaveGroup
+from lockstep.api.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError, LockstepError
@@ -26,7 +26,7 @@ from lockstep.core.contract.events import ObservedEvent, RequestArrived
 from lockstep.core.journal.journal import JournalHeader
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.adapters import LORAS, AdapterDesk, source_of
+from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
@@ -58,7 +58,7 @@ class EngineUnit:
     """
 
     host: RuntimeHost
-    about: About
+    about: EngineInfo
     memory: str
     start: Callable[[], object]
     close: Callable[[], None]
@@ -68,7 +68,7 @@ class EngineUnit:
     group: Callable[[JoinGroup | LeaveGroup], None] | None = None
     keeper: Keeper | None = None
     weights: str = ""
-    adapters: AdapterDesk | None = None
+    adapters: AdapterRegistry | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ def _scheduler(settings: ServeSettings) -> dict[str, Any]:
     return shared | for_scheduler(settings.set)
 
 
-def _about(config: SchedConfig, **more: Any) -> About:
-    return About(
+def _about(config: SchedConfig, **more: Any) -> EngineInfo:
+    return EngineInfo(
         request_tokens_max=config.request_tokens_max,
         prompt_tokens_max=config.prompt_tokens_max(wants_output=True),
         eos_token_ids=config.eos_token_ids,
@@ -438,7 +438,13 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.drift import DriftMeter
-    from lockstep.api.emulate import EmulatedExecutor, EmulatedHands, EmulatedShelf, Script, emulated_source
+    from lockstep.api.emulate import (
+        EmulatedAdapterCache,
+        EmulatedExecutor,
+        EmulatedWeightLoader,
+        Script,
+        emulated_source,
+    )
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.lora import slot_bytes
@@ -537,7 +543,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     shelf = None
     if lora is not None:
         size = slot_bytes(model, scenario.parallelism, lora)
-        shelf = EmulatedShelf(size, adapter_link(gpu), clock, speed=settings.speed)
+        shelf = EmulatedAdapterCache(size, adapter_link(gpu), clock, speed=settings.speed)
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -546,7 +552,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         check_request=check,
         watch_text=watch,
         compile_grammar=None if hands is None else hands.compiler,
-        hands=EmulatedHands(executor, weights_bytes, bus_gbs, speed=settings.speed),
+        hands=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
         adapters=shelf,
         adapters_log=None if keeper is None else keeper.adapters,
@@ -556,7 +562,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
 
     desk = None
     if shelf is not None:
-        desk = AdapterDesk(runtime_host, shelf, emulated_source)
+        desk = AdapterRegistry(runtime_host, shelf, emulated_source)
         sources = {name: emulated_source(path) for name, path in settings.lora.items()}
         desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
 

@@ -10,7 +10,7 @@ from hashlib import sha256
 from math import ceil
 from typing import Any
 
-from lockstep.api.wire import Ended
+from lockstep.api.wire import SampleEnded
 
 TYPES = {
     400: "BadRequestError",
@@ -99,7 +99,7 @@ SENTENCES = {
 }
 
 
-def failure(ended: Ended) -> ApiError | None:
+def failure(ended: SampleEnded) -> ApiError | None:
     """What is wrong with an answer that ended like this; None if nothing is."""
     status = REJECTED.get(ended.reason, 400) if ended.rejected else FAILED.get(ended.reason)
     if status is None:

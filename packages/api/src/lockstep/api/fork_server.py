@@ -24,15 +24,24 @@ import warnings
 from pathlib import Path
 
 from lockstep.api import children, engine_process
-from lockstep.api.claims import Before
-from lockstep.api.engine_messages import MESSAGE_BYTES_MAX, Alive, Began, Begin, End, Over, encode, read_command
+from lockstep.api.claims import PriorState
+from lockstep.api.engine_messages import (
+    MESSAGE_BYTES_MAX,
+    Alive,
+    Began,
+    Begin,
+    EngineExited,
+    KillEngine,
+    encode,
+    read_command,
+)
 from lockstep.api.engines import preload
 from lockstep.api.logs import start_log
 
 log = logging.getLogger("lockstep.nursery")
 
 
-class Nursery:
+class ForkServer:
     """Forks, reaps and reports."""
 
     def __init__(self, folder: Path, control: socket.socket, engine: int) -> None:
@@ -58,10 +67,10 @@ class Nursery:
                     case Begin(generation, death, workers):
                         pid = os.fork()
                         if not pid:
-                            return self._live(generation, Before(death, workers))
+                            return self._live(generation, PriorState(death, workers))
                         self.generations[pid] = generation
                         self.control.send(encode(Began(generation, pid)))
-                    case End(generation):
+                    case KillEngine(generation):
                         for pid, other in self.generations.items():
                             if other == generation:
                                 os.kill(pid, signal.SIGKILL)
@@ -70,10 +79,10 @@ class Nursery:
         for pid in list(self.generations):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                over = Over(self.generations.pop(pid), os.waitstatus_to_exitcode(status))
+                over = EngineExited(self.generations.pop(pid), os.waitstatus_to_exitcode(status))
                 self.control.send(encode(over))
 
-    def _live(self, generation: int, before: Before) -> int:
+    def _live(self, generation: int, before: PriorState) -> int:
         """Be an engine."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -101,7 +110,7 @@ def main(arguments: list[str]) -> int:
     preload(settings)
     gc.collect()
     gc.freeze()  # else the first collection of each child copies every page
-    return Nursery(folder, control, int(arguments[2])).run()
+    return ForkServer(folder, control, int(arguments[2])).run()
 
 
 if __name__ == "__main__":

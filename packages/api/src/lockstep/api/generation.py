@@ -27,7 +27,7 @@ from lockstep.api.metrics import Metrics
 from lockstep.api.plain_text import Texts
 from lockstep.api.schemas import Sampling
 from lockstep.api.settings import Limits
-from lockstep.api.wire import About, Ended
+from lockstep.api.wire import EngineInfo, SampleEnded
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
 
@@ -53,7 +53,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class GenerationRequest:
     """What is wanted of each prompt, checked."""
 
     sampling: Sampling
@@ -100,7 +100,7 @@ def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]
     return given
 
 
-def check_sampling(sampling: Sampling, about: About, limits: Limits, *, stop_field: str = "stop") -> None:
+def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
     """Refuse what is too much, before anything is made of it. Raises ApiError."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     _at_most(stop_field, "texts", len(stops), limits.stops_max)
@@ -119,7 +119,7 @@ def check_sampling(sampling: Sampling, about: About, limits: Limits, *, stop_fie
     _check_draws(sampling, about, limits)
 
 
-def _check_draws(sampling: Sampling, about: About, limits: Limits) -> None:
+def _check_draws(sampling: Sampling, about: EngineInfo, limits: Limits) -> None:
     """Which tokens may be drawn at all, and what else has a say in it."""
     allowed, asked = sampling.allowed_token_ids, sampling.logit_processors
     for name, value in (("allowed_token_ids", allowed), ("logit_processors", asked)):
@@ -162,7 +162,7 @@ def check_answers(
         raise ApiError(400, message, samples_field)
 
 
-def check_logprobs(tops: int, name: str, about: About, limits: Limits) -> None:
+def check_logprobs(tops: int, name: str, about: EngineInfo, limits: Limits) -> None:
     """Refuse logprobs that the engine does not have, or too many. Raises ApiError."""
     if not about.logprobs:
         raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
@@ -170,7 +170,7 @@ def check_logprobs(tops: int, name: str, about: About, limits: Limits) -> None:
         raise ApiError(400, f"`{name}` is {tops}, at most {limits.logprobs_max} are allowed", name)
 
 
-def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
+def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> RequestArrived:
     """The engine's request for one prompt. Raises ApiError for what can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), wanted.prompt_field
     if wanted.kind == "generate" and not about.generates:
@@ -242,7 +242,7 @@ def request_of(prompt: Prompt, wanted: Wanted, about: About) -> RequestArrived:
     )
 
 
-def _check_grammar(wanted: Wanted, about: About, max_tokens: int) -> None:
+def _check_grammar(wanted: GenerationRequest, about: EngineInfo, max_tokens: int) -> None:
     """Refuse structured output where there is none. Raises ApiError."""
     name = wanted.grammar_field
     if not about.grammars:
@@ -286,14 +286,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoiceDelta:
     """What is new of a choice: text, tokens [first:stop), and at last its end."""
 
     choice: Choice
     text: str
     first: int
     stop: int
-    ended: Ended | None
+    ended: SampleEnded | None
 
 
 @dataclass(slots=True)
@@ -331,7 +331,7 @@ class Generation:
 
     bridge: Engines
     metrics: Metrics
-    wanted: Wanted
+    wanted: GenerationRequest
     came_s: float
     start_by_s: float | None = None
     finish_by_s: float | None = None
@@ -423,7 +423,7 @@ class Generation:
                 self.metrics.saw(self, choice)
                 choice.over = True
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What is new, of all choices that have something, until all are over."""
         left = [choice for choice in self.choices if not choice.over]
         while left:
@@ -455,7 +455,7 @@ class Generation:
             sum(ended.cached_tokens for ended in firsts if ended is not None),
         )
 
-    def _failure(self, ended: Ended) -> ApiError | None:
+    def _failure(self, ended: SampleEnded) -> ApiError | None:
         """What is wrong with an answer that ended like this; a grammar by the name that the client knows it by."""
         error, mark = failure(ended), "`grammar` "
         if error is None or self.wanted.grammar is None or not error.message.startswith(mark):
@@ -468,7 +468,7 @@ class Generation:
         versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
         return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
 
-    def _take(self, choice: Choice) -> Piece | None:
+    def _take(self, choice: Choice) -> ChoiceDelta | None:
         if choice.over:
             return None
         reply, first = choice.reply, choice.taken
@@ -480,7 +480,7 @@ class Generation:
         choice.over = ended is not None
         if choice.over or not choice.measured or len(reply.arrivals) >= MEASURED_AT_ONCE:
             self.metrics.saw(self, choice)
-        return Piece(choice, text, first, stop, ended)
+        return ChoiceDelta(choice, text, first, stop, ended)
 
 
 def unavailable(error: EngineUnavailable) -> ApiError:
@@ -488,7 +488,7 @@ def unavailable(error: EngineUnavailable) -> ApiError:
     return ApiError(503, str(error))
 
 
-def weights_of(ended: Ended) -> dict[str, Any]:
+def weights_of(ended: SampleEnded) -> dict[str, Any]:
     """Which weights drew an answer: those of its end, and where it began with others which tokens each drew."""
     if not ended.weights:
         return {}
@@ -499,7 +499,7 @@ def weights_of(ended: Ended) -> dict[str, Any]:
     return said
 
 
-def finish_reason(ended: Ended) -> str:
+def finish_reason(ended: SampleEnded) -> str:
     """In OpenAI's words."""
     return {
         "length": "length",
@@ -511,7 +511,7 @@ def finish_reason(ended: Ended) -> str:
     }.get(ended.reason, "error")
 
 
-def tokens_of(piece: Piece) -> Sequence[int]:
+def tokens_of(piece: ChoiceDelta) -> Sequence[int]:
     """The new tokens of a piece."""
     return piece.choice.reply.tokens[piece.first : piece.stop]
 

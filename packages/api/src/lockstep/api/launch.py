@@ -36,13 +36,13 @@ from typing import Literal
 import zmq
 
 from lockstep.api import children
-from lockstep.api.engine_messages import Alive, Began, End, Over
+from lockstep.api.engine_messages import Alive, Began, EngineExited, KillEngine
 from lockstep.api.metrics_folder import FOLDER as METRICS_FOLDER
-from lockstep.api.routing import Dispatcher, RouterThread
+from lockstep.api.routing import RouterService, RouterThread
 from lockstep.api.settings import ServeSettings
 from lockstep.api.sockets import engine_folder, fresh_folder, router_address, writer
-from lockstep.api.supervisor import GRACE_S, YOUNG_S, Child, Said, Supervisor, end_orphan, status_text
-from lockstep.api.wire import EngineLost, Stop, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
+from lockstep.api.supervisor import GRACE_S, YOUNG_S, Child, EngineReport, Supervisor, end_orphan, status_text
+from lockstep.api.wire import EngineLost, StopEngine, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.inbox import Inbox
 
@@ -55,7 +55,7 @@ EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildEnded:
     """A child did."""
 
     child: Child
@@ -75,7 +75,7 @@ class RouterFailed:
     error: Exception
 
 
-Happened = Ended | Signalled | Said | RouterFailed
+Happened = ChildEnded | Signalled | EngineReport | RouterFailed
 
 
 class Launcher:
@@ -154,22 +154,22 @@ class Launcher:
             case Signalled(number):
                 self._stop()
                 return EXIT_INTERRUPTED if number == signal.SIGINT else 0
-            case Said(number, Over(generation, status)):
+            case EngineReport(number, EngineExited(generation, status)):
                 engine = self.engines[number]
                 if engine.life is not None and generation == engine.life.generation:
                     first = not generation and not engine.life.ready
                     return self._after(engine, engine.ended(status), first=first)
-            case Ended(child) if child.role == "nursery":
+            case ChildEnded(child) if child.role == "nursery":
                 self.children.remove(child)
                 engine = self.engines[child.number]
                 if not engine.gone:
                     first = engine.life is not None and not engine.life.generation and not engine.life.ready
                     return self._after(engine, engine.nursery_ended(), first=first)
-            case Ended(child):
+            case ChildEnded(child):
                 if not self._worker_ended(child):
                     self._stop()
                     return 1
-            case Said(number, (Began() | Alive()) as report):
+            case EngineReport(number, (Began() | Alive()) as report):
                 self.engines[number].heard(report)
             case RouterFailed(error):
                 log.error("the router failed: %s: %s", type(error).__name__, error)
@@ -228,7 +228,7 @@ class Launcher:
 
         self._router = RouterThread(
             self.folder,
-            lambda answer: Dispatcher(
+            lambda answer: RouterService(
                 settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
             ),
             lambda error: self._happened.put(RouterFailed(error)),
@@ -282,7 +282,7 @@ class Launcher:
 
     def _await(self, child: Child) -> None:
         child.process.wait()
-        self._happened.put(Ended(child))
+        self._happened.put(ChildEnded(child))
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -296,7 +296,7 @@ class Launcher:
             child.process.terminate()
         if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):
             for engine in self.engines:
-                engine.tell_engine(Stop(0))
+                engine.tell_engine(StopEngine(0))
             self._wait_for("an engine", self._living, GRACE_S)
 
     def _wait_for(self, who: str, there: Callable[[], bool], seconds: float) -> bool:
@@ -312,11 +312,11 @@ class Launcher:
                 case Signalled():
                     log.error("killing everything")
                     return False
-                case Ended(child) if child in self.children:
+                case ChildEnded(child) if child in self.children:
                     self.children.remove(child)
                     if child.role == "nursery":
                         return False
-                case Said(number, Over(generation)):
+                case EngineReport(number, EngineExited(generation)):
                     engine = self.engines[number]
                     if engine.life is not None and generation == engine.life.generation:
                         engine.life = None
@@ -326,7 +326,7 @@ class Launcher:
         if self._living():
             for engine in self.engines:
                 if engine.life is not None:
-                    engine.tell_nursery(End(engine.life.generation))
+                    engine.tell_nursery(KillEngine(engine.life.generation))
             self._wait_for("an engine", self._living, 1.0)
         for engine in self.engines:
             if engine.life is not None and engine.life.pid:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from lockstep.api.chat_tools import Block, Blocks, Reading, Tools, blocks_of, check_tools, chosen, reading_of, reads
 from lockstep.api.errors import ApiError, failure
-from lockstep.api.generation import Choice, Generation, Prompt, Usage, Wanted, check_sampling
+from lockstep.api.generation import Choice, Generation, GenerationRequest, Prompt, Usage, check_sampling
 from lockstep.api.http import JsonResponse, named_event, unless_left
 from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.responses_api import text_parts
@@ -31,7 +31,7 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
     check_sampling(sampling, server.about(), server.limits, stop_field="stop_sequences")
     tools = _tools(body)
     prompt = await _prompt(server, body, tools)
-    wanted = Wanted(
+    wanted = GenerationRequest(
         sampling=sampling,
         max_tokens=body.max_tokens,
         prompt_field="messages",

@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from lockstep.api.metrics_folder import FOLDER
-from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Ended, Gauges
+from lockstep.api.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Gauges, SampleEnded
 
 if TYPE_CHECKING:
     from lockstep.api.bridge import Ticket
@@ -145,7 +145,7 @@ class Metrics:
         self._hits[engine].inc(ended.cached_tokens)
         self._saw_phases(engine, ended)
 
-    def _saw_phases(self, engine: int, ended: Ended) -> None:
+    def _saw_phases(self, engine: int, ended: SampleEnded) -> None:
         """Where its time went, as the engine says."""
         if ended.queue_us >= 0:
             self._queue[engine].observe(ended.queue_us / 1e6)

@@ -23,8 +23,8 @@ from lockstep.api.errors import ApiError, failure, session_name
 from lockstep.api.generation import (
     Choice,
     Generation,
+    GenerationRequest,
     Prompt,
-    Wanted,
     check_answers,
     check_logprobs,
     check_sampling,
@@ -72,7 +72,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         raise ApiError(400, f"`logprob_start_len` is {start}, but a prompt has {shortest} tokens", "logprob_start_len")
     seed = params.sampling_seed if params.sampling_seed is not None else params.seed
     asked = grammar_asked(vars(params), limits, inside="sampling_params.")
-    wanted = Wanted(
+    wanted = GenerationRequest(
         sampling=params,
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
@@ -283,7 +283,9 @@ async def _probe(server: Server) -> bool:
 async def _probe_one(server: Server, engine: Bridge) -> bool:
     about = server.about()
     kind: RequestKind = "generate" if about.generates else "embed"
-    wanted = Wanted(sampling=Sampling(ignore_eos=True), max_tokens=int(about.generates), kind=kind, label="health")
+    wanted = GenerationRequest(
+        sampling=Sampling(ignore_eos=True), max_tokens=int(about.generates), kind=kind, label="health"
+    )
     generation = Generation(engine, server.metrics, wanted, time.monotonic())
     try:
         generation.start([Prompt([0])], None, server.limits)

@@ -25,7 +25,7 @@ from lockstep.api.chat_formats.driver import (
     CallBegan,
     CallBroken,
     CallEnded,
-    Content,
+    ContentDelta,
     Event,
     Thought,
 )
@@ -34,10 +34,10 @@ from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import (
     AT_ONCE_CHARACTERS,
     Choice,
+    ChoiceDelta,
     Generation,
-    Piece,
+    GenerationRequest,
     Prompt,
-    Wanted,
     check_answers,
     check_logprobs,
     check_sampling,
@@ -53,7 +53,7 @@ from lockstep.api.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, 
 from lockstep.api.server import Call, Server
 from lockstep.api.settings import Limits
 from lockstep.api.structured_output import grammar_asked
-from lockstep.api.wire import About
+from lockstep.api.wire import EngineInfo
 from lockstep.core.contract.errors import ConfigError
 
 MARK = "\ue000here\ue000"  # of no model name or id
@@ -136,7 +136,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     return await _answer(server, call, generation, shape)
 
 
-def check_best_of(body: CompletionBody, samples: int, about: About) -> None:
+def check_best_of(body: CompletionBody, samples: int, about: EngineInfo) -> None:
     """Refuse fewer answers to choose from than are wanted, and choosing where it cannot be done. Raises ApiError."""
     if body.best_of is None or body.best_of == samples:
         return
@@ -301,7 +301,7 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
 # ------------------------------------------------------------------------------------------------------ what both share
 
 
-def check_prompt_logprobs(body: OpenAI, about: About, limits: Limits) -> None:
+def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> None:
     """Refuse `prompt_logprobs` where there are none, or too many. Raises ApiError."""
     if body.prompt_logprobs is None:
         return
@@ -317,14 +317,14 @@ def label_of(body: OpenAI, kind: str) -> str:
     return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
 
 
-def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> Wanted:
+def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
     asked = grammar_asked(vars(body), server.limits)
     if asked is not None and "grammar" in more:
         message = f"`{asked.field}` and `{more['grammar_field']}` both say what the answer must be; give one of them"
         raise ApiError(400, message, asked.field)
     if asked is not None:
         more |= {"grammar": asked.grammar, "grammar_field": asked.field}
-    return Wanted(
+    return GenerationRequest(
         sampling=body,
         min_tokens=body.min_tokens or 0,
         seed=None if body.seed is None else seed_of(body.seed),
@@ -431,7 +431,7 @@ class CompletionShape:
         no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 are some
         return no_logprobs and not self.body.return_token_ids
 
-    def plain_event(self, piece: Piece, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
+    def plain_event(self, piece: ChoiceDelta, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
         """The event of a piece that is only text; all of one choice are alike, so most of it was written before."""
         around = self._plain.get(piece.choice.index)
         if around is None:
@@ -459,7 +459,7 @@ class CompletionShape:
         """What was used so far."""
         return generation.usage().as_json()
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         """A piece of an answer in a stream, in as many chunks as it takes."""
         said = self.delta(piece)
         return [] if said is None else [said]
@@ -516,7 +516,7 @@ class CompletionShape:
             return None
         return {"index": choice.index, "text": choice.prompt.text or "", "logprobs": None, "finish_reason": None}
 
-    def delta(self, piece: Piece) -> dict[str, Any] | None:
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
         """A piece of an answer in a stream; None for one that nobody sees."""
         if not self._shows(piece):
             return None
@@ -555,10 +555,10 @@ class CompletionShape:
             return None
         return {self.names.of(one)[0]: logprob for one, logprob in tops[: self.body.logprobs]} | {token: value}
 
-    def _shows(self, piece: Piece) -> bool:
+    def _shows(self, piece: ChoiceDelta) -> bool:
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs is not None)
 
-    def _piece(self, piece: Piece) -> dict[str, Any]:
+    def _piece(self, piece: ChoiceDelta) -> dict[str, Any]:
         said: dict[str, Any]
         said = {"index": piece.choice.index, "finish_reason": None} if piece.ended is None else self._end(piece.choice)
         if self.body.return_token_ids:
@@ -639,7 +639,7 @@ class ChatShape(CompletionShape):
             said["finish_reason"] = "tool_calls"
         return said
 
-    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+    def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         """A piece of an answer in a stream: what it means, one thing a chunk; at last why it ended."""
         if self._reading.form is None:
             return super().deltas(piece)
@@ -668,7 +668,7 @@ class ChatShape(CompletionShape):
                     self._thoughts.setdefault(index, []).append(said.text)
                     return []
                 return [{"reasoning_content": said.text}]
-            case Content():
+            case ContentDelta():
                 return [*self._kept_thoughts(index), {"content": said.text}]
             case CallBegan():
                 function = {"name": said.name, "arguments": ""}
@@ -690,7 +690,7 @@ class ChatShape(CompletionShape):
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def delta(self, piece: Piece) -> dict[str, Any] | None:
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
         """A piece of an answer in a stream; None for one that nobody sees."""
         if not (self._shows(piece) or self.body.logprobs):
             return None
@@ -698,7 +698,7 @@ class ChatShape(CompletionShape):
         said["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
         return said
 
-    def _shows(self, piece: Piece) -> bool:
+    def _shows(self, piece: ChoiceDelta) -> bool:
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)
 
     def chat_logprobs(self, choice: Choice, first: int, stop: int) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ from lockstep.api.wire import (
     Answered,
     BatchDrift,
     DraftFigures,
-    Ended,
     Gauges,
-    Logprobs,
+    LogprobsMessage,
+    SampleEnded,
     StepAnswers,
     ToWorker,
     encode,
@@ -30,10 +30,10 @@ from lockstep.api.wire import (
 from lockstep.core.admin.stats import stats
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.adapters import Known
+from lockstep.host.adapters import KnownAdapters
 from lockstep.host.batches import Float32s
 from lockstep.host.drafts import DraftCounts
-from lockstep.host.loop import Extras, TokenLogprobs
+from lockstep.host.loop import ResultExtras, TokenLogprobs
 
 GAUGES_EVERY_US = 250_000
 
@@ -41,7 +41,7 @@ GAUGES_EVERY_US = 250_000
 class HasAdapters(Protocol):
     """What is needed of a host."""
 
-    adapters: Known
+    adapters: KnownAdapters
 
 
 class Writers:
@@ -77,8 +77,8 @@ class _Page:
         self.offsets: list[int] = []
         self.counts: list[int] = []
         self.tokens: list[int] = []
-        self.logprobs: list[Logprobs] = []
-        self.ended: list[Ended] = []
+        self.logprobs: list[LogprobsMessage] = []
+        self.ended: list[SampleEnded] = []
 
     def message(self, worker: int, gauges: Gauges | None) -> StepAnswers:
         return StepAnswers(
@@ -218,7 +218,7 @@ class SampleSink:
         page.counts.append(len(tokens))
         page.tokens += tokens
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         """Put the end down."""
         positions = sorted(extras.prompt_logprobs)
         logprobs = [extras.prompt_logprobs[position] for position in positions]
@@ -226,7 +226,7 @@ class SampleSink:
         most = min(map(len, tops), default=0)
         times = self._outbox.times.take(end.request_id, self._first_us, self._last_us)
         self._end(
-            Ended(
+            SampleEnded(
                 self._ticket,
                 self._sample,
                 end.reason,
@@ -248,21 +248,21 @@ class SampleSink:
 
     def rejected(self, end: RejectRequest) -> None:
         """Put the refusal down."""
-        self._end(Ended(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
+        self._end(SampleEnded(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
 
     def failed(self, message: str) -> None:
         """The engine ended first. What that means for the request is not for this engine to say."""
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: SampleEnded) -> None:
         self._outbox.page(self._worker).ended.append(ended)
         self._over()
 
 
-def _packed(entry: int, logprobs: TokenLogprobs) -> Logprobs:
+def _packed(entry: int, logprobs: TokenLogprobs) -> LogprobsMessage:
     if logprobs.top_ids is None or logprobs.top_logprobs is None:
-        return Logprobs(entry, _floats(logprobs.logprobs))
+        return LogprobsMessage(entry, _floats(logprobs.logprobs))
     top_ids = logprobs.top_ids.astype("<i4", copy=False).tobytes()
-    return Logprobs(entry, _floats(logprobs.logprobs), top_ids, _floats(logprobs.top_logprobs))
+    return LogprobsMessage(entry, _floats(logprobs.logprobs), top_ids, _floats(logprobs.top_logprobs))
 
 
 def _floats(values: Float32s) -> bytes:

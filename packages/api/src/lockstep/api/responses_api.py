@@ -39,8 +39,8 @@ from lockstep.api.errors import ApiError, failure
 from lockstep.api.generation import (
     Choice,
     Generation,
+    GenerationRequest,
     Prompt,
-    Wanted,
     check_sampling,
     finish_reason,
     seed_of,
@@ -50,7 +50,7 @@ from lockstep.api.http import JsonResponse, named_event, unless_left
 from lockstep.api.openai_api import conversation, shaped, streamed
 from lockstep.api.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.server import Call, Server
-from lockstep.api.stored_responses import Stored, StoredResponses
+from lockstep.api.stored_responses import StoredResponse, StoredResponses
 from lockstep.api.structured_output import grammar_asked
 
 log = logging.getLogger("lockstep.worker")
@@ -83,7 +83,7 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     kept = _kept(server, body)
     before = _before(server, call)
     prompt = await _prompt(server, body, tools, before)
-    wanted = Wanted(
+    wanted = GenerationRequest(
         sampling=body,
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
@@ -206,7 +206,7 @@ async def _in_background(store: StoredResponses, tenant: str, generation: Genera
         generation.cancel()
 
 
-def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stored]:
+def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, StoredResponse]:
     """The answer that a path names. Raises ApiError, 404."""
     name = str(call.request.path_params["response_id"])
     if server.responses is None:

@@ -35,7 +35,7 @@ from lockstep.api.wire import (
     EngineHere,
     EngineLost,
     Offer,
-    Over,
+    OfferClosed,
     Routed,
     RouterMessage,
     SessionOver,
@@ -79,7 +79,7 @@ class _Offered:
         return self.message.worker, self.message.number
 
 
-class Dispatcher:
+class RouterService:
     """What the router is told by others, as facts for it, and what it decides, as answers for them.
 
     Args:
@@ -119,7 +119,7 @@ class Dispatcher:
     def handle(self, message: RouterMessage) -> None:
         """Take a message in."""
         HANDLERS[type(message)](self, message)
-        if isinstance(message, Over) and self._journal.size_bytes > self._bytes_max // JOURNAL_SHARE:
+        if isinstance(message, OfferClosed) and self._journal.size_bytes > self._bytes_max // JOURNAL_SHARE:
             assert self.router is not None
             self._begin(list(self.router.state))
 
@@ -146,7 +146,7 @@ class Dispatcher:
         else:
             self._offer(message, only, fresh=known is None)
 
-    def over(self, message: Over) -> None:
+    def over(self, message: OfferClosed) -> None:
         """A request is none any more."""
         key = message.worker, message.number
         self._pending.pop(key, None)
@@ -161,7 +161,7 @@ class Dispatcher:
         named = [key for key, offer in self._pending.items() if offer.label == message.label]
         named += [key for key, number in self._waiting.items() if self._offers[number].message.label == message.label]
         for key in named:
-            self.over(Over(*key, 0))
+            self.over(OfferClosed(*key, 0))
             self._answer(Routed(*key, -1, refused="cancelled"))
 
     def session_over(self, message: SessionOver) -> None:
@@ -202,7 +202,7 @@ class Dispatcher:
             self._state(message.engine, "recovering")
         for key in gone:
             if self.line is not None:
-                self.over(Over(*key, 0))
+                self.over(OfferClosed(*key, 0))
             else:
                 del self._offers[self._open.pop(key)[1].request_id]
         self._state(message.engine, "down")
@@ -212,7 +212,7 @@ class Dispatcher:
     def worker_lost(self, message: WorkerLost) -> None:
         """A worker ended: nobody waits for what it had offered."""
         for key in [key for key in (*self._open, *self._pending, *self._waiting) if key[0] == message.worker]:
-            self.over(Over(*key, 0))
+            self.over(OfferClosed(*key, 0))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Dispatcher:
             who_refuses = self._who_refuses() if self.line is not None else None
             if who_refuses is not None:  # so nobody waits for what does not come
                 for key in list(self._waiting):
-                    self.over(Over(*key, 0))
+                    self.over(OfferClosed(*key, 0))
                     self._answer(Routed(*key, who_refuses))
 
     def _again(self) -> None:
@@ -354,15 +354,15 @@ class Dispatcher:
             del self._sessions[next(iter(self._sessions))]
 
 
-HANDLERS: dict[type[RouterMessage], Callable[[Dispatcher, Any], None]] = {
-    Offer: Dispatcher.offer,
-    Over: Dispatcher.over,
-    Withdraw: Dispatcher.withdraw,
-    SessionOver: Dispatcher.session_over,
-    Drained: Dispatcher.drained,
-    EngineHere: Dispatcher.engine_here,
-    EngineLost: Dispatcher.engine_lost,
-    WorkerLost: Dispatcher.worker_lost,
+HANDLERS: dict[type[RouterMessage], Callable[[RouterService, Any], None]] = {
+    Offer: RouterService.offer,
+    OfferClosed: RouterService.over,
+    Withdraw: RouterService.withdraw,
+    SessionOver: RouterService.session_over,
+    Drained: RouterService.drained,
+    EngineHere: RouterService.engine_here,
+    EngineLost: RouterService.engine_lost,
+    WorkerLost: RouterService.worker_lost,
 }
 
 
@@ -374,7 +374,7 @@ class RouterThread:
         failed: told why it ended otherwise: a mistake of ours.
     """
 
-    def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], Dispatcher], failed: Any) -> None:
+    def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], RouterService], failed: Any) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, router_address(folder))
         self._writers = Writers(self._context, folder)

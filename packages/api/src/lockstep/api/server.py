@@ -16,7 +16,7 @@ from lockstep.api.bridge import EngineUnavailable
 from lockstep.api.cluster_bridge import Engines
 from lockstep.api.engines import formats_of
 from lockstep.api.errors import ApiError
-from lockstep.api.generation import Generation, Prompt, Wanted, encode, unavailable
+from lockstep.api.generation import Generation, GenerationRequest, Prompt, encode, unavailable
 from lockstep.api.keys import Keys
 from lockstep.api.metrics import Metrics
 from lockstep.api.plain_text import Texts
@@ -25,8 +25,8 @@ from lockstep.api.served import Recent, Watcher
 from lockstep.api.settings import Limits, ServeSettings
 from lockstep.api.stored_responses import StoredResponses
 from lockstep.api.token_names import TokenNames
-from lockstep.api.usage import Usage
-from lockstep.api.wire import About
+from lockstep.api.usage import UsageCounter
+from lockstep.api.wire import EngineInfo
 
 BodyType = TypeVar("BodyType", bound=Body | None)
 
@@ -57,7 +57,7 @@ class Server:
     text: Texts | None
     keys: Keys | None
     metrics: Metrics
-    usage: Usage | None = None
+    usage: UsageCounter | None = None
     responses: StoredResponses | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers that nobody waits for
     watchers: list[Watcher] = field(default_factory=list)  # told of every request that was answered
@@ -75,7 +75,7 @@ class Server:
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
-    def _welcome(self, about: About) -> None:
+    def _welcome(self, about: EngineInfo) -> None:
         name = (self.settings.served_model_name or (about.model,))[0]
         self.metrics.name_model(name, len(self.bridge.engines))
         for one in self.told:
@@ -85,7 +85,7 @@ class Server:
     def limits(self) -> Limits:
         return self.settings.limits
 
-    def about(self) -> About:
+    def about(self) -> EngineInfo:
         """What the engine is. Raises ApiError while there is none."""
         if self.bridge.gone:
             raise unavailable(EngineUnavailable(self.bridge.gone))
@@ -154,7 +154,7 @@ class Server:
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
-    def generate(self, call: Call[BodyType], wanted: Wanted, prompts: list[Prompt]) -> Generation:
+    def generate(self, call: Call[BodyType], wanted: GenerationRequest, prompts: list[Prompt]) -> Generation:
         """Send what is wanted to the engine. Raises ApiError."""
         if self.draining:
             raise ApiError(503, "the server is about to stop")

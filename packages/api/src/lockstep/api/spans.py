@@ -34,7 +34,7 @@ def check_endpoint(endpoint: str) -> None:
         raise ConfigError(f"`otlp_endpoint` needs OpenTelemetry's SDK: {error}\nhint: {HINT}") from error
 
 
-class Spans:
+class SpanExporter:
     """Sends spans.
 
     Args:

@@ -49,7 +49,7 @@ ABANDONED = "the process that worked on it ended"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """One answer. `input` has what led to it, answers before it included."""
 
     said: dict[str, Any]
@@ -165,7 +165,7 @@ class StoredResponses:
                 change = "UPDATE responses SET said = ?, ended_s = ?, bytes = ? + length(input) WHERE number = ?"
                 self._base.execute(change, (answer, self._now_s(), len(answer), number))
 
-    def get(self, tenant: str, name: str) -> Stored | None:
+    def get(self, tenant: str, name: str) -> StoredResponse | None:
         """One of this tenant's; None if there is none, or not any more."""
         row = self._row(tenant, name)
         if row is not None and row[2] is None and not _lives(row[3]):
@@ -175,7 +175,7 @@ class StoredResponses:
         if row is None:
             return None
         said, items, ended_s, _ = row
-        return Stored(msgspec.json.decode(said), msgspec.json.decode(items), ended_s is not None)
+        return StoredResponse(msgspec.json.decode(said), msgspec.json.decode(items), ended_s is not None)
 
     def _row(self, tenant: str, name: str) -> tuple[bytes, bytes, float | None, int] | None:
         row: tuple[bytes, bytes, float | None, int] | None = self._base.execute(

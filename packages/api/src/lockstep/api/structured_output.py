@@ -32,7 +32,7 @@ SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OutputConstraint:
     """What an answer must keep to, and which field says so."""
 
     field: str
@@ -80,7 +80,7 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
 # ---------------------------------------------------------------------------------------------- the fields of a request
 
 
-def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> Asked | None:
+def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
     """What the fields of a request ask for; None for free text.
 
     Args:
@@ -88,7 +88,7 @@ def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = ""
         inside: what stands in front of their names in an error.
     Raises: ApiError for a field that says nothing sensible, for two of them, and for too much.
     """
-    found: list[Asked] = []
+    found: list[OutputConstraint] = []
     for name, reader in READERS.items():
         value = fields.get(name)
         if empty(value):
@@ -96,7 +96,7 @@ def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = ""
         where = f"{inside}{name}"
         grammar = reader(value, where, limits)
         if grammar is not None:
-            found.append(Asked(where, grammar))
+            found.append(OutputConstraint(where, grammar))
     if len(found) > 1:
         message = f"`{found[0].field}` and `{found[1].field}` both say what the answer must look like; give one of them"
         raise ApiError(400, message, found[1].field)

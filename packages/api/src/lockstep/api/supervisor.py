@@ -23,7 +23,7 @@ from typing import Literal
 import zmq
 
 from lockstep.api import children, engine_messages
-from lockstep.api.engine_messages import Alive, Began, Begin, End
+from lockstep.api.engine_messages import Alive, Began, Begin, KillEngine
 from lockstep.api.outbox import Writers
 from lockstep.api.settings import ServeSettings
 from lockstep.api.sockets import engine_address, writer
@@ -48,7 +48,7 @@ class Child:
 
 
 @dataclass(slots=True)
-class Life:
+class EngineGeneration:
     """One life of the engine."""
 
     generation: int
@@ -59,7 +59,7 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EngineReport:
     """A nursery or its engine said something."""
 
     engine: int
@@ -82,13 +82,13 @@ class Supervisor:
         settings: ServeSettings,
         *,
         start: Callable[[list[str], tuple[int, ...]], Child],
-        happened: Callable[[Said], object],
+        happened: Callable[[EngineReport], object],
         workers: Callable[[], Iterable[int]],
     ) -> None:
         self.number, self.folder, self.settings = number, folder, settings
         self._start, self._happened, self._workers = start, happened, workers
         self.name = "the engine" if settings.dp == 1 else f"engine {number}"
-        self.life: Life | None = None
+        self.life: EngineGeneration | None = None
         self.gone = ""  # why there will be none any more
         self.next_generation = 0
         self.nursery: Child | None = None
@@ -135,7 +135,7 @@ class Supervisor:
         assert self.life is not None
         log.error("%s got nothing done for %g s and is ended", self.name, self.settings.batch_timeout_s)
         self.life.hangs = True
-        self.tell_nursery(End(self.life.generation))
+        self.tell_nursery(KillEngine(self.life.generation))
 
     def ended(self, status: int) -> bool:
         """Start the next one, which recovers; False if there will be none."""
@@ -200,10 +200,10 @@ class Supervisor:
         """Pass on what the nursery and its engine say."""
         with contextlib.suppress(OSError):  # closed
             while frame := control.recv(engine_messages.MESSAGE_BYTES_MAX):
-                self._happened(Said(self.number, engine_messages.read_report(frame)))
+                self._happened(EngineReport(self.number, engine_messages.read_report(frame)))
 
     def _begin_engine(self, death: Death | None) -> None:
-        self.life = Life(self.next_generation, heard_s=time.monotonic())
+        self.life = EngineGeneration(self.next_generation, heard_s=time.monotonic())
         self.tell_nursery(Begin(self.next_generation, death, tuple(self._workers())))
         self.next_generation += 1
 

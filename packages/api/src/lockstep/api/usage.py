@@ -27,7 +27,7 @@ from lockstep.api.keys import Allowance
 DAY_S = 86_400
 
 
-class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class UsageRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What one tenant has used."""
 
     filled_s: float = 0.0  # when the buckets were last filled, in seconds since 1970
@@ -53,7 +53,7 @@ class Record(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             self.day, self.day_tokens = day, 0
 
 
-class Usage:
+class UsageCounter:
     """Counts for one worker.
 
     Args:
@@ -86,7 +86,7 @@ class Usage:
         self._open[tenant] += answers
         return partial(self._over, tenant, answers)
 
-    def read(self, tenant: str, allowance: Allowance) -> Record:
+    def read(self, tenant: str, allowance: Allowance) -> UsageRecord:
         """What a tenant has used so far."""
         with self._changed(tenant) as record:
             record.refill(allowance, self._now_s())
@@ -101,14 +101,14 @@ class Usage:
             _take(record, output_tokens)
 
     @contextmanager
-    def _changed(self, tenant: str) -> Iterator[Record]:
+    def _changed(self, tenant: str) -> Iterator[UsageRecord]:
         """A tenant's record, to be changed while nobody else does. Nothing is written where an error ends it."""
         path = self._folder / sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             written = os.pread(file, 4096, 0)
-            record = msgspec.msgpack.decode(written, type=Record) if written else Record()
+            record = msgspec.msgpack.decode(written, type=UsageRecord) if written else UsageRecord()
             yield record
             new = msgspec.msgpack.encode(record)
             os.pwrite(file, new, 0)
@@ -118,12 +118,12 @@ class Usage:
             os.close(file)  # and with it the lock
 
 
-def _take(record: Record, tokens: int) -> None:
+def _take(record: UsageRecord, tokens: int) -> None:
     record.minute_tokens -= tokens
     record.day_tokens += tokens
 
 
-def _refuse_too_much(record: Record, allowance: Allowance, now_s: float) -> None:
+def _refuse_too_much(record: UsageRecord, allowance: Allowance, now_s: float) -> None:
     """Raise ApiError for a tenant that has used what it may."""
     requests, tokens, day = allowance.requests_per_minute, allowance.tokens_per_minute, allowance.tokens_per_day
     if requests is not None and record.minute_requests < 1.0:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from lockstep.core.admin.stats import Stats
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Control, RequestArrived
-from lockstep.host.adapters import Known
+from lockstep.host.adapters import KnownAdapters
 from lockstep.host.weights import WeightsRead
 
 PROTOCOL = 1
@@ -103,7 +103,7 @@ class Ask(ToEngine, frozen=True):
     control: Control
 
 
-class Trace(ToEngine, frozen=True):
+class ProfileRequest(ToEngine, frozen=True):
     """Begin a profile of the device with these options, or end it. Answered by Answered of the same ticket."""
 
     ticket: int
@@ -157,7 +157,7 @@ class WorkerGone(ToEngine, frozen=True):
     """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
 
 
-class Stop(ToEngine, frozen=True):
+class StopEngine(ToEngine, frozen=True):
     """From the launcher: end."""
 
 
@@ -168,14 +168,14 @@ EngineMessage = (
     | Cancel
     | CancelLabel
     | Ask
-    | Trace
+    | ProfileRequest
     | ReadWeights
     | JoinGroup
     | LeaveGroup
     | LoadLora
     | UnloadLora
     | WorkerGone
-    | Stop
+    | StopEngine
 )
 
 
@@ -205,7 +205,7 @@ class Offer(ToRouter, frozen=True):
     priority: int | None = None  # and how it stands among those of its tenant
 
 
-class Over(ToRouter, frozen=True):
+class OfferClosed(ToRouter, frozen=True):
     """From a worker: nothing more comes of what it offered under this number."""
 
     worker: int
@@ -259,13 +259,15 @@ class StopRouter(ToRouter, frozen=True):
     """From the launcher: end."""
 
 
-RouterMessage = Offer | Over | Withdraw | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
+RouterMessage = (
+    Offer | OfferClosed | Withdraw | SessionOver | Drained | EngineHere | EngineLost | WorkerLost | StopRouter
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- to a worker
 
 
-class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an engine is, for whoever checks requests before they go there."""
 
     model: str  # what it is called where nobody gave it a name
@@ -348,13 +350,13 @@ class Welcome(ToWorker, frozen=True):
     """Answers Hello, once the engine can take requests."""
 
     protocol: int
-    about: About
+    about: EngineInfo
     generation: int = 0
-    adapters: Known = Known()
+    adapters: KnownAdapters = KnownAdapters()
     gauges: Gauges | None = None  # as it stood a moment ago; None: it says so once it runs
 
 
-class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LogprobsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Of the tokens of one entry of StepAnswers, in its order. Arrays are packed, little-endian."""
 
     entry: int
@@ -363,7 +365,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     top_logprobs: bytes = b""  # float32 [tokens, tops]
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Nothing more comes of a sample. Exactly one of these closes each."""
 
     ticket: int
@@ -397,8 +399,8 @@ class StepAnswers(ToWorker, frozen=True):
     offsets: bytes = b""
     counts: bytes = b""
     tokens: bytes = b""
-    logprobs: tuple[Logprobs, ...] = ()
-    ended: tuple[Ended, ...] = ()
+    logprobs: tuple[LogprobsMessage, ...] = ()
+    ended: tuple[SampleEnded, ...] = ()
     gauges: Gauges | None = None
 
 
@@ -415,7 +417,7 @@ class Answered(ToWorker, frozen=True):
 class AdaptersKnown(ToWorker, frozen=True):
     """Which adapters requests may name, whenever that changes."""
 
-    adapters: Known
+    adapters: KnownAdapters
 
 
 class EngineRestarting(ToWorker, frozen=True):

@@ -30,9 +30,9 @@ from lockstep.api.metrics import Metrics
 from lockstep.api.protocol import bounded_by
 from lockstep.api.server import Server
 from lockstep.api.settings import ServeSettings
-from lockstep.api.spans import Spans
+from lockstep.api.spans import SpanExporter
 from lockstep.api.stored_responses import StoredResponses
-from lockstep.api.usage import Usage
+from lockstep.api.usage import UsageCounter
 from lockstep.core.contract.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
@@ -62,7 +62,9 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
             admission=settings.admission_config(),
         )
     usage = (
-        None if keys is None else Usage(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
+        None
+        if keys is None
+        else UsageCounter(folder / "usage" if settings.usage_dir is None else Path(settings.usage_dir))
     )
     limits, most = settings.limits, settings.stored_responses
     responses = None
@@ -72,7 +74,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
     server.told.append(lambda: children.say_ready(folder, number))
     log.info("calls of tools are read as %s, thoughts as %s", *server.formats.names())
-    spans = None if settings.otlp_endpoint is None else Spans(settings.otlp_endpoint, lambda: server.models()[0])
+    spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
     if spans is not None:
         server.watchers.append(spans.add)
     servers = [(_http(make_app(server), settings), socket.socket(fileno=listener))]

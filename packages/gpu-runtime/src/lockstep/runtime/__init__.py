@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.runtime.llm import LLM, Answer, Params, Piece, Scored
+    from lockstep.runtime.llm import LLM, OutputDelta, Params, RequestOutput, Scored
 
-__all__ = ["LLM", "Params", "Answer", "Piece", "Scored"]
+__all__ = ["LLM", "Params", "RequestOutput", "OutputDelta", "Scored"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from lockstep.core.contract.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
-from lockstep.runtime.attention import Choice, choose, make
+from lockstep.runtime.attention import BackendChoice, choose, make
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
@@ -45,7 +45,7 @@ from lockstep.runtime.lora.slots import run_once
 from lockstep.runtime.memory import MIB, MemoryBudget, explained, size_pool
 from lockstep.runtime.models import Decoder, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
-from lockstep.runtime.overlap import CpuLane, CudaLane, Lane
+from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.quantized.fp8 import FP8
 from lockstep.runtime.rank_wire import RankSettings
@@ -56,7 +56,7 @@ from lockstep.runtime.sampling import (
     SamplingTable,
     processors,
 )
-from lockstep.runtime.tables import Tables, check_page_table
+from lockstep.runtime.tables import DeviceTables, check_page_table
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -245,7 +245,7 @@ def make_executor(
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    lane: Lane | None = None,
+    lane: StreamLane | None = None,
     graph_sizes: Sequence[int] = (),
     matchers: Matchers | None = None,
     draft: Decoder | None = None,
@@ -281,7 +281,7 @@ def make_executor(
         enabled = logit_processors or {}
         table = SamplingTable(config.rows_max, model.settings.vocab, device, enabled)
         context = config.context_tokens_max if graph_sizes else None
-        tables = Tables(
+        tables = DeviceTables(
             config.rows_max,
             config.pages,
             config.page_size,
@@ -357,7 +357,7 @@ def page_bytes_of(model: Decoder, page_size: int) -> int:
     return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
 
-Picked = tuple[Choice, tuple[int, ...]]
+Picked = tuple[BackendChoice, tuple[int, ...]]
 """The attention backend, and the numbers of rows that get graphs."""
 
 
@@ -397,7 +397,7 @@ def _sized(
     sched: dict[str, Any],
     ranks: OtherRanks | None,
     draft: Decoder | None,
-) -> tuple[SchedConfig, MemoryBudget, Choice, tuple[int, ...]]:
+) -> tuple[SchedConfig, MemoryBudget, BackendChoice, tuple[int, ...]]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
@@ -478,7 +478,7 @@ def _graph_bytes(
         return 0
     pool = make_pool(model, 1, page_size)
     attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=sizes[-1])
-    tables = Tables(1, 1, page_size, model.device, context_tokens=context)
+    tables = DeviceTables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
 

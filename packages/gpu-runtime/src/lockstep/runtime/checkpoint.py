@@ -4,9 +4,9 @@
     model.safetensors                all tensors, or
     model.safetensors.index.json     which file holds which tensor: model-00001-of-00004.safetensors, ...
 
-A model says what it wants as a list of `Wanted`; `load` compares all of it with what the files' headers tell before it
-reads the first tensor, and reads of each tensor only this rank's part. Nothing here can run code from a folder: tensors
-come from safetensors, and the pickles that older folders hold (`.bin`, `.pt`) are refused.
+A model says what it wants as a list of `TensorSpec`; `load` compares all of it with what the files' headers tell before
+it reads the first tensor, and reads of each tensor only this rank's part. Nothing here can run code from a folder:
+tensors come from safetensors, and the pickles that older folders hold (`.bin`, `.pt`) are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TensorSplit:
     """Which part of a tensor a tensor-parallel rank keeps: a run of whole units along `dim`.
 
     units 4, ranks 2    [ 0 1 | 2 3 ]
@@ -87,11 +87,11 @@ class Split:
         return slice(min(index * size, total), min((index + 1) * size, total))
 
 
-WHOLE = Split()
+WHOLE = TensorSplit()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorSpec:
     """One tensor that a checkpoint must hold, and where this rank's part of it goes.
 
     `into` is a view of a parameter: several tensors of a checkpoint may fill one parameter.
@@ -100,7 +100,7 @@ class Wanted:
     name: str
     shape: tuple[int, ...]  # in the checkpoint, of all ranks together
     into: Tensor
-    split: Split = WHOLE
+    split: TensorSplit = WHOLE
     initial: float | None = None  # with random weights: this value everywhere; None draws them
     dtypes: tuple[str, ...] = tuple(DTYPES)  # that it may be stored in, by safetensors' names
     also: tuple[int, ...] | None = None  # another shape that it may have
@@ -112,7 +112,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """What a file's header says of one tensor."""
 
     file: str
@@ -139,7 +139,9 @@ class TensorFile:
         except (OSError, SafetensorError) as error:
             self.close()
             raise CheckpointError(called, [str(error)], "write it with safetensors' `save_file`") from None
-        self.stored = {name: Stored(called, tuple(fact.get_shape()), fact.get_dtype()) for name, fact in facts.items()}
+        self.stored = {
+            name: StoredTensor(called, tuple(fact.get_shape()), fact.get_dtype()) for name, fact in facts.items()
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -175,7 +177,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = read_config(folder)
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         self._open: dict[str, Any] = {}
         self._closing = contextlib.ExitStack()
         try:
@@ -212,7 +214,7 @@ class Checkpoint:
                 problems.append(f"{file}: {error}")
                 continue
             for name in sorted(found if names is None else found & names):
-                self.stored[name] = Stored(file, tuple(facts[name].get_shape()), facts[name].get_dtype())
+                self.stored[name] = StoredTensor(file, tuple(facts[name].get_shape()), facts[name].get_dtype())
             problems += [
                 f"{name}: {INDEX} says it is in {file}, which lacks it" for name in sorted((names or found) - found)
             ]
@@ -291,7 +293,7 @@ class Tensors(Protocol):
         """What it is called."""
 
     @property
-    def stored(self) -> Mapping[str, Stored]:
+    def stored(self) -> Mapping[str, StoredTensor]:
         """What there is, by name."""
 
     def read(self, name: str, dim: int | None = None, part: slice | None = None) -> Tensor:
@@ -299,7 +301,7 @@ class Tensors(Protocol):
 
 
 def load(
-    wanted: Iterable[Wanted],
+    wanted: Iterable[TensorSpec],
     checkpoint: Tensors,
     *,
     rank: int = 0,
@@ -327,7 +329,7 @@ def load(
 class Staged:
     """Tensors that were read and are in no model yet, of the model's dtype, on the CPU."""
 
-    parts: list[tuple[Tensor, Wanted]]
+    parts: list[tuple[Tensor, TensorSpec]]
 
     def place(self) -> None:
         """Put them where they belong. Nothing is read any more."""
@@ -336,7 +338,7 @@ class Staged:
 
 
 def stage(
-    wanted: Iterable[Wanted],
+    wanted: Iterable[TensorSpec],
     source: Tensors,
     *,
     rank: int = 0,
@@ -358,8 +360,8 @@ def stage(
 
 
 def _compared(
-    wanted: Iterable[Wanted], source: Tensors, surplus: Callable[[str], bool], *, partial: bool
-) -> list[Wanted]:
+    wanted: Iterable[TensorSpec], source: Tensors, surplus: Callable[[str], bool], *, partial: bool
+) -> list[TensorSpec]:
     """What is to be read, by file. Raises CheckpointError with everything that does not fit."""
     by_name = {want.name: want for want in wanted}
     there = source.stored
@@ -378,7 +380,7 @@ def _compared(
 
 
 def _read_part(
-    want: Wanted, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
+    want: TensorSpec, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
 ) -> Tensor:
     """This rank's part of a tensor; `problems` hears of values that do not fit.
 
@@ -407,7 +409,7 @@ def _hint(problems: Iterable[str], narrower: str) -> str:
     return narrower if any(problem.endswith(TOO_LARGE) for problem in problems) else ""
 
 
-def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
+def fill_randomly(wanted: Iterable[TensorSpec], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
     """Fill what a model wants with small random values instead of a checkpoint's.
 
     A tensor's values depend on seed, name, shape and kind of device: not on other tensors, nor on the number of ranks.
@@ -432,7 +434,7 @@ def fill_randomly(wanted: Iterable[Wanted], seed: int, *, rank: int = 0, ranks: 
         _place(tensor if want.convert is None else want.convert(tensor), want)
 
 
-def _mismatch(want: Wanted, stored: Stored | None) -> str | None:
+def _mismatch(want: TensorSpec, stored: StoredTensor | None) -> str | None:
     expected = _shaped(want.shape, "/".join(want.dtypes))
     if stored is None:
         return f"{want.name}: missing, expected {expected}"
@@ -441,7 +443,7 @@ def _mismatch(want: Wanted, stored: Stored | None) -> str | None:
     return None
 
 
-def _place(tensor: Tensor, want: Wanted) -> None:
+def _place(tensor: Tensor, want: TensorSpec) -> None:
     """Copy; where a padded part is longer than what there is, zeros follow."""
     into = want.into
     if into.shape != tensor.shape:

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.scheduler.delivery import step_numbers
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.runtime.forward import ForwardBatch
 
 Int32s = NDArray[np.int32]

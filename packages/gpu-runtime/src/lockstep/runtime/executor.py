@@ -28,7 +28,7 @@ from torch import Tensor
 from lockstep.core.contract.commands import BatchPlan, HiddenSpan, RowTaken
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchId, RequestId, RequestKind
-from lockstep.core.scheduler.delivery import step_numbers
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.host.batches import (
     NO_CONTEXT,
     BatchResult,
@@ -46,10 +46,18 @@ from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
 from lockstep.runtime.lora.slots import lay_out
-from lockstep.runtime.overlap import POLL_S, Download, Lane
+from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of
-from lockstep.runtime.tables import NONE, PackedPlan, Pass, PassTensors, Tables, Verifying, VerifyingTensors
+from lockstep.runtime.tables import (
+    NONE,
+    DeviceTables,
+    ForwardPass,
+    PackedPlan,
+    PassTensors,
+    VerifyingTensors,
+    VerifyRows,
+)
 
 MODES = frozenset({"extend", "decode", "mixed", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions whose logits exist at one time: [256, vocabulary] float32
@@ -156,8 +164,8 @@ class Executor:
         model: Model,
         attention: AttentionBackend,
         sampler: RowSampler,
-        tables: Tables,
-        lane: Lane,
+        tables: DeviceTables,
+        lane: StreamLane,
         *,
         matchers: Matchers | None = None,
         canary: Canary | None = None,
@@ -356,7 +364,7 @@ class Executor:
             given = torch.cat((tensors.given_ids, fed[there.members, there.numbers]))
             launched.laid[0] = replace(tensors, given_ids=given)
 
-    def _guessed(self, verifying: Verifying, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
+    def _guessed(self, verifying: VerifyRows, there: VerifyingTensors, newest: Tensor, stands_host: Int32s) -> Tensor:
         """The drafts of each row, int64 [rows, most]: guessed, or forced by its grammar."""
         drafted = verifying.drafts - verifying.forced if verifying.forced.size else verifying.drafts
         guessed = newest.new_zeros(len(newest), 0)
@@ -375,7 +383,7 @@ class Executor:
         guessed = torch.nn.functional.pad(guessed, (0, width - guessed.shape[1]))
         return torch.where(self.lane.upload(is_given), self.lane.upload(given), guessed)
 
-    def _batch(self, one: Pass, tensors: PassTensors) -> ForwardBatch:
+    def _batch(self, one: ForwardPass, tensors: PassTensors) -> ForwardBatch:
         """A pass as models and backends are given it."""
         return ForwardBatch(
             token_ids=self.tables.token_ids(tensors),
@@ -427,7 +435,7 @@ class Executor:
     def _verify(
         self,
         launched: _Launched,
-        one: Pass,
+        one: ForwardPass,
         tensors: PassTensors,
         logits: Tensor,
         drawn: dict[str, list[Tensor]],
@@ -514,7 +522,7 @@ class Executor:
             if (there := launched.laid[number].verifying) is not None:
                 launched.wanted["stands"] = there.stands
 
-    def _pool(self, launched: _Launched, one: Pass, hidden: Tensor) -> None:
+    def _pool(self, launched: _Launched, one: ForwardPass, hidden: Tensor) -> None:
         """Add up what rows of kind embed computed, and set aside what becomes of prompts that end here."""
         indptr, rows = one.indptr, one.rows.tolist()
         for i in range(one.extend_rows):
@@ -603,7 +611,7 @@ class Executor:
         return result
 
 
-def _forced_by_sampler(one: Pass) -> Int32s | None:
+def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
     """How many tokens of each sampler of a pass are forced; None where none is. int32 [samplers]"""
     verifying = one.verifying
     if verifying is None or not verifying.forced.size:
@@ -612,7 +620,7 @@ def _forced_by_sampler(one: Pass) -> Int32s | None:
     return np.concatenate((others, verifying.forced))
 
 
-def _masks(allowed: Int32s | None, one: Pass, vocabulary: int) -> Int32s | None:
+def _masks(allowed: Int32s | None, one: ForwardPass, vocabulary: int) -> Int32s | None:
     """What may be drawn behind each verified token: what is forced, or what the row's matcher said.
 
     Args:
@@ -693,7 +701,7 @@ def refuse_unknown(plan: BatchPlan) -> None:
         )
 
 
-def _hidden_wanted(plan: BatchPlan, one: Pass, tables: Tables) -> list[tuple[int, int, int]]:
+def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:
     """Rows of a pass whose hidden states are wanted, with the first and the last of their new tokens: [first:last)."""
     decodes_from = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
     decoding = tables.with_hidden_states[one.rows[decodes_from:]]

@@ -38,13 +38,13 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind
 from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import DeviceLost
-from lockstep.runtime.llm import LLM, Answer, Asked, LlmStats, Params
+from lockstep.runtime.llm import LLM, LlmStats, Params, PendingRequest, RequestOutput
 from lockstep.runtime.profiler import Activity
 from lockstep.runtime.ranks import TIMEOUT_S
 from lockstep.runtime.watchdog import TIMEOUT_S as BATCH_TIMEOUT_S
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One line of input."""
 
     id: Any = None
@@ -74,7 +74,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     grammar: tuple[Kind, str] | None = None
 
 
-FROM_LINE = [name for name in Line.__struct_fields__ if name in Params.__dataclass_fields__]
+FROM_LINE = [name for name in InputLine.__struct_fields__ if name in Params.__dataclass_fields__]
 
 
 @click.command("generate")
@@ -319,7 +319,7 @@ def _end_profile(llm: LLM) -> None:
 
 def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
     """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
-    asked: list[Asked | str] = []
+    asked: list[PendingRequest | str] = []
     names: list[dict[str, Any]] = []
     for number, raw in enumerate(lines, 1):
         if raw.strip():
@@ -356,10 +356,10 @@ def _summary(stats: LlmStats, answers: int, output_tokens: int) -> str:
     return f"{said} and {speed}; bubbles: the device was idle {stats.device.bubble_share:.1%} of that time"
 
 
-def _read(raw: bytes) -> tuple[Line | None, str]:
+def _read(raw: bytes) -> tuple[InputLine | None, str]:
     """A line of input, or what is wrong with it."""
     try:
-        line = msgspec.json.decode(raw, type=Line)
+        line = msgspec.json.decode(raw, type=InputLine)
     except msgspec.ValidationError as error:
         return None, str(error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -369,7 +369,7 @@ def _read(raw: bytes) -> tuple[Line | None, str]:
     return line, ""
 
 
-def _ask(llm: LLM, line: Line, params: Params) -> Asked | str:
+def _ask(llm: LLM, line: InputLine, params: Params) -> PendingRequest | str:
     """Send a line's request, or say what is wrong with it."""
     given = {name: value for name in FROM_LINE if (value := getattr(line, name)) is not None}
     if isinstance(line.stop, str):
@@ -382,7 +382,7 @@ def _ask(llm: LLM, line: Line, params: Params) -> Asked | str:
         return str(error)
 
 
-def _spoken(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
+def _spoken(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
     """What came of a prompt as JSON. Of several answers, where one failed, `error` of the line says so as well."""
     if not answer.others:
         return _spoken_alone(answer, show_token_ids)
@@ -391,7 +391,7 @@ def _spoken(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
     return {"answers": said} | ({"error": errors[0]} if errors else {})
 
 
-def _spoken_alone(answer: Answer, show_token_ids: bool) -> dict[str, Any]:
+def _spoken_alone(answer: RequestOutput, show_token_ids: bool) -> dict[str, Any]:
     """An answer as JSON."""
     if answer.error:
         return {"error": answer.error}

@@ -15,7 +15,7 @@ Logits and sampling stay outside: they need few launches, and logits of all size
 What must hold, and what keeps it:
 
 - Whatever a graph reads lies where it lay at capture. Inputs and `hidden` are buffers of this file; the page table is
-  as wide as it ever gets (`Tables(context_tokens=...)`), and if it was replaced all the same, decodes run without
+  as wide as it ever gets (`DeviceTables(context_tokens=...)`), and if it was replaced all the same, decodes run without
   graphs; backends keep their workspaces (attention/base.py).
 - What is launched depends on the number of rows alone. `plan(batch, graph=True)` sees to it, before each replay.
 - Nothing is compiled or allocated by a library during a capture: the same pass ran before it, on the same stream.
@@ -42,8 +42,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.memory import MIB, taken_bytes
-from lockstep.runtime.overlap import Lane
-from lockstep.runtime.tables import Pass, PassTensors, Tables
+from lockstep.runtime.overlap import StreamLane
+from lockstep.runtime.tables import DeviceTables, ForwardPass, PassTensors
 
 Int32s = NDArray[np.int32]
 
@@ -74,7 +74,7 @@ def check_graph_mode(mode: str, device: torch.device, rows_max: int | None = Non
         raise ConfigError(f"`cuda_graph_max_batch` is {rows_max}, but {why}\nhint: leave it out")
 
 
-class HiddenStates(Protocol):
+class CapturedModel(Protocol):
     """What is captured of a model."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
@@ -128,9 +128,9 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: HiddenStates,
+        model: CapturedModel,
         attention: AttentionBackend,
-        tables: Tables,
+        tables: DeviceTables,
         sizes: Sequence[int],
         recorder: Recorder,
     ) -> None:
@@ -171,7 +171,7 @@ class DecodeGraphs:
 
     # --------------------------------------------------------------------------------------------------- at start
 
-    def prepare(self, lane: Lane) -> list[int]:
+    def prepare(self, lane: StreamLane) -> list[int]:
         """Record all sizes, the largest first.
 
         Returns: bytes that each took of the device, in that order; zeros on a CPU.
@@ -206,7 +206,7 @@ class DecodeGraphs:
 
     # --------------------------------------------------------------------------------------------------- the passes
 
-    def holds(self, one: Pass) -> bool:
+    def holds(self, one: ForwardPass) -> bool:
         """Whether a pass can be replayed: nothing but decodes, no more than the largest graph has rows."""
         if one.extend_rows or not 0 < len(one.rows) <= self.sizes[-1]:
             return False
@@ -215,7 +215,7 @@ class DecodeGraphs:
             log.warning("the page table grew to %s pages a row; decodes run without graphs", self.tables.width)
         return not self._stale
 
-    def run(self, one: Pass, tensors: PassTensors) -> Tensor:
+    def run(self, one: ForwardPass, tensors: PassTensors) -> Tensor:
         """Replay a pass.
 
         Returns: hidden states of its rows, [rows, hidden]: read them on this stream before the next call.

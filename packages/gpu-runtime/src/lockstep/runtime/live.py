@@ -46,7 +46,7 @@ class LiveModel:
         self._wanted = list(model.tensors())  # views, which cannot be made while there is no memory
         self._staged: Staged | None = None
         self._groups: dict[str, WeightsGroup] = {}
-        self._kept: _Kept | None = None  # the weights, while their memory is given back
+        self._kept: _ReleasedTensor | None = None  # the weights, while their memory is given back
         self._lock = threading.Lock()  # whoever reads weights does not see half of an update
 
     # ------------------------------------------------------------------------------------------------------ weights
@@ -162,7 +162,7 @@ class LiveModel:
         with self._lock, lane.stream(), torch.no_grad():
             lane.check()
             if "weights" in tags and released:
-                self._kept = _Kept(self.model.parameters())
+                self._kept = _ReleasedTensor(self.model.parameters())
             elif "weights" in tags and self._kept is not None:
                 with _room("the weights"):
                     self._kept.put_back()
@@ -203,7 +203,7 @@ def check_settings(folder: Path, running: ModelSettings) -> None:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-class _Kept:
+class _ReleasedTensor:
     """Tensors whose memory was given back, and what lay in it. Raises ConfigError where there is no room for it."""
 
     def __init__(self, tensors: Iterator[Tensor]) -> None:

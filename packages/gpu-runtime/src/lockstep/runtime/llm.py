@@ -55,14 +55,14 @@ from lockstep.core.journal.journal import JournalHeader, JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.adapters import LORA_OFF, LORAS, AdapterDesk, source_of
+from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.batches import Float32s
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.host.quantization import Fp8Activations
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Message, StopTexts, Text
@@ -85,7 +85,7 @@ from lockstep.runtime.graphs import (
     check_graph_mode,
 )
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.host_cache import AdapterShelf, LocalAdapters
+from lockstep.runtime.lora.host_cache import HostAdapterCache, LocalAdapters
 from lockstep.runtime.models import read_settings
 from lockstep.runtime.pooling import PoolingMode, choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
@@ -146,7 +146,7 @@ class Params:
 
 
 @dataclass(slots=True)
-class Answer:
+class RequestOutput:
     """What came of one request."""
 
     request_id: int
@@ -167,7 +167,7 @@ class Answer:
     weights: tuple[
         tuple[int, int], ...
     ] = ()  # (first output token, version of the weights that drew it and those behind)
-    others: list[Answer] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
+    others: list[RequestOutput] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +191,12 @@ class LlmStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
     """What is new of an answer."""
 
     text: str
     token_ids: list[int]
-    answer: Answer | None = None  # the whole of it, with the last piece
+    answer: RequestOutput | None = None  # the whole of it, with the last piece
 
 
 class LLM:
@@ -376,7 +376,7 @@ class LLM:
                 undo.callback(self._journal.close)
             self._shelf: LocalAdapters | LeadAdapters | None = None
             if self.config.max_loras:
-                shelf = AdapterShelf(self.model)
+                shelf = HostAdapterCache(self.model)
                 self._shelf = LocalAdapters(shelf) if self.group is None else LeadAdapters(shelf, self.group)
                 undo.callback(self._shelf.close)
             if weights.version:
@@ -399,9 +399,9 @@ class LLM:
                 orders=() if keeper is None else keeper.orders,
                 observe=self._bubbles.fold,
             )
-            self.adapter_desk: AdapterDesk | None = None
+            self.adapter_desk: AdapterRegistry | None = None
             if self._shelf is not None:
-                self.adapter_desk = AdapterDesk(self.host, self._shelf, source_of)
+                self.adapter_desk = AdapterRegistry(self.host, self._shelf, source_of)
                 self.adapter_desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
@@ -426,7 +426,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         progress: Callable[[int], object] | None = None,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answer prompts, text or token ids, all together; answers in their order.
 
         Args:
@@ -444,7 +444,7 @@ class LLM:
         params: Params | Sequence[Params] | None = None,
         *,
         progress: Callable[[int], object] | None = None,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answer one conversation or several, written by the model's chat template."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         several = cast("Sequence[Sequence[Message]]", [conversations] if one else conversations)
@@ -457,7 +457,7 @@ class LLM:
         text = self._needs_text("a conversation")
         return text.encode(text.chat(messages), special=False)
 
-    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[OutputDelta]:
         """Answer one prompt piece by piece; the last piece carries the whole answer. Leaving early cancels it.
 
         Raises: as `ask` and `wait`.
@@ -468,16 +468,16 @@ class LLM:
         asked = self.ask(prompt, params or Params(), tokens=tokens)
         try:
             while (new := tokens.get()) is not None:
-                yield Piece(asked.spell(new), new)
+                yield OutputDelta(asked.spell(new), new)
             answer = self.wait(asked)
-            yield Piece(asked.spell(()), [], answer)
+            yield OutputDelta(asked.spell(()), [], answer)
         finally:
             if not asked.over.is_set():
                 self.host.cancel(asked.answer.request_id)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, progress: Callable[[int], object] | None = None
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """One vector for each prompt, in `vector`: the last layer's hidden states, normed and pooled.
 
         A prompt's vector takes nothing from the radix cache, which holds no hidden states; all positions are computed.
@@ -528,7 +528,7 @@ class LLM:
         *,
         kind: RequestKind = "generate",
         tokens: SimpleQueue[list[int] | None] | None = None,
-    ) -> Asked:
+    ) -> PendingRequest:
         """Send one request without waiting for its answer. New tokens are put into `tokens`, and None behind the last;
         of several answers, those of the first.
 
@@ -536,7 +536,7 @@ class LLM:
         """
         return self._send(self._request(prompt, params, kind, stream=tokens is not None), params, tokens)
 
-    def wait(self, asked: Asked) -> Answer:
+    def wait(self, asked: PendingRequest) -> RequestOutput:
         """The answer, once it is whole. Raises EngineStopped if the engine ends first."""
         for one in asked.samples:
             one.over.wait()
@@ -647,7 +647,7 @@ class LLM:
         """Folders of the adapters that are loaded, by name."""
         return {one.name: one.path for one in self.host.adapters.entries}
 
-    def _desk(self) -> AdapterDesk:
+    def _desk(self) -> AdapterRegistry:
         if self.adapter_desk is None:
             raise ConfigError(LORA_OFF)
         return self.adapter_desk
@@ -748,7 +748,7 @@ class LLM:
 
     def _send(
         self, request: RequestArrived, params: Params, tokens: SimpleQueue[list[int] | None] | None = None
-    ) -> Asked:
+    ) -> PendingRequest:
         """Send a request; one without a seed of its own is given the next of the LLM's."""
         with self._lock:
             number = self._requests
@@ -758,7 +758,7 @@ class LLM:
             request = msgspec.structs.replace(request, sampling=_sampling(params))
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         asked, *others = (
-            Asked(Answer(-1, ids), self.text, request.stop_texts, None if number else tokens)
+            PendingRequest(RequestOutput(-1, ids), self.text, request.stop_texts, None if number else tokens)
             for number in range(samples_asked(request))
         )
         asked.samples += others
@@ -773,15 +773,15 @@ class LLM:
         wanted: Iterable[tuple[Prompt, Params]],
         kind: RequestKind,
         progress: Callable[[int], object] | None,
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Answers in order; nothing is sent before all of it is known to be a request."""
         return self._served([(self._request(prompt, params, kind), params) for prompt, params in wanted], progress)
 
     def _served(
         self, requests: Sequence[tuple[RequestArrived, Params]], progress: Callable[[int], object] | None
-    ) -> list[Answer]:
+    ) -> list[RequestOutput]:
         """Send all, and wait for them in order; what is left is cancelled."""
-        asked: list[Asked] = []
+        asked: list[PendingRequest] = []
         try:
             for request, params in requests:
                 asked.append(self._send(request, params))
@@ -840,14 +840,18 @@ FAILURES = {"invalid": "the model's logits were no numbers, or nothing was allow
 """What is said of an answer that ended for such a reason."""
 
 
-class Asked:
+class PendingRequest:
     """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink.
 
     The host's thread only keeps tokens; their text is written by the thread that asks for it.
     """
 
     def __init__(
-        self, answer: Answer, text: Text | None, stops: Sequence[str], tokens: SimpleQueue[list[int] | None] | None
+        self,
+        answer: RequestOutput,
+        text: Text | None,
+        stops: Sequence[str],
+        tokens: SimpleQueue[list[int] | None] | None,
     ) -> None:
         self.answer = answer
         self.samples = [self]  # and those of the other answers to the same prompt, in order
@@ -874,7 +878,7 @@ class Asked:
         if self._tokens is not None:
             self._tokens.put(new)
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         """The end."""
         answer = self.answer
         answer.finish_reason, answer.cached_tokens = end.reason, end.cached_tokens
@@ -943,7 +947,7 @@ def demo_folder() -> Path:
     return demo_model_folder()
 
 
-def _scored_at_once(answer: Answer, tokens: list[int]) -> Scored:
+def _scored_at_once(answer: RequestOutput, tokens: list[int]) -> Scored:
     """What the logits of a prompt's last position say of these tokens."""
     if answer.error or answer.vector is None:
         return Scored(answer.prompt_token_ids, error=answer.error or f"it ended with reason {answer.finish_reason}")
@@ -953,7 +957,7 @@ def _scored_at_once(answer: Answer, tokens: list[int]) -> Scored:
     return Scored(answer.prompt_token_ids, logprobs, [[one] for one in logprobs])
 
 
-def _scored_by_label(prompt: list[int], answers: Sequence[Answer]) -> Scored:
+def _scored_by_label(prompt: list[int], answers: Sequence[RequestOutput]) -> Scored:
     """What came of the labels of one prompt, each judged behind it."""
     for answer in answers:
         missing = len(answer.prompt_token_ids) - len(prompt) - len(answer.prompt_logprobs)

@@ -3,8 +3,8 @@
 Everything that changes or reads what the device keeps runs on one stream, `forward`, in launch order. Results leave on
 a second one, `copy`, so that the next pass does not stand behind a transfer. While it serves, the CPU waits in one
 place only, `Download.wait`, and only for a batch that it is about to deliver. (At start it waits for captures and
-measurements; after an error, in `Lane.check`; and in FlashInfer's ring of pinned plans, if more were in flight than it
-holds.)
+measurements; after an error, in `StreamLane.check`; and in FlashInfer's ring of pinned plans, if more were in flight
+than it holds.)
 
     CPU      | pack n | launch n |            | pack n+1 | launch n+1 |  wait n | deliver n | pack n+2 ...
     forward  |                   | fold n, pass n, sample n | fold n+1, pass n+1, sample n+1 |
@@ -15,8 +15,8 @@ Hazards, and how each is closed:
 1.  The upload of a plan still reads its staging memory when the next plan is packed. Each plan, and each mask, is
     packed into pinned memory of its own; torch's caching host allocator gives it out again only behind the copy.
 2.  The page table changes while a pass still reads it. Changes are launches on `forward`, behind that pass.
-3.  A wider page table replaces one that a pass still reads. Tables are made and replaced inside `Lane.stream`, so that
-    the memory of the old one is given out again only to what comes behind on `forward`.
+3.  A wider page table replaces one that a pass still reads. Tables are made and replaced inside `StreamLane.stream`, so
+    that the memory of the old one is given out again only to what comes behind on `forward`.
 4.  A decode needs a token that is not sampled yet. It reads `Tables.newest` on the device; sampling wrote it before,
     on the same stream.
 5.  A batch would run before the one in front of it is sampled (deferred sampling). The executor keeps it in its queue
@@ -27,7 +27,7 @@ Hazards, and how each is closed:
 8.  The CPU reads results that are not there yet. `Download.wait` waits for the event recorded behind the copy.
 9.  A shape depends on a value on the device. Shapes come from the plan, which is on the CPU; `ForwardBatch` has twins.
 10. The default stream runs beside ours. Weights are made on it, before the lane, which waits for them once; pool,
-    tables and the inputs of graphs are made inside `Lane.stream`, and so is whatever changes them later.
+    tables and the inputs of graphs are made inside `StreamLane.stream`, and so is whatever changes them later.
 11. The inputs of a CUDA graph are filled for batch n + 1 while n is replayed. They are filled by launches on `forward`,
     behind the replay; so is every copy that a backend's plan makes.
 12. A replay overwrites what the one before computed. Logits are taken from its hidden states on `forward`, in front of
@@ -73,7 +73,7 @@ class Download(Protocol):
         `wait` returned. Launches that the device had to wait for lie between the two."""
 
 
-class Lane(Protocol):
+class StreamLane(Protocol):
     """Where a device's work is put, in order."""
 
     device: torch.device

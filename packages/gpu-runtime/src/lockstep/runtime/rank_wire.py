@@ -61,7 +61,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fp8_activations: Fp8Activations = "auto"
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """The first message: who the worker is."""
 
     rank: int
@@ -167,12 +167,25 @@ class ForgetAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     version: int | None
 
 
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class StopWorker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """End."""
 
 
-AboutAdapters = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
-ToWorker = Setup | Start | Launch | Mask | Sample | Collect | Prepare | Commit | Discard | Switch | AboutAdapters | Stop
+AdapterUpdate = ReadAdapter | PlaceAdapter | LackAdapter | ForgetAdapter
+ToWorker = (
+    WorkerSetup
+    | Start
+    | Launch
+    | Mask
+    | Sample
+    | Collect
+    | Prepare
+    | Commit
+    | Discard
+    | Switch
+    | AdapterUpdate
+    | StopWorker
+)
 
 # --------------------------------------------------------------------------------------------------------- to rank 0
 
@@ -206,7 +219,7 @@ class Collected(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tru
     drawn: bytes
 
 
-class Done(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+class CommandDone(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The worker did what it was told, or could not; then everything there is as it was."""
 
     version: int  # of its weights
@@ -232,7 +245,7 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     trace: str
 
 
-ToLead = Doing | Chosen | Sized | Ready | Collected | Done | AdapterDone | Failed
+ToLead = Doing | Chosen | Sized | Ready | Collected | CommandDone | AdapterDone | Failed
 
 # --------------------------------------------------------------------------------------------------------- as bytes
 

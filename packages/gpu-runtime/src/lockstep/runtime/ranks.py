@@ -58,7 +58,7 @@ from lockstep.runtime.collectives import START_S, CollectiveFailed, Collectives
 from lockstep.runtime.errors import DeviceLost, RankLost
 from lockstep.runtime.executor import Executor, Matchers
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.host_cache import AdapterShelf, answering
+from lockstep.runtime.lora.host_cache import HostAdapterCache, answering
 from lockstep.runtime.models import ModelSettings
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
@@ -67,10 +67,10 @@ from lockstep.runtime.rank_wire import (
     Chosen,
     Collect,
     Collected,
+    CommandDone,
     Commit,
     Discard,
     Doing,
-    Done,
     Failed,
     ForgetAdapter,
     LackAdapter,
@@ -83,13 +83,13 @@ from lockstep.runtime.rank_wire import (
     ReadAdapter,
     Ready,
     Sample,
-    Setup,
     Sized,
     Start,
-    Stop,
+    StopWorker,
     Switch,
     ToLead,
     ToWorker,
+    WorkerSetup,
     drawn_digest,
     in_turn,
 )
@@ -154,7 +154,7 @@ class _Worker:
     ready: bool = False
     launched: deque[BatchId] = field(default_factory=deque)  # and not answered
     drawn: dict[BatchId, bytes] = field(default_factory=dict)  # what it drew, where rank 0 has not said yet
-    done: Done | None = None  # its answer to the last change of weights or memory
+    done: CommandDone | None = None  # its answer to the last change of weights or memory
     waited_s: float = 0.0  # spent waiting since it said something, or was told something
     threads: list[threading.Thread] = field(default_factory=list)
 
@@ -213,7 +213,7 @@ class RankGroup:
             self._watcher.start()
             store = str(self._folder / "store")
             for worker in self._workers:
-                given = Setup(
+                given = WorkerSetup(
                     rank=worker.rank,
                     ranks=ranks,
                     device=str(devices[worker.rank]),
@@ -357,7 +357,7 @@ class RankGroup:
         for worker in self._workers:
             if not self.failure:
                 with contextlib.suppress(OSError):
-                    worker.channel.send(Stop())
+                    worker.channel.send(StopWorker())
         until = time.monotonic() + END_S
         for worker in self._workers:
             try:
@@ -480,7 +480,7 @@ class RankGroup:
                     worker.sized = message
                 case Ready():
                     worker.ready, worker.doing = True, ""
-                case Done():
+                case CommandDone():
                     worker.done, worker.doing = message, ""
                 case AdapterDone(ticket, error):
                     self._adapter_answers.get(ticket, []).append(error)  # nobody waits where the group has ended
@@ -651,7 +651,7 @@ class LeadModel:
 class LeadAdapters:
     """Adapters of all ranks: `lockstep.host.adapters.AdapterHands`. One is in a slot once it is there on every rank."""
 
-    def __init__(self, shelf: AdapterShelf, group: RankGroup) -> None:
+    def __init__(self, shelf: HostAdapterCache, group: RankGroup) -> None:
         self.shelf, self.group = shelf, group
         self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
 
@@ -667,7 +667,7 @@ class LeadAdapters:
             raise
 
     def lack(self, name: str, version: int, why: str) -> None:
-        """See `AdapterShelf.lack`."""
+        """See `HostAdapterCache.lack`."""
         self.group.tell(LackAdapter(name, version, why))
         self.shelf.lack(name, version, why)
 
@@ -683,7 +683,7 @@ class LeadAdapters:
         self._thread.submit(answering, work, done)
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """See `AdapterShelf.forget`."""
+        """See `HostAdapterCache.forget`."""
         self.group.tell(ForgetAdapter(name, version))
         self.shelf.forget(name, version)
 

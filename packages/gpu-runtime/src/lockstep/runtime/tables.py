@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lockstep.core.contract.commands import BatchPlan, PageDeltas, RowTaken
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.scheduler.delivery import step_numbers
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.runtime.errors import PlanError
 
 Int32s = NDArray[np.int32]
@@ -43,7 +43,7 @@ NONE: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
-class Verifying:
+class VerifyRows:
     """Rows that compute their newest token and drafts behind it, the last ones of a pass. int32 [rows] all."""
 
     rows: Int32s
@@ -65,7 +65,7 @@ class Verifying:
 
 
 @dataclass(slots=True)
-class Pass:
+class ForwardPass:
     """One forward pass of a plan, as the CPU knows it. A plan has one, or one for each of its `steps`.
 
     `token_rows` and what follows have an entry for each new token, extend rows first.
@@ -80,7 +80,7 @@ class Pass:
     logprob_at: Int32s = field(default_factory=lambda: NONE)  # new tokens behind which a given token is judged ...
     logprob_targets: Int32s = field(default_factory=lambda: NONE)  # ... and these tokens
     adapter_slots: Int32s | None = None  # [rows], -1 for the model alone; None where all are
-    verifying: Verifying | None = None  # its last rows; they count among `extend_rows`, and `starts` has their most
+    verifying: VerifyRows | None = None  # its last rows; they count among `extend_rows`, and `starts` has their most
     samples: Int32s | None = None  # [samplers] tokens that each samples; None: one each
 
     @property
@@ -128,7 +128,7 @@ class PackedPlan:
     longs: int  # so many from the left are used as int64
     sizes: list[int]  # of the parts, in order
     long_parts: int  # so many of them are used as int64
-    passes: list[Pass]
+    passes: list[ForwardPass]
     taken: int  # rows that change hands
     width: int  # of the page table that the places are meant for
 
@@ -138,7 +138,7 @@ def verifies(plan: BatchPlan) -> bool:
     return plan.speculation is not None and bool(plan.starts_after or plan.speculation.draft_lengths.any())
 
 
-def passes_of(plan: BatchPlan) -> list[Pass]:
+def passes_of(plan: BatchPlan) -> list[ForwardPass]:
     """The forward passes of a plan: one, or one for each step of a plan that decodes several times."""
     at, targets = _judged(plan)
     if verifies(plan):
@@ -146,11 +146,11 @@ def passes_of(plan: BatchPlan) -> list[Pass]:
         first, drafts = plan.extend_rows, plan.speculation.draft_lengths
         most = plan.stops[first:] - np.int32(1) - drafts
         forced, tokens = plan.speculation.forced_lengths, plan.speculation.forced_tokens
-        verifying = Verifying(plan.rows[first:], plan.starts[first:], most, drafts, forced, tokens)
+        verifying = VerifyRows(plan.rows[first:], plan.starts[first:], most, drafts, forced, tokens)
         samples = np.ones(len(plan.rows), np.int32)
         samples[first:] += drafts
         return [
-            Pass(
+            ForwardPass(
                 plan.rows,
                 np.concatenate((plan.starts[:first], verifying.most)),
                 plan.stops,
@@ -165,7 +165,9 @@ def passes_of(plan: BatchPlan) -> list[Pass]:
         ]
     if plan.steps == 1:
         return [
-            Pass(plan.rows, plan.starts, plan.stops, plan.extend_rows, plan.token_ids, plan.sample_rows, at, targets)
+            ForwardPass(
+                plan.rows, plan.starts, plan.stops, plan.extend_rows, plan.token_ids, plan.sample_rows, at, targets
+            )
         ]
     counts = plan.stops - plan.starts
     passes = []
@@ -173,7 +175,7 @@ def passes_of(plan: BatchPlan) -> list[Pass]:
         going = np.flatnonzero(counts > step)
         starts = plan.starts[going] + np.int32(step)
         everybody = np.arange(going.size, dtype=np.int32)
-        passes.append(Pass(plan.rows[going], starts, starts + np.int32(1), 0, NONE, everybody))
+        passes.append(ForwardPass(plan.rows[going], starts, starts + np.int32(1), 0, NONE, everybody))
     return passes
 
 
@@ -201,7 +203,7 @@ def check_page_table(rows: int, context_tokens: int, page_size: int) -> None:
         )
 
 
-class Tables:
+class DeviceTables:
     """Page table and newest token of every request row.
 
     Args:

@@ -1,6 +1,7 @@
 """Whether Triton can run on a GPU. That it is installed does not say so: it needs a C compiler when it first launches.
 
-Everybody who has a kernel of Triton's beside plain torch asks `obstacle` first. The trial is made once for a device.
+Everybody who has a kernel of Triton's beside plain torch asks `unavailable_because` first. The trial is made once for a
+device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ log = logging.getLogger("lockstep.runtime")
 WRONG = "a small kernel gave wrong results"
 
 
-def obstacle(device: torch.device) -> str | None:
+def unavailable_because(device: torch.device) -> str | None:
     """Why our Triton kernels cannot run on a CUDA device, or None. The first time it compiles and runs a small one."""
     return _tried(torch.cuda.current_device() if device.index is None else device.index)
 

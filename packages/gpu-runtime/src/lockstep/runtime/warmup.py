@@ -22,7 +22,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, SamplingParams, TokenIds
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor
-from lockstep.host.loop import Extras, HostClock, NoJournal, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -73,7 +73,7 @@ class _Ended:
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Nobody reads them."""
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         """Whether a batch failed; logits that are no numbers are nothing to say about kernels."""
         self.failure = extras.error if end.reason == "error" else ""
 

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.runtime.checkpoint import DTYPES, Stored
+from lockstep.runtime.checkpoint import DTYPES, StoredTensor
 
 Backend = Literal["gloo", "nccl"]
 NAME = "weights"
@@ -146,10 +146,10 @@ class Received:
         if not names or not len(names) == len(dtypes) == len(shapes) == len(set(names)):
             raise ConfigError("`names`, `dtypes` and `shapes` must be equally long, with each name once")
         stored = [
-            Stored(self.folder, shape, BY_NAME[dtype.removeprefix("torch.")])
+            StoredTensor(self.folder, shape, BY_NAME[dtype.removeprefix("torch.")])
             for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
-        self.stored: Mapping[str, Stored] = dict(zip(names, stored, strict=True))
+        self.stored: Mapping[str, StoredTensor] = dict(zip(names, stored, strict=True))
         self._group = group
         self._tensors: dict[str, Tensor] = {}
 

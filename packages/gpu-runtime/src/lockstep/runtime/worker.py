@@ -41,19 +41,19 @@ from lockstep.runtime.collectives import CollectiveFailed, Collectives
 from lockstep.runtime.errors import RankLost
 from lockstep.runtime.executor import Executor
 from lockstep.runtime.live import LiveModel
-from lockstep.runtime.lora.host_cache import AdapterShelf
+from lockstep.runtime.lora.host_cache import HostAdapterCache
 from lockstep.runtime.models.layers import Parallel
 from lockstep.runtime.rank_wire import (
-    AboutAdapters,
     AdapterDone,
+    AdapterUpdate,
     Channel,
     Chosen,
     Collect,
     Collected,
+    CommandDone,
     Commit,
     Discard,
     Doing,
-    Done,
     Failed,
     FailureKind,
     ForgetAdapter,
@@ -66,12 +66,12 @@ from lockstep.runtime.rank_wire import (
     ReadAdapter,
     Ready,
     Sample,
-    Setup,
     Sized,
     Start,
-    Stop,
+    StopWorker,
     Switch,
     ToWorker,
+    WorkerSetup,
     drawn_digest,
     in_turn,
 )
@@ -191,7 +191,7 @@ class Follower:
 
     def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
-        self.shelf = AdapterShelf(live.model)
+        self.shelf = HostAdapterCache(live.model)
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # plans do not wait for a disk
 
     def run(self) -> None:
@@ -208,10 +208,10 @@ class Follower:
                     self.orders.channel.send(Collected(result.plan.batch_id, drawn_digest(result)))
                 case Prepare() | Commit() | Discard() | Switch() as change:
                     error = self._change(change)
-                    self.orders.channel.send(Done(self.live.version, error))
+                    self.orders.channel.send(CommandDone(self.live.version, error))
                 case ReadAdapter() | PlaceAdapter() | LackAdapter() | ForgetAdapter() as about:
                     self._adapters.submit(self._adapter, about)
-                case Stop():
+                case StopWorker():
                     return
                 case other:
                     raise RankLost(f"rank 0 sent {type(other).__name__} to a rank that runs")
@@ -232,7 +232,7 @@ class Follower:
             return str(error)
         return ""
 
-    def _adapter(self, about: AboutAdapters) -> None:
+    def _adapter(self, about: AdapterUpdate) -> None:
         """Read an adapter, or bring it to the device. In a thread of its own; what is no ConfigError ends this rank."""
         error = ""
         try:
@@ -256,7 +256,7 @@ class Follower:
 
 def follow(orders: Orders) -> None:
     """A rank's whole life."""
-    setup = orders.expect(Setup)
+    setup = orders.expect(WorkerSetup)
     orders.folder = Path(setup.store).parent
     torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)

@@ -18,9 +18,9 @@ from msgspec import UNSET
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import TransferState
 from lockstep.core.features import speculation
-from lockstep.core.features.adapters import NO_SLOT
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED, comes_after_another
+from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.requests.table import BASE, RequestState
 
@@ -67,14 +67,14 @@ class Facts:
     __slots__ = ("_paths", "cached", "computed", "free", "holders", "positions")
 
     def __init__(self, engine: Engine) -> None:
-        radix, (cohort, positions) = engine.memory.radix, engine.everybody
+        radix, (running_batch, positions) = engine.memory.radix, engine.everybody
         self.free = engine.memory.pool.free_ids()
         self.cached = radix.nodes() if radix is not None else []
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
         self.positions: list[int] = positions.tolist()  # where each of those who decode does so next
-        stands = dict(zip(cohort.rows.tolist(), self.positions, strict=True))
+        stands = dict(zip(running_batch.rows.tolist(), self.positions, strict=True))
         self.computed = [  # by holder: positions whose KV is launched, as Engine.computed_of says
             stands.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
             for request in self.holders
@@ -121,8 +121,8 @@ def check_quiescent(engine: Engine) -> None:
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
         (engine, "waiting held followers in_flight drains"),
-        (engine.memory, "leases fenced_pages rewrites rows_taken pending lent"),
-        (engine.media, "pins line fenced queued"),
+        (engine.memory, "deferred_frees deferred_pages rewrites rows_taken pending lent"),
+        (engine.media, "pins line deferred queued"),
     )
     for owner, names in owners:
         for name in names.split():
@@ -142,18 +142,20 @@ def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
-    cohort = [request.request_id for request in engine.everybody[0].requests]
+    running_batch = [request.request_id for request in engine.everybody[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
     sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
-    contained = [*waiting, *cohort, *prefilling, *ending, *sent]
+    contained = [*waiting, *running_batch, *prefilling, *ending, *sent]
     if len(contained) != len(live) or live.keys() != set(contained):
         _fail(
-            f"S15: waiting {waiting}, prefilling {prefilling}, decoding {cohort}, ending {ending} "
+            f"S15: waiting {waiting}, prefilling {prefilling}, decoding {running_batch}, ending {ending} "
             f"do not partition the live requests {list(live)}"
         )
-    _same("S16 who decodes", sorted(cohort), [request.request_id for request in live.values() if request.decodes])
-    running = cohort + ending + sent
+    _same(
+        "S16 who decodes", sorted(running_batch), [request.request_id for request in live.values() if request.decodes]
+    )
+    running = running_batch + ending + sent
     _same("S33 sending", engine.sending, len(sent))
     for state, ids in (
         (RequestState.WAITING, waiting),
@@ -173,9 +175,9 @@ def _rows(engine: Engine, facts: Facts) -> None:
     """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
     table = engine.memory.table
     held = [request.row for request in facts.holders]
-    leased = [lease.row for lease in engine.memory.leases]
-    if sorted((*table.free_rows, *held, *leased)) != list(range(len(table.holders))):
-        _misowned("S6 rows", len(table.holders), {"free": table.free_rows, "held": held, "leased": leased})
+    deferred_rows = [deferred.row for deferred in engine.memory.deferred_frees]
+    if sorted((*table.free_rows, *held, *deferred_rows)) != list(range(len(table.holders))):
+        _misowned("S6 rows", len(table.holders), {"free": table.free_rows, "held": held, "deferred": deferred_rows})
     for request in engine.requests.values():
         if request.state is RequestState.WAITING:
             if request.row != -1 or request.handle is not None:
@@ -184,13 +186,13 @@ def _rows(engine: Engine, facts: Facts) -> None:
             _fail(f"S6: row {request.row} does not point back at {request.name}")
     if any(map(table.holders.__getitem__, table.free_rows)):
         _fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
-    cohort, _ = engine.everybody
-    _same("S6 cohort rows", cohort.rows.tolist(), [request.row for request in cohort.requests])
+    running_batch, _ = engine.everybody
+    _same("S6 cohort rows", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
 
 
 def _spans(engine: Engine, facts: Facts) -> None:
     """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
-    page_size, align, (cohort, _) = engine.config.page_size, engine.config.split_tokens, engine.everybody
+    page_size, align, (running_batch, _) = engine.config.page_size, engine.config.split_tokens, engine.everybody
     for request in engine.requests.values():
         if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
             _fail(
@@ -209,13 +211,13 @@ def _spans(engine: Engine, facts: Facts) -> None:
             computed % align or computed >= request.prompt_tokens + request.outputs
         ):
             _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
-    for request, position in zip(cohort.requests, facts.positions, strict=True):
+    for request, position in zip(running_batch.requests, facts.positions, strict=True):
         most = position + (not engine.config.speculates)  # with drafts it may stand at its end with what is in flight
         if most >= request.limit or position < request.prompt_tokens:
             _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
-    if engine.cohort.size and not engine.config.speculates:
-        cohort, positions = engine.cohort, engine.positions.tolist()
-        left = min(limit - position for limit, position in zip(cohort.limits.tolist(), positions, strict=True))
+    if engine.running_batch.size and not engine.config.speculates:
+        running_batch, positions = engine.running_batch, engine.positions.tolist()
+        left = min(limit - position for limit, position in zip(running_batch.limits.tolist(), positions, strict=True))
         if not 1 <= engine.horizon < left:
             _fail(f"S7: horizon {engine.horizon} passes the end of a member")
 
@@ -229,8 +231,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
         table[request.row, request.protected_pages : -(-computed // page_size)]
         for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
-    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.leases]
-    owned += [pages for _, pages in memory.fenced_pages]
+    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred_frees]
+    owned += [pages for _, pages in memory.deferred_pages]
     transfers = list(engine.transfers.all.values()) if engine.transfers is not None else []
     owned += [transfer.pages for transfer in transfers]
     given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
@@ -243,8 +245,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
         return
     names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
     names += [f"{request.name} in row {request.row}" for request in facts.holders]
-    names += [f"lease of row {lease.row}" for lease in memory.leases]
-    names += [f"fence {i} of batch {fence}" for i, (fence, _) in enumerate(memory.fenced_pages)]
+    names += [f"lease of row {deferred.row}" for deferred in memory.deferred_frees]
+    names += [f"fence {i} of batch {free_after}" for i, (free_after, _) in enumerate(memory.deferred_pages)]
     names += [f"the transfer of r{transfer.request_id}" for transfer in transfers]
     names += [f"given up by row {row}, number {i}" for i, (row, _) in enumerate(given_up)]
     names += [f"load {one.number}" for one in loads]
@@ -277,7 +279,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
     if radix is None:
         return
     handles = [request.handle for request in facts.holders if request.handle is not None]
-    handles += [lease.handle for lease in engine.memory.leases if lease.handle is not None]
+    handles += [deferred.handle for deferred in engine.memory.deferred_frees if deferred.handle is not None]
     handles += engine.sessions.handles()
     if engine.transfers is not None:
         handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
@@ -333,7 +335,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
     if not engine.in_flight:
         return
     free = set(facts.free.tolist())
-    leased = {lease.row: lease for lease in engine.memory.leases}
+    deferred_rows = {deferred.row: deferred for deferred in engine.memory.deferred_frees}
     for batch in engine.in_flight:
         plan = batch.plan
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
@@ -349,7 +351,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
                 new_tokens += stop - start
             if table.holders[row] is None:
                 _fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
-            if row in batch.dead and (row not in leased or leased[row].fence < plan.batch_id):
+            if row in batch.dead and (row not in deferred_rows or deferred_rows[row].free_after < plan.batch_id):
                 _fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
             pages = table.pages[row, : -(-stop // config.page_size)].tolist()
             if not free.isdisjoint(pages):
@@ -368,9 +370,9 @@ def _speculation(engine: Engine) -> None:
             _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
         if known.stop <= engine.outputs_of(holder):
             _fail(f"S23: {known} of {holder.name} was delivered and is still to come")
-    cohort, positions = engine.everybody
-    slack, _ = speculation.uncertainty(engine.in_flight, cohort.rows, len(engine.memory.table.holders))
-    for request, most, wrong in zip(cohort.requests, positions.tolist(), slack.tolist(), strict=True):
+    running_batch, positions = engine.everybody
+    slack, _ = speculation.uncertainty(engine.in_flight, running_batch.rows, len(engine.memory.table.holders))
+    for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
         awaited = not engine.speculates or any(batch.names(request.row) for batch in engine.in_flight)
         if most + 1 >= request.limit and not awaited:
             _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
@@ -459,8 +461,8 @@ def _adapters(engine: Engine, facts: Facts) -> None:
     if adapters is None:
         return
     live = {request.row: request.adapter for request in facts.holders}
-    for lease in engine.memory.leases:
-        live[lease.row] = adapters.rows.get(lease.row, BASE)
+    for deferred in engine.memory.deferred_frees:
+        live[deferred.row] = adapters.rows.get(deferred.row, BASE)
     _same("S25 adapters by row", dict(sorted(adapters.rows.items())), dict(sorted(live.items())))
     _same("S25 users of adapters", adapters.users, _counts(live.values()))
     if len(adapters.users) > len(adapters.slots):
@@ -492,7 +494,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     lines = [*transfers.line, *transfers.ready]
     _same("S15 lines of transfers", sorted(lines), sorted(one.request_id for one in transfers.in_state(*LINED_UP)))
     lent = {one.request_id: row for row, one in memory.lent.items()}
-    left = [lease.row for lease in memory.leases]
+    left = [deferred.row for deferred in memory.deferred_frees]
     for one in everyone:
         if (one.request_id in engine.requests) != (one.state != "quarantined") and transfers.sends:
             _fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is not there, or still is")
@@ -570,8 +572,8 @@ def _tiers(engine: Engine, facts: Facts) -> None:
     for page in (tiers.loading >= 0).nonzero()[0].tolist():
         if not any(one.number == tiers.loading[page] and page in _read_by(tiers, one) for one in moves):
             _fail(f"S32: host page {page} is marked as being read by {tiers.loading[page]}")
-    if tiers.companions is not None:
-        _host_companions(tiers, moves, nodes)
+    if tiers.blocks is not None:
+        _host_blocks(tiers, moves, nodes)
     for request_id, candidate in tiers.candidates.items():
         request = engine.requests.get(request_id)
         if request is None or request.state is not RequestState.WAITING:
@@ -584,18 +586,18 @@ def _read_by(tiers: Tiers, load: Operation) -> NDArray[np.int32]:
     """Host pages of which a load reads something."""
     assert load.host_handle is not None
     path = tiers.host.pages_of(load.host_handle)
-    return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.companions)))
+    return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.blocks)))
 
 
-def _host_companions(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
+def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
     """S1, S9 of companions in host memory: each is free, on its way, or of one cached host page; who reads locks."""
-    assert tiers.companions is not None
+    assert tiers.blocks is not None
     cached = np.zeros(tiers.pool.total, np.bool_)
     for node in nodes:
         cached[node.pages] = True
-    for kind, pool in tiers.companions.pools.items():
+    for kind, pool in tiers.blocks.pools.items():
         with_one = (pool.of >= 0).nonzero()[0]
-        of_kind = [(one, moved) for one in moves for moved in one.companions if moved.kind == kind]
+        of_kind = [(one, moved) for one in moves for moved in one.blocks if moved.kind == kind]
         arriving = [moved.host for one, moved in of_kind if one.kind in ("write", "prefetch")]
         ids = np.sort(np.concatenate((pool.pool.free_ids(), pool.of[with_one], *arriving)))
         if ids.tobytes() != _all_pages(pool.pool.total):
@@ -632,7 +634,10 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
     holders = [
         (request.name, request.row, computed) for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
-    holders += [(f"the lease of row {lease.row}", lease.row, lease.computed) for lease in engine.memory.leases]
+    holders += [
+        (f"the lease of row {deferred.row}", deferred.row, deferred.computed)
+        for deferred in engine.memory.deferred_frees
+    ]
     cached = np.zeros(engine.config.pages, np.bool_)
     for node in facts.cached:
         cached[node.pages] = True
@@ -654,11 +659,11 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
     moves = list(memory.tiers.operations.values()) if memory.tiers is not None else []
-    loads = [moved for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "window"]
+    loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "window"]
     ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one], *(one.device for one in loads))))
     if ids.tobytes() != _all_pages(window.pool.total):
-        companions = {f"page {page}": [int(window.window_of[page])] for page in with_one.tolist()}
-        _misowned("S1 window pages", window.pool.total, {"free": window.pool.free_ids().tolist(), **companions})
+        blocks = {f"page {page}": [int(window.window_of[page])] for page in with_one.tolist()}
+        _misowned("S1 window pages", window.pool.total, {"free": window.pool.free_ids().tolist(), **blocks})
     locks = np.zeros(engine.config.pages, np.int32)
     for name, row, computed in holders:
         first = int(window.first[row])
@@ -683,15 +688,15 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
             _fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
     held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
     locks += moving
-    fenced = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.fenced_pages)])
-    locks[fenced] = window.locks[fenced]
+    deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.deferred_pages)])
+    locks[deferred] = window.locks[deferred]
     if locks.tobytes() != window.locks.tobytes():
         wrong = (locks != window.locks).nonzero()[0].tolist()
         _fail(f"S9: locks of windows of pages {wrong} are {window.locks[wrong].tolist()}, held {locks[wrong].tolist()}")
     unlocked = (window.window_of >= 0) & (window.locks == 0)
     if (stray := (unlocked & ~cached).nonzero()[0]).size:
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
-    coming_back = int(np.count_nonzero(window.window_of[fenced] >= 0))
+    coming_back = int(np.count_nonzero(window.window_of[deferred] >= 0))
     coming_back += held_by_moves + sum(one.index.size for one in loads)
     if engine.config.reserve == "full" and (left := window.unpromised(everybody(engine)) + coming_back) < 0:
         _fail(f"S24: {-left} window pages more are held and promised than there are")
@@ -703,7 +708,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     checkpoints = (states.page_of >= 0).nonzero()[0]
     tiers = engine.memory.tiers
     moves = list(tiers.operations.values()) if tiers is not None else []
-    loads = [moved for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"]
+    loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
     owners = {
         "on their way": [slot for one in loads for slot in one.device.tolist()],
         "free": states.pool.free_ids().tolist(),
@@ -746,7 +751,9 @@ def _progress(engine: Engine) -> None:
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
     if stuck and engine.microbatches is not None:
-        stuck = not any(cohort.size for cohort in engine.microbatches.cohorts(engine))  # those of others may go
+        stuck = not any(
+            running_batch.size for running_batch in engine.microbatches.running_batches(engine)
+        )  # those of others may go
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
@@ -794,11 +801,13 @@ def _microbatches(engine: Engine, facts: Facts) -> None:
     _same("S30 places", several.places, places)
     if max(places) > several.size:
         _fail(f"S24: {max(places)} requests in a microbatch of {several.size}")
-    for number, (cohort, positions) in enumerate(zip(several.cohorts(engine), several.positions(engine), strict=True)):
-        for request in cohort.requests:
+    for number, (running_batch, positions) in enumerate(
+        zip(several.running_batches(engine), several.positions(engine), strict=True)
+    ):
+        for request in running_batch.requests:
             if several.members.get(request.request_id) != number:
                 _fail(f"S30: {request.name} decodes in microbatch {number}, its place is in another")
-        _same(f"S30 positions of microbatch {number}", positions.size, cohort.size)
+        _same(f"S30 positions of microbatch {number}", positions.size, running_batch.size)
         launched = [batch for batch in engine.in_flight if batch.plan.microbatch == number]
         if len(launched) > engine.config.overlap_depth + 1:
             _fail(f"S24: {len(launched)} batches of microbatch {number} in flight")

@@ -84,20 +84,20 @@ class Entry(NamedTuple):
     path: str
 
 
-class Known(NamedTuple):
+class KnownAdapters(NamedTuple):
     """All of them; of two of one engine the one of the higher revision is newer."""
 
     revision: int = 0
     entries: tuple[Entry, ...] = ()
 
-    def next(self, log: AdaptersLog, gone: Sequence[str]) -> Known:
+    def next(self, log: AdaptersLog, gone: Sequence[str]) -> KnownAdapters:
         """What there is after a change; what was announced and is on its way stays."""
         there = {one.name: one for one in self.entries if one.name not in gone}
         there |= {one.name: one for one in log.entries()}
-        return Known(self.revision + 1, tuple(there.values()))
+        return KnownAdapters(self.revision + 1, tuple(there.values()))
 
 
-class AdapterHands(Protocol):
+class AdapterLoader(Protocol):
     """What a host can do about adapters."""
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
@@ -144,7 +144,7 @@ class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
 # ------------------------------------------------------------------------------------------- who loads and unloads them
 
 
-class Shelf(AdapterHands, Protocol):
+class AdapterCache(AdapterLoader, Protocol):
     """Adapters in host memory, and how they get to the device."""
 
     def read(self, name: str, version: int, source: str) -> None:
@@ -154,14 +154,14 @@ class Shelf(AdapterHands, Protocol):
         """One of before cannot be read again; requests on it end with this."""
 
 
-class AdapterDesk:
+class AdapterRegistry:
     """Loads and unloads adapters of an engine that serves. For any thread.
 
     Args:
         source_of: a folder as LoadAdapterControl has it. Raises ConfigError.
     """
 
-    def __init__(self, host: RuntimeHost, shelf: Shelf, source_of: Callable[[str | Path], str]) -> None:
+    def __init__(self, host: RuntimeHost, shelf: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
         self._host, self._shelf, self._source_of = host, shelf, source_of
         self._lock = threading.Lock()  # versions rise in the order of the engine's inbox
         known = host.engine.memory.adapters
@@ -230,4 +230,4 @@ class AdapterDesk:
 
         host.ask(LoadAdapterControl(name, version, False, source), answered)
         others = [one for one in host.adapters.entries if one.name != name]
-        host.adapters = Known(host.adapters.revision, (*others, Entry(name, version, path_of(source))))
+        host.adapters = KnownAdapters(host.adapters.revision, (*others, Entry(name, version, path_of(source))))

@@ -164,7 +164,7 @@ class GrammarCompiler:
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarHands:
+class GrammarCompilers:
     """What an engine needs to keep answers to grammars."""
 
     backend: str
@@ -178,11 +178,11 @@ def make_hands(
     vocabulary: int,
     end_tokens: Sequence[int],
     limits: CompileLimits | None = None,
-) -> GrammarHands:
+) -> GrammarCompilers:
     """Matchers and compiler of one engine; arguments as of `grammars.make_backend`."""
     compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
     compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
-    return GrammarHands(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
+    return GrammarCompilers(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)
 
 
 class _Trial:

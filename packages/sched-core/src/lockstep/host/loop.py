@@ -82,12 +82,12 @@ from lockstep.core.contract.events import (
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import sample_of, samples_asked
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.adapters import AdapterHands, AdaptersLog, Known
+from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.errors import EngineStopped
 from lockstep.host.inbox import Inbox
-from lockstep.host.weights import Hands, WeightsLog
+from lockstep.host.weights import WeightLoader, WeightsLog
 
 log = logging.getLogger("lockstep.host")
 
@@ -139,7 +139,7 @@ class Sink(Protocol):
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
         """Output tokens from number `offset` on; numbers seen before are repeats. Logprobs for who asked for them."""
 
-    def finished(self, end: FinishRequest, extras: Extras) -> None:
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
         """The answer is whole, or as whole as it gets: `end.reason`."""
 
     def rejected(self, end: RejectRequest) -> None:
@@ -150,7 +150,7 @@ class Sink(Protocol):
 
 
 @dataclass(slots=True)
-class Extras:
+class ResultExtras:
     """What there is to say of a request beside tokens, as it came in."""
 
     prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each p asked for
@@ -182,12 +182,12 @@ class Untold:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     """A request that has not ended, as the host knows it."""
 
     event: RequestArrived
     sink: Sink
-    extras: Extras = field(default_factory=Extras)
+    extras: ResultExtras = field(default_factory=ResultExtras)
     logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]] = field(default_factory=dict)  # by output number
     watch: TextWatch | None = None
 
@@ -294,9 +294,9 @@ class RuntimeHost:
         watch_text: Callable[[RequestArrived], TextWatch] | None = None,
         compile_grammar: GrammarCompiler | None = None,
         profiler: Profiler | None = None,
-        hands: Hands | None = None,
+        hands: WeightLoader | None = None,
         weights: WeightsLog | None = None,
-        adapters: AdapterHands | None = None,
+        adapters: AdapterLoader | None = None,
         adapters_log: AdaptersLog | None = None,
         orders: Sequence[Command] = (),
         observe: Observer | None = None,
@@ -316,7 +316,7 @@ class RuntimeHost:
         self.weights = WeightsLog() if weights is None else weights
         self._adapters = adapters
         self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
-        self.adapters = Known(0, self.adapters_log.entries())  # replaced, never changed: for any thread
+        self.adapters = KnownAdapters(0, self.adapters_log.entries())  # replaced, never changed: for any thread
         self._orders = tuple(orders)
         self.observe = observe
         self.performed = performed
@@ -326,7 +326,7 @@ class RuntimeHost:
         self._next_request_id = engine.last_request_id + 1
         waiting = [*engine.drains, *(job.control_id for job in engine.maintenance.jobs)]
         self._next_control_id = max(waiting, default=-1) + 1  # nobody gets the answer to a question from before
-        self._open: dict[RequestId, _Open] = {}
+        self._open: dict[RequestId, _OpenRequest] = {}
         self._asked: dict[int, Future[ControlAnswered]] = {}
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
@@ -360,7 +360,7 @@ class RuntimeHost:
             if untold is None:
                 continue
             request_id = event.request_id + number
-            opened = _Open(sample_of(event, number), sink, logprobs=untold.logprobs)
+            opened = _OpenRequest(sample_of(event, number), sink, logprobs=untold.logprobs)
             if untold.tokens:
                 logprobs = _taken_from(opened.logprobs, untold.offset, len(untold.tokens)) if opened.logprobs else None
                 sink.tokens(untold.offset, untold.tokens, logprobs)
@@ -588,7 +588,7 @@ class RuntimeHost:
                     ended = self.failure
                     if not ended:
                         for number, sink in enumerate(sinks):
-                            self._open[event.request_id + number] = _Open(sample_of(event, number), sink)
+                            self._open[event.request_id + number] = _OpenRequest(sample_of(event, number), sink)
                 if ended:  # from another thread, a moment ago
                     for sink in sinks:
                         sink.failed(ended)
@@ -858,7 +858,7 @@ class RuntimeHost:
         told = self._open.get(taken.request_id)  # nobody, once its sink has failed or the engine was ended
         return row_context(self.engine.requests[taken.request_id], "generate" if told is None else told.event.kind)
 
-    def _taken_out(self, request_id: RequestId) -> _Open | None:
+    def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
         """A request whose sink nobody else will tell anything any more."""
         with self._gate:
             return self._open.pop(request_id, None)
@@ -942,7 +942,7 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
     return plan.stops[rows] - counts + np.int32(1), counts
 
 
-def _drop_behind_the_end(extras: Extras, end: FinishRequest) -> None:
+def _drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
     """Forget positions that several decodes in one launch computed behind a request's last token."""
     stop = end.prompt_tokens + max(end.output_tokens - 1, 0)  # the last token is never computed
     for position in [position for position in extras.hidden_states if position >= stop]:

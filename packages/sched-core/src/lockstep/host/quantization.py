@@ -131,7 +131,7 @@ def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> Weight
     if not isinstance(found, Mapping):
         problems.append(f"`{FIELD}` must be an object, got `{found}`")
         return None
-    read = _Fields(found, problems)
+    read = _JsonFields(found, problems)
     method = found.get("quant_method")
     if method not in SERVED:
         read.wrong("quant_method", f"one of {', '.join(SERVED)}", "take a checkpoint in one of these, or in bfloat16")
@@ -147,7 +147,7 @@ def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> Weight
     return made if len(problems) == before else None
 
 
-class _Fields:
+class _JsonFields:
     """One object of JSON; what is wrong with it goes to `problems`."""
 
     def __init__(self, data: Mapping[str, Any], problems: list[str], inside: str = FIELD) -> None:
@@ -197,21 +197,21 @@ class _Fields:
             return None
         return value[0], value[1]
 
-    def inner(self, name: str) -> _Fields | None:
+    def inner(self, name: str) -> _JsonFields | None:
         """An object inside of this one."""
         value = self.data.get(name)
         if not isinstance(value, Mapping):
             if value is not None:
                 self.wrong(name, "an object")
             return None
-        return _Fields(value, self.problems, f"{self.inside}.{name}")
+        return _JsonFields(value, self.problems, f"{self.inside}.{name}")
 
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _fp8(read: _Fields) -> WeightFormat:
+def _fp8(read: _JsonFields) -> WeightFormat:
     """transformers' and vLLM's."""
     read.only("fmt", "e4m3", "float8_e4m3fn")
     scheme = read.only("activation_scheme", "dynamic", "static")
@@ -222,7 +222,7 @@ def _fp8(read: _Fields) -> WeightFormat:
     return WeightFormat(method="fp8", layout="fp8", scale=scale, block=block, kept=kept, activations=said)
 
 
-def _compressed(read: _Fields) -> WeightFormat:
+def _compressed(read: _JsonFields) -> WeightFormat:
     kept = read.names("ignore")
     only_fp8 = "of compressed-tensors only weights in fp8 are read; AWQ and GPTQ folders hold 4 bits"
     read.only("format", "float-quantized", "naive-quantized", fix=only_fp8)
@@ -234,7 +234,7 @@ def _compressed(read: _Fields) -> WeightFormat:
         read.wrong("config_groups", "one group for all linear layers", only_fp8)
     else:
         name = next(iter(groups))
-        around = _Fields(groups, read.problems, f"{FIELD}.config_groups")
+        around = _JsonFields(groups, read.problems, f"{FIELD}.config_groups")
         if (group := around.inner(str(name))) is not None:
             if group.data.get("targets") != ["Linear"]:
                 group.wrong("targets", "[Linear]")
@@ -271,14 +271,14 @@ def _of_input_activations(found: Any) -> Activations:
     return "dynamic" if found.get("dynamic") else "static"
 
 
-def _no_transforms(read: _Fields) -> None:
+def _no_transforms(read: _JsonFields) -> None:
     for name in ("sparsity_config", "transform_config"):
         value = read.data.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             read.wrong(name, "absent", "what it asks for is not done here")
 
 
-def _modelopt(read: _Fields) -> WeightFormat:
+def _modelopt(read: _JsonFields) -> WeightFormat:
     read.only("quant_algo", "FP8", fix="of ModelOpt only FP8 with a scale for each matrix is read")
     if read.data.get("quant_algo") is None:
         read.wrong("quant_algo", "FP8")
@@ -287,7 +287,7 @@ def _modelopt(read: _Fields) -> WeightFormat:
     return WeightFormat(method="modelopt", layout="fp8", scale="weight_scale", kept=kept, activations="static")
 
 
-def _group(read: _Fields, *names: str) -> int:
+def _group(read: _JsonFields, *names: str) -> int:
     name = next((one for one in names if read.data.get(one) is not None), names[0])
     value = read.data.get(name, INT4_GROUP)
     if not _whole(value) or (value != -1 and (value < 8 or value & (value - 1))):
@@ -296,7 +296,7 @@ def _group(read: _Fields, *names: str) -> int:
     return 0 if value == -1 else int(value)
 
 
-def _awq(read: _Fields) -> WeightFormat:
+def _awq(read: _JsonFields) -> WeightFormat:
     for name in ("bits", "w_bit"):
         read.only(name, INT4_BITS, fix="8 bits are served as fp8")
     read.only("zero_point", True)
@@ -307,7 +307,7 @@ def _awq(read: _Fields) -> WeightFormat:
     return WeightFormat(method="awq", layout="awq", group=_group(read, "group_size", "q_group_size"), kept=kept)
 
 
-def _gptq(read: _Fields) -> WeightFormat:
+def _gptq(read: _JsonFields) -> WeightFormat:
     read.only("bits", INT4_BITS, fix="8 bits are served as fp8")
     read.only("desc_act", False, fix="a checkpoint quantised with desc_act=False has its groups in order")
     read.only("lm_head", False)

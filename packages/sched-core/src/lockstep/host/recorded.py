@@ -40,8 +40,8 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.journal.journal import read_journal
 from lockstep.core.journal.replay import fold
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.validation import sample_of, samples_asked
-from lockstep.core.scheduler.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
 from lockstep.host.loop import row_context

@@ -42,9 +42,9 @@ from lockstep.core.journal.journal import (
     read_journal,
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
+from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.requests.validation import samples_asked
-from lockstep.core.scheduler.delivery import sent_to
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import Float32s, Int32s
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
@@ -62,7 +62,7 @@ Kept = tuple[float, Int32s | None, Float32s | None]
 
 
 @dataclass(slots=True)
-class Said:
+class RecoveredSample:
     """What there is of one sample's answer."""
 
     tokens: list[int]  # sent, or about to be when the engine died
@@ -79,7 +79,9 @@ class Recovered:
     journal: Journal
     header: JournalHeader
     image: HostImage
-    said: dict[RequestId, Said] = field(default_factory=dict)  # of all that were open at the snapshot or came later
+    said: dict[RequestId, RecoveredSample] = field(
+        default_factory=dict
+    )  # of all that were open at the snapshot or came later
     origins: dict[str, tuple[RequestId, int]] = field(default_factory=dict)
     in_flight: tuple[RequestId, ...] = ()
     steps: int = 0  # folded
@@ -215,7 +217,7 @@ def _restored(journal: Journal, stored: Snapshot) -> Recovered | None:
     told = Recovered(engine, journal, journal.header, image, origins=dict(image.origins))
     for request in engine.requests.values():
         outputs = engine.outputs_of(request)
-        told.said[request.request_id] = Said(outputs_now(engine, request)[: sent_to(request, outputs)])
+        told.said[request.request_id] = RecoveredSample(outputs_now(engine, request)[: sent_to(request, outputs)])
     return told
 
 
@@ -225,7 +227,7 @@ def _take(told: Recovered, record: EventRecord) -> None:
     if isinstance(event, RequestArrived):
         samples = samples_asked(event)
         for request_id in range(event.request_id, event.request_id + samples):
-            told.said[request_id] = Said([])
+            told.said[request_id] = RecoveredSample([])
         if event.origin:
             told.origins[event.origin] = (event.request_id, samples)
             sender, number = sender_and_number(event.origin)

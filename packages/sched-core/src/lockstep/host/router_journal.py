@@ -203,7 +203,7 @@ def router_files(folder: Path) -> list[Path]:
     return [*sorted(numbered, key=lambda path: int(path.stem.partition("-")[2])), folder / FILE]
 
 
-class LeftLine(NamedTuple):
+class LeftQueue(NamedTuple):
     """A request that ended in the line in front of a router: no engine's journal has it."""
 
     request_id: RequestId  # the router's number
@@ -224,13 +224,13 @@ def has_line(folder: Path) -> bool:
         raise JournalError(f"{folder / FILE} cannot be read: {error}") from error
 
 
-def left_in_line(folder: Path) -> list[LeftLine]:
+def left_in_line(folder: Path) -> list[LeftQueue]:
     """Who ended in the line in front of a router, cancelled or turned away, in that order; nobody without such a line.
 
     What a file ends with, half written, is not looked at. Raises JournalError for what is no journal.
     """
     decode = msgspec.json.Decoder(RouterRecord).decode
-    left: list[LeftLine] = []
+    left: list[LeftQueue] = []
     for path in router_files(folder):
         try:
             with path.open("rb") as file:
@@ -257,10 +257,10 @@ def left_in_line(folder: Path) -> list[LeftLine]:
     return left
 
 
-def _left(offered: RouterRecord, left_us: int, reason: RouteReason | Literal["cancelled"]) -> LeftLine:
+def _left(offered: RouterRecord, left_us: int, reason: RouteReason | Literal["cancelled"]) -> LeftQueue:
     fact = offered.fact
     assert isinstance(fact, RequestOffered)
-    return LeftLine(fact.request_id, offered.label, fact.tenant, fact.prompt_tokens, fact.time_us, left_us, reason)
+    return LeftQueue(fact.request_id, offered.label, fact.tenant, fact.prompt_tokens, fact.time_us, left_us, reason)
 
 
 class RouterDivergence(LockstepError):

@@ -117,7 +117,7 @@ def check_lasting(version: int, source: Source) -> None:
         ) from error
 
 
-class Hands(Protocol):
+class WeightLoader(Protocol):
     """What a host can do to its device while nothing is in flight. Called in a thread of its own, one at a time.
 
     A ConfigError says that everything is as it was before; any other error ends the engine.

@@ -31,7 +31,7 @@ SPACES = re.compile(f"[{SPACE}]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentDelta:
     """What the user is told."""
 
     text: str
@@ -82,7 +82,7 @@ class CallBroken:
     rest: str
 
 
-Event = Content | Thought | CallBegan | CallArguments | CallEnded | CallBroken
+Event = ContentDelta | Thought | CallBegan | CallArguments | CallEnded | CallBroken
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ class Called:
 
 
 @dataclass(slots=True)
-class Answer:
+class ParsedAnswer:
     """A whole answer, by what became of it."""
 
     content: str = ""
@@ -104,7 +104,7 @@ class Answer:
     order: list[str | Called] = field(default_factory=list)  # content and calls, as they came
 
     @classmethod
-    def of(cls, events: list[Event]) -> Answer:
+    def of(cls, events: list[Event]) -> ParsedAnswer:
         """All events of it, put together."""
         contents: list[str] = []
         thoughts: list[str] = []
@@ -120,7 +120,7 @@ class Answer:
 
         for event in events:
             match event:
-                case Content():
+                case ContentDelta():
                     said(event.text)
                 case Thought():
                     thoughts.append(event.text)
@@ -220,7 +220,7 @@ class AnswerParser:
         if state.kind in ("content", "thought"):
             self._utter(state, rest)
             if self._gap and not (state.kind == "content" and self._after_call):
-                self._say(Content(self._gap) if state.kind == "content" else Thought(self._gap))
+                self._say(ContentDelta(self._gap) if state.kind == "content" else Thought(self._gap))
             if state.kind == "thought":
                 self.thought_stop = self._gone
         else:
@@ -243,8 +243,8 @@ class AnswerParser:
         """Put an event down, with the one before it where they are of one kind."""
         last = self._events[-1] if self._events else None
         match event, last:
-            case Content(text), Content(before):
-                self._events[-1] = Content(before + text)
+            case ContentDelta(text), ContentDelta(before):
+                self._events[-1] = ContentDelta(before + text)
             case Thought(text), Thought(before):
                 self._events[-1] = Thought(before + text)
             case CallArguments(index, text), CallArguments(of, before) if index == of:
@@ -259,7 +259,7 @@ class AnswerParser:
         body = text.rstrip(SPACE) if state.rules else text
         if body:
             front = self._gap
-            self._say(Content(front + body) if state.kind == "content" else Thought(front + body))
+            self._say(ContentDelta(front + body) if state.kind == "content" else Thought(front + body))
             self._gap, self._spoke = "", True
             if state.kind == "content":
                 self._after_call = False
@@ -304,7 +304,7 @@ class AnswerParser:
             self._tell(CallBroken(self._index, "".join(self._raw), rest))
             self._after_call = False
         elif rest:
-            self._say(Content(rest))
+            self._say(ContentDelta(rest))
             self._after_call = False
         self._begun, self._holding, self._held, self._raw, self._keys = False, False, [], [], set()
 

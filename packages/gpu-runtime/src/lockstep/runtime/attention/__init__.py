@@ -33,7 +33,7 @@ log = logging.getLogger("lockstep.runtime")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """An attention backend that can run here, and why it was taken."""
 
     name: str
@@ -65,7 +65,7 @@ def choose(
     graphs: bool = False,
     group: int = 1,
     kv_fp8: bool = False,
-) -> Choice:
+) -> BackendChoice:
     """Pick the attention backend; logs the choice with its reason once.
 
     FlashInfer is tried out on the device before it is taken: that its packages are there does not say that its kernels
@@ -84,26 +84,26 @@ def choose(
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
     needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group, kv_fp8)
     if requested != "auto":
-        obstacle = OBSTACLE[requested](needs)
-        if obstacle is None:
-            return _logged(Choice(requested, "requested"))
-        able = [name for name in NAMES if name != requested and OBSTACLE[name](needs) is None]
+        unavailable_because = UNAVAILABLE_BECAUSE[requested](needs)
+        if unavailable_because is None:
+            return _logged(BackendChoice(requested, "requested"))
+        able = [name for name in NAMES if name != requested and UNAVAILABLE_BECAUSE[name](needs) is None]
         others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
-        why = f"`attention_backend` {requested} cannot run here: {obstacle}"
+        why = f"`attention_backend` {requested} cannot run here: {unavailable_because}"
         raise ConfigError(f"{why}\nhint: of those that can: {others}")
-    obstacles: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
-        obstacle = OBSTACLE[name](needs)
-        if obstacle is None and name == "triton" and device.type != "cuda":
-            obstacle = "it would run in Triton's interpreter"
-        if obstacle is not None:
-            obstacles[name] = obstacle
+        unavailable_because = UNAVAILABLE_BECAUSE[name](needs)
+        if unavailable_because is None and name == "triton" and device.type != "cuda":
+            unavailable_because = "it would run in Triton's interpreter"
+        if unavailable_because is not None:
+            unavailable[name] = unavailable_because
             continue
-        reason = "; ".join(f"{other} cannot: {why}" for other, why in obstacles.items())
+        reason = "; ".join(f"{other} cannot: {why}" for other, why in unavailable.items())
         if not reason and numerics == "invariant":
             reason = "numerics are invariant, which FlashInfer's prefill is only in part"
-        return _logged(Choice(name, reason or "fastest, and can run here"))
-    why = "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items())
+        return _logged(BackendChoice(name, reason or "fastest, and can run here"))
+    why = "; ".join(f"{name}: {unavailable_because}" for name, unavailable_because in unavailable.items())
     raise ConfigError(f"`attention_backend` auto found none that can run here: {why}\nhint: switch CUDA graphs off")
 
 
@@ -141,17 +141,17 @@ def make(
     raise ConfigError(f"`attention_backend` must be one of {', '.join(NAMES)}, got `{name}`")
 
 
-def _logged(choice: Choice) -> Choice:
+def _logged(choice: BackendChoice) -> BackendChoice:
     if choice not in _said:
         _said.add(choice)
         log.info("attention backend %s: %s", choice.name, choice.reason)
     return choice
 
 
-_said: set[Choice] = set()
+_said: set[BackendChoice] = set()
 
 
-def _flashinfer_obstacle(needs: Needs) -> str | None:
+def _flashinfer_unavailable(needs: Needs) -> str | None:
     """Why FlashInfer cannot run, or None."""
     if needs.device.type != "cuda":
         return f"it needs a CUDA device, this is `{needs.device}`"
@@ -199,7 +199,7 @@ def _flashinfer_fails(needs: Needs) -> str | None:
     return None if right else f"a trial with {kind} {WRONG}"
 
 
-def _triton_obstacle(needs: Needs) -> str | None:
+def _triton_unavailable(needs: Needs) -> str | None:
     """Why our Triton kernels cannot run, or None."""
     if find_spec("triton") is None:
         return "triton is not installed; pip install triton"
@@ -215,18 +215,18 @@ def _triton_obstacle(needs: Needs) -> str | None:
     if needs.device.type == "cuda" and needs.kv_fp8 and not _has_fp8(needs.device):
         needed = ".".join(map(str, FP8_CAPABILITY))
         return f"KV in fp8 needs compute capability {needed}"
-    return triton_trial.obstacle(needs.device) if needs.device.type == "cuda" else None
+    return triton_trial.unavailable_because(needs.device) if needs.device.type == "cuda" else None
 
 
-def _reference_obstacle(needs: Needs) -> str | None:
+def _reference_unavailable(needs: Needs) -> str | None:
     """Why plain torch cannot run, or None."""
     return "it cannot run in CUDA graphs" if needs.graphs else None
 
 
-OBSTACLE: dict[str, Callable[[Needs], str | None]] = {
-    "flashinfer": _flashinfer_obstacle,
-    "triton": _triton_obstacle,
-    "reference": _reference_obstacle,
+UNAVAILABLE_BECAUSE: dict[str, Callable[[Needs], str | None]] = {
+    "flashinfer": _flashinfer_unavailable,
+    "triton": _triton_unavailable,
+    "reference": _reference_unavailable,
 }
 
 

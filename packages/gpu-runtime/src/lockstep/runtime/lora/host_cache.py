@@ -27,7 +27,7 @@ from lockstep.runtime.models import Decoder
 log = logging.getLogger("lockstep.runtime")
 
 
-class AdapterShelf:
+class HostAdapterCache:
     """What of adapters is on this rank. For any thread."""
 
     def __init__(self, model: Decoder) -> None:
@@ -84,16 +84,16 @@ class AdapterShelf:
 class LocalAdapters:
     """The hands for adapters of an engine of one rank: `lockstep.host.adapters.AdapterHands`."""
 
-    def __init__(self, shelf: AdapterShelf) -> None:
+    def __init__(self, shelf: HostAdapterCache) -> None:
         self.shelf = shelf
         self._thread = ThreadPoolExecutor(1, "lockstep-adapters")
 
     def read(self, name: str, version: int, source: str) -> None:
-        """See `AdapterShelf.read`."""
+        """See `HostAdapterCache.read`."""
         self.shelf.read(name, version, source)
 
     def lack(self, name: str, version: int, why: str) -> None:
-        """See `AdapterShelf.lack`."""
+        """See `HostAdapterCache.lack`."""
         self.shelf.lack(name, version, why)
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
@@ -101,7 +101,7 @@ class LocalAdapters:
         self._thread.submit(answering, lambda: self.shelf.place(name, version, slot), done)
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """See `AdapterShelf.forget`."""
+        """See `HostAdapterCache.forget`."""
         self.shelf.forget(name, version)
 
     def close(self) -> None:

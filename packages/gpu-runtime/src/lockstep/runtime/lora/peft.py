@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.checkpoint import DTYPES, PICKLES, CheckpointError, TensorFile, read_json
-from lockstep.runtime.lora.slots import LoraSlots, Target
+from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -58,7 +58,7 @@ class AdapterWeights:
 
 
 def read_adapter(
-    folder: Path, targets: Sequence[Target], rank_max: int, *, rank: int = 0, ranks: int = 1
+    folder: Path, targets: Sequence[LoraTarget], rank_max: int, *, rank: int = 0, ranks: int = 1
 ) -> AdapterWeights:
     """Read this rank's part of an adapter.
 
@@ -126,11 +126,11 @@ def _settings_problems(settings: Mapping[str, Any], rank_max: int) -> Iterator[s
 def _compared(
     file: TensorFile,
     found: Mapping[str, str],
-    targets: Sequence[Target],
+    targets: Sequence[LoraTarget],
     settings: Mapping[str, Any],
     rank_max: int,
     problems: list[str],
-) -> list[Target]:
+) -> list[LoraTarget]:
     """The matrices that the folder changes; `problems` hears of whatever does not fit."""
     wanted, known = [], set()
     for target in targets:
@@ -165,7 +165,7 @@ def _compared(
 def _read(
     file: TensorFile,
     found: Mapping[str, str],
-    wanted: Sequence[Target],
+    wanted: Sequence[LoraTarget],
     settings: Mapping[str, Any],
     rank: int,
     ranks: int,

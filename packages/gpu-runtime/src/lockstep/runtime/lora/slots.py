@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime import triton_trial
-from lockstep.runtime.checkpoint import WHOLE, Split
+from lockstep.runtime.checkpoint import WHOLE, TensorSplit
 
 Int32s = NDArray[np.int32]
 
@@ -91,7 +91,7 @@ class LoraSlots(nn.Module):
             out: [tokens, outputs], the model's product, contiguous; hidden: [tokens, inputs], what it was made of.
         """
         device = out.device
-        if device.type == "cuda" and triton_trial.obstacle(device) is None:
+        if device.type == "cuda" and triton_trial.unavailable_because(device) is None:
             from lockstep.runtime.lora.kernels import add_lora_triton
 
             return add_lora_triton(out, hidden, self.down, self.up, self.sizes, batch)
@@ -114,7 +114,7 @@ def add_lora_reference(
     return out
 
 
-def run_once(targets: Sequence[Target], upload: Callable[[Int32s], Tensor]) -> int:
+def run_once(targets: Sequence[LoraTarget], upload: Callable[[Int32s], Tensor]) -> int:
     """Run each kind of product for a few tokens and for many, so that nobody waits for a kernel. Returns how many."""
     kinds = {(one.into.sizes, one.into.down.shape): one.into for one in targets}
     for into in kinds.values():
@@ -125,7 +125,7 @@ def run_once(targets: Sequence[Target], upload: Callable[[Int32s], Tensor]) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoraTarget:
     """One matrix of a checkpoint that adapters may change, and where what they add to it goes on this rank.
 
     A matrix whose rows ranks share shares those of `up`, and one whose columns they share those of `down`: partial
@@ -137,5 +137,5 @@ class Target:
     outputs: int
     into: LoraSlots
     part: int  # of its product
-    rows: Split = WHOLE  # of `up`
-    columns: Split = WHOLE  # of `down`
+    rows: TensorSplit = WHOLE  # of `up`
+    columns: TensorSplit = WHOLE  # of `down`

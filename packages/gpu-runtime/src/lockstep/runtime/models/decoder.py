@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.checkpoint import Wanted
+from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.lora.slots import Target
+from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts
-from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, Vocabulary
+from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
@@ -64,13 +64,13 @@ class Layer(nn.Module):
         residual, normed = self.mlp_norm(residual, self.attention(normed, rotation, batch, attention))
         return residual, self.mlp(normed, batch.adapters)
 
-    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
         """Make room for adapters; experts take none."""
         yield from self.attention.take_adapters(slots, rank, f"{prefix}.self_attn")
         if isinstance(self.mlp, Mlp):
             yield from self.mlp.take_adapters(slots, rank, f"{prefix}.mlp")
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         yield from self.norm.tensors(f"{prefix}.input_layernorm")
         yield from self.attention.tensors(f"{prefix}.self_attn")
@@ -89,22 +89,22 @@ class Decoder(nn.Module):
         super().__init__()
         self.settings, self.parallel, self.dtype, self.device = settings, make.parallel, make.dtype, make.device
         self.rotary = Rotary(settings.rope, settings.head_dim, make.dtype, make.device)
-        self.embeddings = Vocabulary(make, settings.vocab, settings.hidden)
+        self.embeddings = VocabEmbedding(make, settings.vocab, settings.hidden)
         # How rows of fp8 products are rounded to fp8; "": not.
         self.activations = choose_activations(make.fp8_activations, settings.quantization, make.device)
         of_layers = replace(make, stored=settings.quantization, activations=self.activations)
         stack = [Layer(of_layers, layer, settings, qk_norm) for layer in range(settings.layers)]
         self.stack = nn.ModuleList(stack)
         self.norm = RmsNorm(make, settings.hidden, settings.norm_eps)
-        self.head: Vocabulary | None = None
+        self.head: VocabEmbedding | None = None
         if settings.generates:
-            self.head = self.embeddings if settings.tied else Vocabulary(make, settings.vocab, settings.hidden)
+            self.head = self.embeddings if settings.tied else VocabEmbedding(make, settings.vocab, settings.hidden)
         query, key, _ = stack[0].attention.qkv.sizes
         self.layers, self.head_dim, self.scale = settings.layers, settings.head_dim, settings.head_dim**-0.5
         self.heads, self.kv_heads = query // settings.head_dim, key // settings.head_dim
         self.kv_scales: tuple[tuple[float, float], ...] | None = None  # of keys and values by layer, where KV is in fp8
         self.adapter_slots, self.adapter_rank = 0, 0
-        self.targets: tuple[Target, ...] = ()  # of adapters
+        self.targets: tuple[LoraTarget, ...] = ()  # of adapters
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Hidden states behind the last norm, [tokens, hidden]. The backend was planned for this batch."""
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
             ]
         self.targets = tuple(found)
 
-    def tensors(self) -> Iterator[Wanted]:
+    def tensors(self) -> Iterator[TensorSpec]:
         """Every tensor of the checkpoint that it is filled from."""
         yield from self.embeddings.tensors("model.embed_tokens")
         for index, layer in enumerate(self.stack):

@@ -94,5 +94,7 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 def has_kernels(tensor: Tensor) -> bool:
     """Whether Triton does it."""
     return (
-        tensor.device.type == "cuda" and tensor.dtype != torch.float64 and triton_trial.obstacle(tensor.device) is None
+        tensor.device.type == "cuda"
+        and tensor.dtype != torch.float64
+        and triton_trial.unavailable_because(tensor.device) is None
     )

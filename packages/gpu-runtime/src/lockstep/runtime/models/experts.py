@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
-from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
 from lockstep.runtime.lora.slots import AdapterBatch
 from lockstep.runtime.models.elementwise import silu_and_mul
 from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker, Weight
 from lockstep.runtime.models.settings import ExpertSettings
-from lockstep.runtime.quantized.matrices import Matrix, Quantized
+from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 
 class Experts(nn.Module):
@@ -34,13 +34,13 @@ class Experts(nn.Module):
         super().__init__()
         self.settings, self.hidden, self.parallel = settings, hidden, make.parallel
         self.router = make.empty(settings.experts, hidden)
-        self.inner = Split(0, settings.intermediate)
+        self.inner = TensorSplit(0, settings.intermediate)
         self.local = self.inner.local(settings.intermediate, make.parallel.ranks, "moe_intermediate_size")
         inner, count = settings.intermediate, settings.experts
-        columns = [Matrix(name, inner, hidden, self.inner) for name in ("gate_proj", "up_proj")]
+        columns = [StoredMatrix(name, inner, hidden, self.inner) for name in ("gate_proj", "up_proj")]
         names = [f"experts.{expert}.{part.name}" for expert in range(count) for part in columns]
         self.gate_up = make.matrices(columns, names, count)
-        rows = Matrix("down_proj", hidden, inner, columns=Split(1, inner))
+        rows = StoredMatrix("down_proj", hidden, inner, columns=TensorSplit(1, inner))
         self.down = make.matrices([rows], [f"experts.{expert}.down_proj" for expert in range(count)], count)
 
     def forward(self, hidden: Tensor, adapters: AdapterBatch | None = None) -> Tensor:
@@ -68,22 +68,24 @@ class Experts(nn.Module):
     def _numbers(self, like: Tensor) -> Tensor:
         return torch.arange(self.settings.experts, device=like.device, dtype=like.dtype)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it: one tensor for each matrix of each expert."""
         inner = self.settings.intermediate
-        yield Wanted(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
+        yield TensorSpec(f"{prefix}.gate.weight", tuple(self.router.shape), self.router.data)
         for expert in range(self.settings.experts):
             name = f"{prefix}.experts.{expert}"
             if isinstance(self.gate_up, Quantized):
                 yield from self.gate_up.tensors([f"{name}.gate_proj", f"{name}.up_proj"], expert)
             else:
                 gate, up = self.gate_up.data[expert].split_with_sizes([self.local, self.local])
-                yield Wanted(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
-                yield Wanted(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
+                yield TensorSpec(f"{name}.gate_proj.weight", (inner, self.hidden), gate, self.inner)
+                yield TensorSpec(f"{name}.up_proj.weight", (inner, self.hidden), up, self.inner)
             if isinstance(self.down, Quantized):
                 yield from self.down.tensors([f"{name}.down_proj"], expert)
             else:
-                yield Wanted(f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], Split(1, inner))
+                yield TensorSpec(
+                    f"{name}.down_proj.weight", (self.hidden, inner), self.down.data[expert], TensorSplit(1, inner)
+                )
 
 
 def _grouped(rows: Tensor, weights: Weight, ends: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return grouped_linear_reference(rows, weights, ends)
     if has_torch_kernel(rows, weights):
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    if triton_trial.obstacle(rows.device) is not None:
+    if triton_trial.unavailable_because(rows.device) is not None:
         return grouped_linear_reference(rows, weights, ends)
     from lockstep.runtime.models.grouped_kernel import grouped_linear_triton
 

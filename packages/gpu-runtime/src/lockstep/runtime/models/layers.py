@@ -21,13 +21,13 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, Activations, Fp8Activations, WeightFormat
 from lockstep.runtime.attention.base import AttentionBackend
-from lockstep.runtime.checkpoint import Split, Wanted
+from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.lora.slots import AdapterBatch, LoraSlots, Target
+from lockstep.runtime.lora.slots import AdapterBatch, LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 from lockstep.runtime.quantized.fp8 import Fp8Matrices
 from lockstep.runtime.quantized.int4 import Int4Matrices
-from lockstep.runtime.quantized.matrices import Matrix, Quantized
+from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 Weight: TypeAlias = Tensor | Quantized
 """[outputs, inputs], or in fewer bits."""
@@ -72,7 +72,7 @@ class Maker:
         """The same for what has this prefix."""
         return replace(self, prefix=prefix)
 
-    def matrices(self, parts: Sequence[Matrix], names: Sequence[str], groups: int = 0) -> Weight:
+    def matrices(self, parts: Sequence[StoredMatrix], names: Sequence[str], groups: int = 0) -> Weight:
         """Matrices side by side, of every group.
 
         Args:
@@ -118,13 +118,13 @@ class RmsNorm(nn.Module):
         """The sum of both, [tokens, size], and its norm, of the same shape and dtype."""
         return add_rms_norm(residual, added, self.weight, self.eps)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
-        yield Wanted(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data, initial=1.0)
+        yield TensorSpec(f"{prefix}.weight", tuple(self.weight.shape), self.weight.data, initial=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MatrixPart:
     """One matrix of a checkpoint in a ColumnLinear: its name, rows in all, and the units that ranks share.
 
     With `replicate`, and fewer units than ranks, each unit is kept by several ranks (kv heads).
@@ -139,17 +139,17 @@ class Part:
 class ColumnLinear(nn.Module):
     """Matrices that read the same input as one product; ranks share their rows, so results stay on the rank."""
 
-    def __init__(self, make: Maker, inputs: int, parts: Sequence[Part], bias: bool = False) -> None:
+    def __init__(self, make: Maker, inputs: int, parts: Sequence[MatrixPart], bias: bool = False) -> None:
         super().__init__()
         self.inputs, self.parts, self.parallel = inputs, tuple(parts), make.parallel
-        self.splits = [Split(0, part.units, part.replicate) for part in parts]
+        self.splits = [TensorSplit(0, part.units, part.replicate) for part in parts]
         ranks = make.parallel.ranks
         self.sizes = [
             split.local(part.outputs, ranks, part.name) for split, part in zip(self.splits, parts, strict=True)
         ]
         self.dtype, self.device = make.dtype, make.device
         matrices = [
-            Matrix(part.name, part.outputs, inputs, split) for part, split in zip(parts, self.splits, strict=True)
+            StoredMatrix(part.name, part.outputs, inputs, split) for part, split in zip(parts, self.splits, strict=True)
         ]
         self.weight = make.matrices(matrices, [part.name for part in parts])
         self.bias = make.empty(sum(self.sizes)) if bias else None
@@ -160,13 +160,13 @@ class ColumnLinear(nn.Module):
         out = product(hidden, self.weight, self.bias)
         return out if adapters is None or self.lora is None else self.lora.add_to(out, hidden, adapters)
 
-    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
         """Make room for adapters of the matrices under this prefix."""
         self.lora = LoraSlots(self.inputs, self.sizes, slots, rank, self.dtype, self.device)
         for number, (part, split) in enumerate(zip(self.parts, self.splits, strict=True)):
-            yield Target(f"{prefix}.{part.name}", self.inputs, part.outputs, self.lora, number, rows=split)
+            yield LoraTarget(f"{prefix}.{part.name}", self.inputs, part.outputs, self.lora, number, rows=split)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         if isinstance(self.weight, Quantized):
             yield from self.weight.tensors([f"{prefix}.{part.name}" for part in self.parts])
@@ -174,12 +174,12 @@ class ColumnLinear(nn.Module):
             for part, split, weight in zip(
                 self.parts, self.splits, self.weight.data.split_with_sizes(self.sizes), strict=True
             ):
-                yield Wanted(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
+                yield TensorSpec(f"{prefix}.{part.name}.weight", (part.outputs, self.inputs), weight, split)
         if self.bias is not None:
             for part, split, bias in zip(
                 self.parts, self.splits, self.bias.data.split_with_sizes(self.sizes), strict=True
             ):
-                yield Wanted(f"{prefix}.{part.name}.bias", (part.outputs,), bias, split)
+                yield TensorSpec(f"{prefix}.{part.name}.bias", (part.outputs,), bias, split)
 
 
 class RowLinear(nn.Module):
@@ -188,10 +188,10 @@ class RowLinear(nn.Module):
     def __init__(self, make: Maker, name: str, inputs: int, outputs: int, units: int, bias: bool = False) -> None:
         super().__init__()
         self.name, self.shape, self.parallel = name, (outputs, inputs), make.parallel
-        self.split = Split(1, units)
+        self.split = TensorSplit(1, units)
         self.dtype, self.device = make.dtype, make.device
         self.inputs = self.split.local(inputs, make.parallel.ranks, name)
-        self.weight = make.matrices([Matrix(name, outputs, inputs, columns=self.split)], [name])
+        self.weight = make.matrices([StoredMatrix(name, outputs, inputs, columns=self.split)], [name])
         self.bias = make.empty(outputs) if bias else None
         self.lora: LoraSlots | None = None
 
@@ -206,23 +206,23 @@ class RowLinear(nn.Module):
         summed = self.parallel.all_reduce(out)
         return summed if self.bias is None else summed + self.bias
 
-    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
         """Make room for adapters of the matrix under this prefix."""
         outputs, inputs = self.shape
         self.lora = LoraSlots(self.inputs, (outputs,), slots, rank, self.dtype, self.device)
-        yield Target(f"{prefix}.{self.name}", inputs, outputs, self.lora, 0, columns=self.split)
+        yield LoraTarget(f"{prefix}.{self.name}", inputs, outputs, self.lora, 0, columns=self.split)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         if isinstance(self.weight, Quantized):
             yield from self.weight.tensors([f"{prefix}.{self.name}"])
         else:
-            yield Wanted(f"{prefix}.{self.name}.weight", self.shape, self.weight.data, self.split)
+            yield TensorSpec(f"{prefix}.{self.name}.weight", self.shape, self.weight.data, self.split)
         if self.bias is not None:
-            yield Wanted(f"{prefix}.{self.name}.bias", self.shape[:1], self.bias.data)
+            yield TensorSpec(f"{prefix}.{self.name}.bias", self.shape[:1], self.bias.data)
 
 
-class Vocabulary(nn.Module):
+class VocabEmbedding(nn.Module):
     """A row of `hidden` values for each token, as embeddings and as the last product. Ranks share the rows.
 
     Where the ranks do not divide the vocabulary, the last of them keep rows of zeros behind it.
@@ -231,7 +231,7 @@ class Vocabulary(nn.Module):
     def __init__(self, make: Maker, vocab: int, hidden: int) -> None:
         super().__init__()
         self.vocab, self.parallel = vocab, make.parallel
-        self.split = Split(0, units=None)
+        self.split = TensorSplit(0, units=None)
         self.weight = make.empty(self.split.local(vocab, make.parallel.ranks, "tokens"), hidden)
         self.first = make.parallel.rank * len(self.weight)
 
@@ -251,10 +251,10 @@ class Vocabulary(nn.Module):
             logits = self.parallel.all_gather(logits)[:, : self.vocab]
         return logits.float()
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         shape = (self.vocab, self.weight.shape[1])
-        yield Wanted(f"{prefix}.weight", shape, self.weight.data, self.split)
+        yield TensorSpec(f"{prefix}.weight", shape, self.weight.data, self.split)
 
 
 class Mlp(nn.Module):
@@ -262,7 +262,7 @@ class Mlp(nn.Module):
 
     def __init__(self, make: Maker, hidden: int, intermediate: int) -> None:
         super().__init__()
-        parts = [Part(name, intermediate, intermediate) for name in ("gate_proj", "up_proj")]
+        parts = [MatrixPart(name, intermediate, intermediate) for name in ("gate_proj", "up_proj")]
         self.gate_up = ColumnLinear(make, hidden, parts)
         self.down = RowLinear(make, "down_proj", intermediate, hidden, intermediate)
 
@@ -271,12 +271,12 @@ class Mlp(nn.Module):
         down: Tensor = self.down(silu_and_mul(self.gate_up(hidden, adapters)), adapters)
         return down
 
-    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
         """Make room for adapters."""
         yield from self.gate_up.take_adapters(slots, rank, prefix)
         yield from self.down.take_adapters(slots, rank, prefix)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         yield from self.gate_up.tensors(prefix)
         yield from self.down.tensors(prefix)
@@ -301,9 +301,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, head_dim
         parts = [
-            Part("q_proj", heads * head_dim, heads),
-            Part("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
-            Part("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
+            MatrixPart("q_proj", heads * head_dim, heads),
+            MatrixPart("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
+            MatrixPart("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
         ]
         self.qkv = ColumnLinear(make, hidden, parts, bias)
         self.output = RowLinear(make, "o_proj", heads * head_dim, hidden, heads, output_bias)
@@ -323,12 +323,12 @@ class Attention(nn.Module):
         mixed: Tensor = self.output(attended, batch.adapters)
         return mixed
 
-    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[Target]:
+    def take_adapters(self, slots: int, rank: int, prefix: str) -> Iterator[LoraTarget]:
         """Make room for adapters."""
         yield from self.qkv.take_adapters(slots, rank, prefix)
         yield from self.output.take_adapters(slots, rank, prefix)
 
-    def tensors(self, prefix: str) -> Iterator[Wanted]:
+    def tensors(self, prefix: str) -> Iterator[TensorSpec]:
         """What fills it."""
         yield from self.qkv.tensors(prefix)
         yield from self.output.tensors(prefix)

@@ -47,7 +47,7 @@ def choose_activations(setting: Fp8Activations, stored: WeightFormat | None, dev
         return ""
     if setting == "off" or (setting == "auto" and not stored.activations):
         return ""
-    why = obstacle(device)
+    why = unavailable_because(device)
     if not rounds_rows(setting, stored.activations, why is None):
         log.info("activations are not rounded to fp8: %s", why)
         return ""
@@ -56,7 +56,7 @@ def choose_activations(setting: Fp8Activations, stored: WeightFormat | None, dev
     return stored.activations or "dynamic"
 
 
-def obstacle(device: torch.device) -> str | None:
+def unavailable_because(device: torch.device) -> str | None:
     """Why a device does not multiply fp8 by fp8, or None. The first time a GPU tries a small product."""
     if device.type != "cuda":
         return f"a device of kind {device.type} has no fp8 tensor cores"
@@ -65,7 +65,7 @@ def obstacle(device: torch.device) -> str | None:
         return "a GPU of compute capability {}.{} has no fp8 tensor cores, which begin with {}.{}".format(
             *found, *FP8_CAPABILITY
         )
-    return triton_trial.obstacle(device) or _tried(device.index or 0)
+    return triton_trial.unavailable_because(device) or _tried(device.index or 0)
 
 
 @cache
@@ -81,12 +81,12 @@ def _tried(index: int) -> str | None:
 def try_out(device: torch.device) -> bool:
     """Multiply by blocks and by one scale, as few rows and as many; whether all is as the reference says."""
     from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8
-    from lockstep.runtime.quantized.matrices import Matrix
+    from lockstep.runtime.quantized.matrices import StoredMatrix
 
     generator = torch.Generator().manual_seed(1)
     for block in ((128, 128), None):
         stored = WeightFormat(method="fp8", layout="fp8", block=block)
-        one = Fp8Matrices([Matrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, "dynamic")
+        one = Fp8Matrices([StoredMatrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, "dynamic")
         one.weight.data.copy_(to_fp8(torch.randn(one.weight.shape, generator=generator) * 64))
         one.scale.data.copy_(torch.rand(one.scale.shape, generator=generator) * 0.01 + 0.001)
         for count in (3, 300):

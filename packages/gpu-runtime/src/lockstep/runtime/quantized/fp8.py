@@ -29,8 +29,8 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Activations, WeightFormat
-from lockstep.runtime.checkpoint import FP8_STD, RANDOM_STD, Wanted
-from lockstep.runtime.quantized.matrices import Matrix, Quantized
+from lockstep.runtime.checkpoint import FP8_STD, RANDOM_STD, TensorSpec
+from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 log = logging.getLogger("lockstep.runtime")
 
@@ -54,7 +54,7 @@ class Fp8Matrices(Quantized):
 
     def __init__(
         self,
-        parts: Sequence[Matrix],
+        parts: Sequence[StoredMatrix],
         groups: int,
         rank: int,
         ranks: int,
@@ -152,19 +152,19 @@ class Fp8Matrices(Quantized):
         weight = self.widened(torch.float32, group)
         return F.linear(wide.view(rows.shape), weight, None if bias is None else bias.float()).to(rows.dtype)
 
-    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
+    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[TensorSpec]:
         """The matrix, and its scales, which every rank reads whole and takes its own from."""
         part, first, size = self.parts[number], self.firsts[number], self.sizes[number]
         if part.rows.dim is not None and part.columns.dim is not None:
             raise ConfigError(f"`{prefix}` cannot be split along outputs and inputs at once")
         split = part.rows if part.rows.dim is not None else part.columns
         weight, scale = self.of_group(self.weight, group), self.of_group(self.scale, group)
-        yield Wanted(
+        yield TensorSpec(
             f"{prefix}.weight", (part.outputs, part.inputs), weight[first : first + size], split, dtypes=STORED
         )
         down, across = self.each
         shape: tuple[int, ...] = (-(-part.outputs // down), -(-part.inputs // across) if across else 1) if down else ()
-        yield Wanted(
+        yield TensorSpec(
             f"{prefix}.{self.stored.scale}",
             shape,
             scale[first // self.block[0] : (first + size) // self.block[0]],
@@ -173,7 +173,7 @@ class Fp8Matrices(Quantized):
             convert=partial(self._spread, part=part, size=size),
         )
         if self.input_scale is not None:
-            yield Wanted(
+            yield TensorSpec(
                 f"{prefix}.input_scale",
                 (),
                 self.of_group(self.input_scale, group)[number],
@@ -182,7 +182,7 @@ class Fp8Matrices(Quantized):
                 convert=_of_rows,
             )
 
-    def _spread(self, scale: Tensor, part: Matrix, size: int) -> Tensor:
+    def _spread(self, scale: Tensor, part: StoredMatrix, size: int) -> Tensor:
         """Of a matrix's scales those of this rank's blocks."""
         scale = _checked(scale)
         steps = (self.each[0], part.first_output(self.rank, self.ranks), size, self.block[0])

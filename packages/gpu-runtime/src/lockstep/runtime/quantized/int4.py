@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import FIELD, WeightFormat
-from lockstep.runtime.checkpoint import RANDOM_STD, WHOLE, Split, Wanted
-from lockstep.runtime.quantized.matrices import Matrix, Quantized
+from lockstep.runtime.checkpoint import RANDOM_STD, WHOLE, TensorSpec, TensorSplit
+from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 PER_WORD = 8
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in bits 4 i
@@ -34,7 +34,7 @@ class Int4Matrices(Quantized):
 
     def __init__(
         self,
-        parts: Sequence[Matrix],
+        parts: Sequence[StoredMatrix],
         groups: int,
         rank: int,
         ranks: int,
@@ -75,7 +75,7 @@ class Int4Matrices(Quantized):
 
         return int4_linear(rows, self.qweight, self.zeros, self.scales, self.group, self.stored.zero_add, bias, ends)
 
-    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
+    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[TensorSpec]:
         """Words, zeros, scales; of GPTQ the order of its groups, too, which is looked at."""
         part, first, size = self.parts[number], self.firsts[number], self.sizes[number]
         qweight, zeros, scales = (self.of_group(one, group) for one in (self.qweight, self.zeros, self.scales))
@@ -86,7 +86,7 @@ class Int4Matrices(Quantized):
         awq = self.stored.layout == "awq"
         packed = (part.inputs, part.outputs // PER_WORD) if awq else (part.inputs // PER_WORD, part.outputs)
         middle = 8 - self.stored.zero_add
-        yield Wanted(
+        yield TensorSpec(
             f"{prefix}.qweight",
             packed,
             qweight[:, first : first + size],
@@ -94,7 +94,7 @@ class Int4Matrices(Quantized):
             dtypes=STORED,
             convert=_awq_words if awq else None,
         )
-        yield Wanted(
+        yield TensorSpec(
             f"{prefix}.qzeros",
             (groups, part.outputs // PER_WORD),
             zeros[:, first // PER_WORD : (first + size) // PER_WORD],
@@ -103,7 +103,7 @@ class Int4Matrices(Quantized):
             dtypes=STORED,
             convert=_awq_zeros if awq else None,
         )
-        yield Wanted(
+        yield TensorSpec(
             f"{prefix}.scales",
             (groups, part.outputs),
             scales[:, first : first + size],
@@ -111,7 +111,7 @@ class Int4Matrices(Quantized):
             initial=RANDOM_STD / CODES_STD,
         )
         if not awq:
-            yield Wanted(
+            yield TensorSpec(
                 f"{prefix}.g_idx",
                 (part.inputs,),
                 torch.empty(0, dtype=torch.int32),
@@ -120,7 +120,7 @@ class Int4Matrices(Quantized):
                 convert=partial(_in_order, group=self.stored.group or part.inputs),
             )
             # AutoGPTQ writes a bias of zeros where the model has none. One that the model has is named behind this.
-            yield Wanted(
+            yield TensorSpec(
                 f"{prefix}.bias",
                 (part.outputs,),
                 torch.empty(0, dtype=self.dtype),
@@ -129,7 +129,7 @@ class Int4Matrices(Quantized):
             )
 
 
-def _check(part: Matrix, outputs: int, inputs: int, group: int, ranks: int) -> None:
+def _check(part: StoredMatrix, outputs: int, inputs: int, group: int, ranks: int) -> None:
     """Raise ConfigError where words or groups of a matrix would be cut."""
     for on, down, across in ((1, part.outputs, part.inputs), (ranks, outputs, inputs)):
         why = ""
@@ -143,9 +143,9 @@ def _check(part: Matrix, outputs: int, inputs: int, group: int, ranks: int) -> N
             raise ConfigError(f"`{part.name}` cannot be stored in 4 bits: {why}")
 
 
-def _along(split: Split, dim: int) -> Split:
+def _along(split: TensorSplit, dim: int) -> TensorSplit:
     """The same shares along another dimension."""
-    return WHOLE if split.dim is None else Split(dim, split.units, split.replicate)
+    return WHOLE if split.dim is None else TensorSplit(dim, split.units, split.replicate)
 
 
 def _shifts(device: torch.device) -> Tensor:

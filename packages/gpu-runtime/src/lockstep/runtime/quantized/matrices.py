@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime import triton_trial
-from lockstep.runtime.checkpoint import WHOLE, Split, Wanted
+from lockstep.runtime.checkpoint import WHOLE, TensorSpec, TensorSplit
 
 FUSED_ROWS_MAX = 256
 """Rows up to which a kernel widens weights as it reads them. An estimate: more are bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class StoredMatrix:
     """One matrix of a checkpoint, of all ranks together, and what of it is on this one."""
 
     name: str  # behind the product's prefix, without `.weight`
     outputs: int
     inputs: int
-    rows: Split = WHOLE  # of outputs
-    columns: Split = WHOLE  # of inputs
+    rows: TensorSplit = WHOLE  # of outputs
+    columns: TensorSplit = WHOLE  # of inputs
 
     def local_outputs(self, ranks: int) -> int:
         """On a rank."""
@@ -65,7 +65,7 @@ class Quantized(nn.Module, ABC):
 
     def __init__(
         self,
-        parts: Sequence[Matrix],
+        parts: Sequence[StoredMatrix],
         groups: int,
         rank: int,
         ranks: int,
@@ -107,7 +107,7 @@ class Quantized(nn.Module, ABC):
         """The product in Triton."""
 
     @abstractmethod
-    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[Wanted]:
+    def part_tensors(self, prefix: str, number: int, group: int) -> Iterator[TensorSpec]:
         """What fills one part."""
 
     # -------------------------------------------------------------------------------------------------------- products
@@ -133,10 +133,10 @@ class Quantized(nn.Module, ABC):
         return out
 
     def _in_triton(self, rows: Tensor) -> bool:
-        on_gpu = rows.device.type == "cuda" and triton_trial.obstacle(rows.device) is None
+        on_gpu = rows.device.type == "cuda" and triton_trial.unavailable_because(rows.device) is None
         return on_gpu and self.kernel_fits(rows.dtype)
 
-    def tensors(self, prefixes: Sequence[str], group: int = 0) -> Iterator[Wanted]:
+    def tensors(self, prefixes: Sequence[str], group: int = 0) -> Iterator[TensorSpec]:
         """What fills a group's parts.
 
         Args:

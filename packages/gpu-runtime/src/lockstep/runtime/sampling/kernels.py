@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.runtime.sampling import numerics, philox, reference, table
-from lockstep.runtime.sampling.table import Columns
+from lockstep.runtime.sampling.table import SamplingColumns
 
 VOCAB_BLOCK = 1024
 PIVOT_BLOCK = 2048
@@ -416,7 +416,7 @@ def _shape(logits: Tensor) -> tuple[int, int]:
     return samples, vocab
 
 
-def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: Columns) -> None:
+def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColumns) -> None:
     """See reference.edit_."""
     samples, vocab = _shape(logits)
     width = columns.edit_ids.shape[1]
@@ -435,7 +435,7 @@ def mask_(logits: Tensor, allowed: Tensor) -> None:
     _mask_kernel[grid](logits, allowed, vocab, allowed.shape[1], BLOCK=VOCAB_BLOCK)
 
 
-def penalise_(logits: Tensor, rows: Tensor, columns: Columns) -> None:
+def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
     """See reference.penalise_."""
     samples, vocab = _shape(logits)
     grid = (samples, triton.cdiv(vocab, VOCAB_BLOCK))
@@ -444,7 +444,7 @@ def penalise_(logits: Tensor, rows: Tensor, columns: Columns) -> None:
     )
 
 
-def pivots(logits: Tensor, rows: Tensor, columns: Columns, maxima: Tensor) -> Tensor:
+def pivots(logits: Tensor, rows: Tensor, columns: SamplingColumns, maxima: Tensor) -> Tensor:
     """See reference.pivots."""
     samples, vocab = _shape(logits)
     found = torch.empty(samples, dtype=torch.float32, device=logits.device)
@@ -461,7 +461,7 @@ def draw(
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,
-    columns: Columns,
+    columns: SamplingColumns,
     maxima: Tensor,
     floor: Tensor | None,
     random: bool,

@@ -26,14 +26,14 @@ from lockstep.runtime.sampling.table import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Columns,
+    SamplingColumns,
 )
 
 BANNED = -1e30
 """The logit of a token banned until min_new_tokens. Not -inf: where a mask allows nothing else, the ban gives way."""
 
 
-def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: Columns) -> None:
+def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColumns) -> None:
     """Add biases; ban tokens at positions below their limit."""
     slots = columns.ints[rows.long(), EDITS]
     ids = columns.edit_ids[slots].long()
@@ -50,7 +50,7 @@ def mask_(logits: Tensor, allowed: Tensor) -> None:
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
-def penalise_(logits: Tensor, rows: Tensor, columns: Columns) -> None:
+def penalise_(logits: Tensor, rows: Tensor, columns: SamplingColumns) -> None:
     """Repetition penalty for what the prompt or the output has, then frequency and presence for the output's."""
     reals = columns.reals[rows.long()]
     slots = columns.ints[rows.long(), SEEN]
@@ -64,7 +64,7 @@ def penalise_(logits: Tensor, rows: Tensor, columns: Columns) -> None:
     logits.copy_(torch.where(slots[:, None] > 0, after, logits))
 
 
-def count_(rows: Tensor, tokens: Tensor, columns: Columns) -> None:
+def count_(rows: Tensor, tokens: Tensor, columns: SamplingColumns) -> None:
     """Count drawn tokens, int32 [samples], towards the penalties of their rows. Slot 0 takes those of the others."""
     at = columns.ints[rows.long(), SEEN] * columns.seen.shape[1] + tokens
     columns.seen.view(-1).scatter_add_(0, at, torch.ones_like(tokens))
@@ -77,7 +77,7 @@ def scaled(logits: Tensor, reals: Tensor, maxima: Tensor) -> Tensor:
     return torch.where(clean == maxima[:, None], 0.0, below)
 
 
-def pivots(logits: Tensor, rows: Tensor, columns: Columns, maxima: Tensor) -> Tensor:
+def pivots(logits: Tensor, rows: Tensor, columns: SamplingColumns, maxima: Tensor) -> Tensor:
     """float32 [samples]: the smallest logit that top-k and top-p let through; -inf where they let all through.
 
     top-k keeps tokens of which fewer than k are larger. top-p then keeps those to which the larger ones, of what top-k
@@ -102,7 +102,7 @@ def draw(
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,
-    columns: Columns,
+    columns: SamplingColumns,
     maxima: Tensor,
     floor: Tensor | None,
     random: bool,

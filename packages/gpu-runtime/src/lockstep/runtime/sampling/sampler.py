@@ -241,7 +241,7 @@ def _choose(backend: str, device: torch.device) -> tuple[str, ModuleType]:
         raise ConfigError(f"`backend` must be auto, torch or triton, got `{backend}`\nhint: auto takes what is fastest")
     if backend == "torch" or (backend == "auto" and device.type != "cuda"):
         return "torch", reference
-    if device.type == "cuda" and (why := triton_trial.obstacle(device)) is not None:
+    if device.type == "cuda" and (why := triton_trial.unavailable_because(device)) is not None:
         if backend == "triton":
             raise ConfigError(f"`backend` triton cannot run here: {why}\nhint: use torch")
         return "torch", reference

@@ -51,7 +51,7 @@ Int64s = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Columns:
+class SamplingColumns:
     """The device side, as the kernels and their references get it."""
 
     reals: Tensor  # float32 [rows + 1, REALS]
@@ -137,7 +137,7 @@ class SamplingTable:
         self._seen_changed: dict[int, tuple[Int64s, Int64s]] = {}
         self._masks_changed: dict[int, Int64s] = {}
 
-        self.columns = Columns(
+        self.columns = SamplingColumns(
             reals=torch.from_numpy(self._reals.copy()).to(self.device),
             ints=torch.from_numpy(self._ints.copy()).to(self.device),
             edit_ids=torch.zeros((1, 2), dtype=torch.int32, device=self.device),

@@ -46,9 +46,9 @@ from lockstep.core.contract.events import (
     UnloadAdapterControl,
     UpdateWeights,
 )
+from lockstep.core.features import prerequisites
 from lockstep.core.features.disaggregation import RoleChange, take_role
-from lockstep.core.requests import prerequisites
-from lockstep.core.scheduler.admission import NewTokenRatio
+from lockstep.core.requests.budget import NewTokenRatio
 
 if TYPE_CHECKING:
     from lockstep.core.features.data_parallel import Rounds

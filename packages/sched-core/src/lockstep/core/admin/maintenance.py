@@ -29,7 +29,7 @@ import msgspec
 from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory, ResumeDeviceMemory, Step, SwapWeights
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
-from lockstep.core.requests import prerequisites
+from lockstep.core.features import prerequisites
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine

@@ -180,7 +180,7 @@ class RequestRouted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     matched_tokens: int = 0  # of the prompt, sent to this engine before
 
 
-class _Open(msgspec.Struct, frozen=True):
+class _RoutedRequest(msgspec.Struct, frozen=True):
     """A request on an engine, as it was counted."""
 
     engine: int
@@ -219,7 +219,7 @@ class Router:
         self.state: list[EngineState] = ["up"] * len(engines)
         self.open_requests = [0] * len(engines)  # by engine
         self.open_tokens = [0] * len(engines)  # prompts, and what their answers are expected to have
-        self.open: dict[int, _Open] = {}  # by request id
+        self.open: dict[int, _RoutedRequest] = {}  # by request id
         self.digest = bytes(16)  # over all decisions
         self._up = list(range(len(engines)))
         self._up_weight = sum(share.weight for share in engines)
@@ -288,7 +288,7 @@ class Router:
             engine, reason, matched_tokens = told[0], told[1], 0
             self._prefixes.sent(fact.prefix, engine)
         tokens = fact.prompt_tokens + self._output_tokens_expected()
-        self.open[fact.request_id] = _Open(engine, tokens, now_us, fact.prompt_tokens)
+        self.open[fact.request_id] = _RoutedRequest(engine, tokens, now_us, fact.prompt_tokens)
         self.open_requests[engine] += 1
         self.open_tokens[engine] += tokens
         reported = self._reported[engine]

@@ -345,7 +345,7 @@ class CancelTransfer(msgspec.Struct, frozen=True):
     transfer_id: int
 
 
-class CompanionCopy(msgspec.Struct, frozen=True):
+class BlockCopy(msgspec.Struct, frozen=True):
     """Window pages or slots of state that a copy between device and host moves beside its pages (hybrid.py).
 
     They are numbered apart from full pages, and have arrived if all of the copy has.
@@ -361,7 +361,7 @@ class CopyToHost(msgspec.Struct, frozen=True):
 
     What the pages hold is computed. If they are `given_up`, a batch or a load behind this command may write them, so
     none of these may begin before they were read. Otherwise they stay as they are until the answer. The same holds of
-    `companions`; there may be companions and no page.
+    `blocks`; there may be companions and no page.
     """
 
     copy_id: int
@@ -369,23 +369,23 @@ class CopyToHost(msgspec.Struct, frozen=True):
     host_pages: Int32s
     given_up: bool = False
     generation: int = 0
-    companions: tuple[CompanionCopy, ...] = ()
+    blocks: tuple[BlockCopy, ...] = ()
 
 
 class LoadFromHost(msgspec.Struct, frozen=True):
     """Copy host pages to device pages, beside the batches: none reads or writes these before the answer.
 
-    Answered by HostCopyFinished. The same holds of `companions`; there may be companions and no page.
+    Answered by HostCopyFinished. The same holds of `blocks`; there may be companions and no page.
     """
 
     copy_id: int
     host_pages: Int32s
     device_pages: Int32s
     generation: int = 0
-    companions: tuple[CompanionCopy, ...] = ()
+    blocks: tuple[BlockCopy, ...] = ()
 
 
-class CompanionFetch(msgspec.Struct, frozen=True):
+class BlockFetch(msgspec.Struct, frozen=True):
     """Window pages or states that a prefetch may bring beside its pages, from the last part of its path.
 
     Who goes on behind a page needs those of the last `seen` pages up to it, or of all if there are fewer.
@@ -401,7 +401,7 @@ class CompanionFetch(msgspec.Struct, frozen=True):
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
     """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished.
 
-    With `companions`, no further than somebody could go on with those that storage has, and these, as
+    With `blocks`, no further than somebody could go on with those that storage has, and these, as
     `companions.in_storage` says; `keys` are then those of the last pages of the same path, and may be none.
     """
 
@@ -409,8 +409,8 @@ class PrefetchFromStorage(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...]
     host_pages: Int32s
     generation: int = 0
-    companions: tuple[CompanionFetch, ...] = ()
-    reached: int = 0  # pages of the last part that `companions` names, behind which somebody could go on without it
+    blocks: tuple[BlockFetch, ...] = ()
+    reached: int = 0  # pages of the last part that `blocks` names, behind which somebody could go on without it
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True):
@@ -422,7 +422,7 @@ class CancelPrefetch(msgspec.Struct, frozen=True):
     prefetch_id: int
 
 
-class CompanionStore(msgspec.Struct, frozen=True):
+class BlockStore(msgspec.Struct, frozen=True):
     """Window pages or states that a write to storage takes along. They are written if all of the write is."""
 
     kind: Literal["window", "state"]
@@ -440,7 +440,7 @@ class WriteToStorage(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...]
     host_pages: Int32s
     generation: int = 0
-    companions: tuple[CompanionStore, ...] = ()
+    blocks: tuple[BlockStore, ...] = ()
 
 
 class EncodeMedia(msgspec.Struct, frozen=True):

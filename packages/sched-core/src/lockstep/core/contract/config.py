@@ -152,7 +152,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
     retracted_kv: RetractedKv = "free"  # KV of who is retracted for pages: freed (SGLang), or left to the radix cache
     batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
-    reserve: Reserve = "ratio"  # what admission leaves for running requests: see admission.py
+    reserve: Reserve = "ratio"  # what admission leaves for running requests: see budget.py
     retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
     prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
     # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's

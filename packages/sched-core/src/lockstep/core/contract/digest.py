@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import (
     BatchPlan,
+    BlockCopy,
     CancelTransfer,
-    CompanionCopy,
     CompileGrammar,
     ControlAnswered,
     CopyToHost,
@@ -99,22 +99,22 @@ def step_digest(previous: bytes, step: Step) -> bytes:
             add(_encode(("write", command.copy_id, command.given_up)))
             add(command.device_pages)
             add(command.host_pages)
-            _add_companions(add, command.companions)
+            _add_blocks(add, command.blocks)
         elif type(command) is LoadFromHost:
             add(_encode(("from host", command.copy_id)))
             add(command.host_pages)
             add(command.device_pages)
-            _add_companions(add, command.companions)
+            _add_blocks(add, command.blocks)
         elif type(command) is PrefetchFromStorage:
             add(_encode(("prefetch", command.prefetch_id, *command.keys[-1:])))
             add(command.host_pages)
-            for one in command.companions:
+            for one in command.blocks:
                 add(_encode((one.kind, one.seen, one.there, command.reached, *one.keys[-1:])))
                 add(one.host)
         elif type(command) is WriteToStorage:
             add(_encode(("store", command.write_id, *command.keys[-1:])))
             add(command.host_pages)
-            for stored in command.companions:
+            for stored in command.blocks:
                 add(_encode((stored.kind, stored.keys)))
                 add(stored.host)
     chain = _fresh()
@@ -122,8 +122,8 @@ def step_digest(previous: bytes, step: Step) -> bytes:
     return chain.digest()
 
 
-def _add_companions(add: Callable[[Any], None], companions: tuple[CompanionCopy, ...]) -> None:
-    for one in companions:
+def _add_blocks(add: Callable[[Any], None], blocks: tuple[BlockCopy, ...]) -> None:
+    for one in blocks:
         add(_encode((one.kind, len(one.device))))
         add(one.device)
         add(one.host)
@@ -189,4 +189,4 @@ def _decided_bytes(event: Decided) -> bytes:
         if values[size - 1] != default:
             break
         size -= 1
-    return _encode((type(event).__name__, *values[1:size]))
+    return _encode((event.__struct_config__.tag, *values[1:size]))

@@ -233,7 +233,7 @@ class HostCopyFinished(Observed, frozen=True, gc=False):
     generation: int = 0
 
 
-class CompanionsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlocksFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Window pages or states that a prefetch brought, into its places of the host, from the first on."""
 
     kind: Literal["window", "state"]
@@ -247,7 +247,7 @@ class PrefetchFinished(Observed, frozen=True, gc=False):
     pages_done: int  # the first so many were found, read whole and are what their keys say; the rest is a miss
     error: str = ""
     generation: int = 0
-    companions: tuple[CompanionsFound, ...] = ()  # none, unless all came that somebody needs to go on behind the pages
+    blocks: tuple[BlocksFound, ...] = ()  # none, unless all came that somebody needs to go on behind the pages
 
 
 class StorageWritten(Observed, frozen=True, gc=False):
@@ -757,7 +757,7 @@ class HostPagesEvicted(Decided, frozen=True, gc=False):
     pages: int
 
 
-class CompanionsEvicted(Decided, frozen=True, gc=False):
+class BlocksEvicted(Decided, frozen=True, gc=False, tag="CompanionsEvicted"):
     """Window pages or checkpoints of state that nobody used went for others; the pages they belonged to stay cached.
 
     Of the device, or of host memory below it.
@@ -786,5 +786,5 @@ DecidedEvent = (
     | TierOperationStarted
     | TierOperationEnded
     | HostPagesEvicted
-    | CompanionsEvicted
+    | BlocksEvicted
 )

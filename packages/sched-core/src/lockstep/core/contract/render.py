@@ -54,7 +54,7 @@ from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
-    CompanionsEvicted,
+    BlocksEvicted,
     ControlRequested,
     Decided,
     DecodeSkipped,
@@ -88,8 +88,8 @@ from lockstep.core.contract.events import (
     TurnStarted,
     WeightsSwapped,
 )
-from lockstep.core.features.adapters import Adapters
-from lockstep.core.kv.block_tiers import HostCompanions
+from lockstep.core.kv.adapters import Adapters
+from lockstep.core.kv.block_tiers import HostBlocks
 from lockstep.core.kv.hybrid import NONE, Hybrid
 from lockstep.core.kv.radix import RadixCache, RadixNode
 from lockstep.core.requests.table import VERSION_MARK, Request, RequestState
@@ -217,7 +217,7 @@ def decided_line(event: Decided, names: Names) -> str:
             return f"began {event.kind} {event.operation} of {_count(event.pages, 'page')}{whose}"
         case TierOperationEnded():
             return f"ended {event.kind} {event.operation} ({event.outcome}), {_count(event.pages_kept, 'page')} kept"
-        case CompanionsEvicted():
+        case BlocksEvicted():
             what = "window page" if event.kind.endswith("window") else "checkpoint"
             return f"evicted {_count(event.count, what)}{' from the host' * event.kind.startswith('host')}"
         case HostPagesEvicted():
@@ -279,14 +279,14 @@ def command_line(command: Command, names: Names) -> str:
             return "freeze the heap"
         case CopyToHost():
             given_up = ", given up" if command.given_up else ""
-            beside = "".join(f", {_companions(one.kind, one.device, one.host)}" for one in command.companions)
+            beside = "".join(f", {_blocks(one.kind, one.device, one.host)}" for one in command.blocks)
             return f"write {command.copy_id}: {_moves(command.device_pages, command.host_pages)}{beside}{given_up}"
         case LoadFromHost():
-            beside = "".join(f", {_companions(one.kind, one.host, one.device)}" for one in command.companions)
+            beside = "".join(f", {_blocks(one.kind, one.host, one.device)}" for one in command.blocks)
             return f"load {command.copy_id}: {_moves(command.host_pages, command.device_pages)}{beside}"
         case PrefetchFromStorage():
             where = f"host pages {runs(command.host_pages.tolist())}" if command.keys else "no host page"
-            room = "".join(f", {_of_host(one.kind, one.host)}" for one in command.companions)
+            room = "".join(f", {_of_host(one.kind, one.host)}" for one in command.blocks)
             return f"prefetch {command.prefetch_id}: into {where}{room}"
         case ProposeBatch():
             asks = ", and could extend" if command.wish is not None and command.wish.wants else ""
@@ -296,7 +296,7 @@ def command_line(command: Command, names: Names) -> str:
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():
             what = f"host pages {runs(command.host_pages.tolist())}" if command.keys else "no host page"
-            beside = "".join(f", {_of_host(one.kind, one.host)}" for one in command.companions)
+            beside = "".join(f", {_of_host(one.kind, one.host)}" for one in command.blocks)
             return f"store {command.write_id}: {what}{beside}"
     assert_never(command)
 
@@ -338,7 +338,7 @@ def observed_line(event: Observed, names: Names) -> str:
         case HostCopyFinished(_, number, pages, error):
             return f"copy {number} moved {_count(pages, 'page')}" + (f": {error}" if error else "")
         case PrefetchFinished(_, number, pages, error):
-            beside = "".join(f", {_count(len(one.indices), _KINDS[one.kind])}" for one in event.companions)
+            beside = "".join(f", {_count(len(one.indices), _KINDS[one.kind])}" for one in event.blocks)
             return f"prefetch {number} brought {_count(pages, 'page')}{beside}" + (f": {error}" if error else "")
         case StorageWritten(_, number, pages, error):
             return f"store {number} wrote {_count(pages, 'page')}" + (f": {error}" if error else "")
@@ -361,7 +361,7 @@ def _moves(sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
     return f"pages {runs(sources.tolist())} to {runs(targets.tolist())}" if sources.size else "no page"
 
 
-def _companions(kind: str, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
+def _blocks(kind: str, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> str:
     return f"{_KINDS[kind]}s {runs(sources.tolist())} to {runs(targets.tolist())}"
 
 
@@ -456,10 +456,10 @@ def hybrid_lines(hybrid: Hybrid) -> list[str]:
     return lines
 
 
-def companion_lines(companions: HostCompanions) -> list[str]:
+def block_lines(blocks: HostBlocks) -> list[str]:
     """Which pages of the host have a window page or a state, and what is free."""
     lines = []
-    for kind, pool in companions.pools.items():
+    for kind, pool in blocks.pools.items():
         have = (pool.of >= 0).nonzero()[0].tolist()
         shown = " ".join(f"{page}:{pool.of[page]}" + "*" * bool(pool.locks[page]) for page in have)
         free = f"{kind}s of the host {pool.pool.free_count}/{pool.pool.total} free"
@@ -543,12 +543,12 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
         held = -(-engine.computed_of(request) // page_size)
         private = engine.memory.table.pages[request.row, request.protected_pages : held].tolist()
         owners[names.request(request.request_id)] = private
-    for lease in engine.memory.leases:
-        held = -(-lease.computed // page_size)
-        private = engine.memory.table.pages[lease.row, lease.protected_pages : held].tolist()
-        owners[f"left behind in row {lease.row} until b{lease.fence}"] = private
-    for fence, pages in engine.memory.fenced_pages:
-        owners.setdefault(f"duplicates until b{fence}", []).extend(pages.tolist())
+    for deferred in engine.memory.deferred_frees:
+        held = -(-deferred.computed // page_size)
+        private = engine.memory.table.pages[deferred.row, deferred.protected_pages : held].tolist()
+        owners[f"left behind in row {deferred.row} until b{deferred.free_after}"] = private
+    for free_after, pages in engine.memory.deferred_pages:
+        owners.setdefault(f"duplicates until b{free_after}", []).extend(pages.tolist())
     if engine.memory.tiers is not None:
         loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
         owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
@@ -565,8 +565,8 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
             f"row {request.row} {names.request(request.request_id)} {request.state.name.lower()} "
             f"computed {computed} outputs {engine.outputs_of(request)} pages {_pages(table, request.protected_pages)}"
         )
-    for lease in sorted(engine.memory.leases, key=lambda lease: lease.row):
-        lines.append(f"row {lease.row} left behind until b{lease.fence}, computed {lease.computed}")
+    for deferred in sorted(engine.memory.deferred_frees, key=lambda deferred: deferred.row):
+        lines.append(f"row {deferred.row} left behind until b{deferred.free_after}, computed {deferred.computed}")
     return lines or ["table is empty"]
 
 
@@ -621,7 +621,7 @@ def _tree(node: RadixNode, depth: int, lines: list[str]) -> None:
     if node.parent is not None:
         tokens = np.frombuffer(node.key, np.int32).tolist()
         held = f", held {node.lock_count}" if node.lock_count else ""
-        hidden = ", hidden" if node.banished else ""
+        hidden = ", hidden" if node.invalidated else ""
         lines.append(f"{'  ' * (depth - 1)}[{runs(tokens)}] pages {runs(node.pages.tolist())}{held}{hidden}")
     for child in node.children.values():
         _tree(child, depth + 1, lines)

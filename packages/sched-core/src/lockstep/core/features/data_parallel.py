@@ -60,8 +60,8 @@ from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features import grammars
 from lockstep.core.kv.hybrid import everybody
-from lockstep.core.requests.table import EMPTY_COHORT
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.table import EMPTY_BATCH
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -342,7 +342,7 @@ class Rounds:
                 wants=wants,
                 full=_is_full(engine),
                 starved=wants and isinstance(low, float) and engine.memory.all_below(low),
-                running=engine.cohort.size,
+                running=engine.running_batch.size,
                 in_flight=self.launched(engine),
                 time_us=engine.now_us,
             )
@@ -454,7 +454,7 @@ class Rounds:
                 generation=engine.generation,
                 microbatch=self.slot,
             )
-            batch = InFlight(plan, [], EMPTY_COHORT, [])
+            batch = InFlight(plan, [], EMPTY_BATCH, [])
             engine.in_flight.append(batch)
         agreed = Ranks(
             round=event.round,

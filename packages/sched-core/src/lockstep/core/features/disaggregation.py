@@ -50,14 +50,14 @@ from lockstep.core.contract.events import (
     TransferMoved,
     TransferState,
 )
+from lockstep.core.features import prerequisites
 from lockstep.core.kv.radix import Match, RadixNode
-from lockstep.core.requests import extras, prerequisites
-from lockstep.core.requests.table import NOBODY, Adapter, Int32s, Request
-from lockstep.core.requests.validation import Refused
-from lockstep.core.scheduler import delivery
-from lockstep.core.scheduler.admission import CLIP, CLIP_MAX_NEW_TOKENS
-from lockstep.core.scheduler.batching import InFlight, Part
-from lockstep.core.scheduler.retraction import importance
+from lockstep.core.requests import delivery, extras
+from lockstep.core.requests.batching import ExtendPart, InFlight
+from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.retraction import importance
+from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
+from lockstep.core.requests.validation import RequestRefused
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -296,16 +296,18 @@ class Transfers:
     def check(self, event: RequestArrived, samples: int) -> None:
         """Raise Refused for an arrival that this engine cannot serve its half of. Samples have consecutive rooms."""
         if self.change is not None:
-            raise Refused("draining", f"the engine is becoming {self.change.role} and takes no new requests")
+            raise RequestRefused("draining", f"the engine is becoming {self.change.role} and takes no new requests")
         if event.transfer_room is None:
             if self.sends and not event.max_new_tokens:
                 return  # its prompt is all there is to it
-            raise Refused("bad_request", f"`transfer_room` is missing: this is a {self.settings.role} engine")
+            raise RequestRefused("bad_request", f"`transfer_room` is missing: this is a {self.settings.role} engine")
         for room in range(event.transfer_room, event.transfer_room + samples):
             if room in self.rooms:
-                raise Refused("bad_request", f"`transfer_room` is {room}, which is the room of r{self.rooms[room]}")
+                raise RequestRefused(
+                    "bad_request", f"`transfer_room` is {room}, which is the room of r{self.rooms[room]}"
+                )
         if not event.max_new_tokens:
-            raise Refused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
+            raise RequestRefused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
 
     def take_in(self, engine: Engine, request: Request, event: RequestArrived, step: Step) -> None:
         """An accepted request is held: until the other side is there, or for pages."""
@@ -634,7 +636,7 @@ class Transfers:
 
     def _fits(self, engine: Engine, request: Request, match: Match | None) -> bool:
         """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
-        (cohort, positions), memory = engine.everybody, engine.memory
+        (running_batch, positions), memory = engine.everybody, engine.memory
         pages = self._pages_of(engine, request, match)
         locking = match.evictable_pages if match is not None else 0
         free = memory.available_pages - locking
@@ -651,12 +653,12 @@ class Transfers:
             return True  # the pool is its own: what passed the entry check fits
         if engine.config.reserve == "full":
             cached = match.pages if match is not None else 0
-            promised = engine.reserve_of(cohort, positions) // page_size + self.promised_pages(engine)
+            promised = engine.reserve_of(running_batch, positions) // page_size + self.promised_pages(engine)
             return -(-request.reach // page_size) - cached <= free - promised
         retractable = int(positions.sum())
         largest = 0
-        if cohort.size:
-            whole = cohort.prompts + np.minimum(cohort.limits - cohort.prompts, CLIP)
+        if running_batch.size:
+            whole = running_batch.prompts + np.minimum(running_batch.limits - running_batch.prompts, CLIP)
             largest = int(whole.max()) - retractable
         left = free * page_size - max(reserved * (engine.active + coming), largest)
         cached = match.pages * page_size if match is not None else 0
@@ -720,7 +722,7 @@ class Transfers:
             engine.microbatches.give_place(request)
         return True
 
-    def take_rows(self, engine: Engine, step: Step) -> list[Part]:
+    def take_rows(self, engine: Engine, step: Step) -> list[ExtendPart]:
         """Whoever is ready takes a row with all its pages; the first token is its part of the next batch."""
         parts, adapters = [], engine.memory.adapters
         for request_id in list(self.ready):
@@ -748,7 +750,7 @@ class Transfers:
                 request.advance(decided)
                 step.decided.append(decided)
             self._move(engine, transfer, "joined", step)
-            parts.append(Part(request, start, stop))
+            parts.append(ExtendPart(request, start, stop))
         return parts
 
     # --------------------------------------------------------------------------------------------------------- snapshot
@@ -795,7 +797,7 @@ def take_role(engine: Engine, role: Role, *, tried: bool = False) -> str:
 def comes_after_another(engine: Engine, request: Request) -> bool:
     """Whether the turn before it has not ended, so that its prompt is not known; or another sample leads, behind which
     less of it is computed and sent."""
-    return _waits_for_turn(engine, request) or (request.extras is not None and request.extras.leader != NOBODY)
+    return _waits_for_turn(engine, request) or (request.extras is not None and request.extras.leader != NO_REQUEST)
 
 
 def _waits_for_turn(engine: Engine, request: Request) -> bool:

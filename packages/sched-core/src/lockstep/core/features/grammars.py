@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
 from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, Request
-from lockstep.core.requests.validation import Refused
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.validation import RequestRefused
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -43,7 +43,7 @@ GRAMMARS_REMEMBERED = 1024
 Advance = tuple[RequestId, int, tuple[int, ...]]
 
 
-class Known(msgspec.Struct):
+class GrammarEntry(msgspec.Struct):
     """What became of one digest, and who needs it."""
 
     error: str | None = None  # None: not answered yet; "": compiled
@@ -55,7 +55,7 @@ class Grammars:
     """The digests that were asked for, least recently asked for first."""
 
     def __init__(self) -> None:
-        self.known: dict[bytes, Known] = {}
+        self.known: dict[bytes, GrammarEntry] = {}
 
     def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
         """Raise Refused for a grammar known to be invalid, or when more would be held than may wait in line."""
@@ -63,11 +63,11 @@ class Grammars:
             return
         known = self.known.get(event.grammar.digest)
         if known is not None and known.error:
-            raise Refused("bad_request", _invalid(known.error))
+            raise RequestRefused("bad_request", _invalid(known.error))
         compiled = known is not None and known.error == ""
         if not compiled and max_queued_requests is not None and held + samples > max_queued_requests:
             message = f"{held} requests wait for their grammars already (max_queued_requests {max_queued_requests})"
-            raise Refused("queue_full", message)
+            raise RequestRefused("queue_full", message)
 
     def must_wait(self, request: Request, timeout_us: int | None, step: Step) -> bool:
         """Whether a newcomer's grammar is not compiled yet. The first who needs it has it compiled."""
@@ -76,7 +76,7 @@ class Grammars:
         digest = request.grammar.digest
         known = self.known.pop(digest, None)
         if known is None:
-            known = Known()
+            known = GrammarEntry()
             step.commands.append(CompileGrammar(request.grammar))
         self.known[digest] = known  # behind all others: the most recent
         known.users += 1

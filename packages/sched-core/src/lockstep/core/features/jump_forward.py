@@ -31,8 +31,8 @@ import numpy as np
 
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, RequestId, TokensForced
-from lockstep.core.requests.table import NO_IDS, Cohort, Int32s
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.table import NO_IDS, Int32s, RunningBatch
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -114,7 +114,7 @@ def delivered(engine: Engine, batch: InFlight) -> None:
 # ---------------------------------------------------------------------------------------------------------- the launch
 
 
-def counts_of(engine: Engine, members: Cohort, most: Int32s) -> Int32s:
+def counts_of(engine: Engine, members: RunningBatch, most: Int32s) -> Int32s:
     """Forced tokens that each of these members can compute behind its newest one. int32 [members], `most` too."""
     counts = np.zeros(members.size, np.int32)
     for i, request in enumerate(members.requests):
@@ -126,7 +126,7 @@ def counts_of(engine: Engine, members: Cohort, most: Int32s) -> Int32s:
     return counts
 
 
-def tokens_of(engine: Engine, members: Cohort, most: Int32s, counts: Int32s) -> Int32s:
+def tokens_of(engine: Engine, members: RunningBatch, most: Int32s, counts: Int32s) -> Int32s:
     """So many forced tokens of each member, end to end."""
     parts = [NO_IDS]
     for i in counts.nonzero()[0].tolist():

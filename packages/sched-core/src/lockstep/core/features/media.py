@@ -61,7 +61,7 @@ class Placeholders:
         return number
 
 
-class Encoding(msgspec.Struct):
+class EncoderEntry(msgspec.Struct):
     """What the encoder made of one digest, or is making of it."""
 
     tokens: int
@@ -75,10 +75,10 @@ class EncoderCache:
     def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
         self.budget_tokens = budget_tokens  # being encoded at once, unless one content alone is more; None: no limit
-        self.encodings: dict[bytes, Encoding] = {}  # least recently used first
+        self.encodings: dict[bytes, EncoderEntry] = {}  # least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # who needs what: tokens by digest
         self.line: dict[RequestId, dict[bytes, int]] = {}  # who waits for room for what, first come first
-        self.fenced: list[tuple[BatchId, list[bytes]]] = []  # what work in flight reads for requests that have left
+        self.deferred: list[tuple[BatchId, list[bytes]]] = []  # what work in flight reads for requests that have left
         self.queued: dict[bytes, None] = {}  # has room, and the encoder was not asked for it yet: first come first
         self.dropping: list[bytes] = []  # what went to make room, and the host was not told yet
 
@@ -105,7 +105,7 @@ class EncoderCache:
             for digest, tokens in media.items():
                 encoding = self.encodings.pop(digest, None)
                 if encoding is None:
-                    encoding = Encoding(tokens)
+                    encoding = EncoderEntry(tokens)
                     self.queued[digest] = None
                 self.encodings[digest] = encoding
             self._order(step, generation)
@@ -176,16 +176,16 @@ class EncoderCache:
         """Whether all media the request pins are encoded."""
         return all(self.encodings[digest].ready for digest in self.pins[request_id])
 
-    def let_go(self, request_id: RequestId, fence: BatchId | None = None) -> None:
+    def let_go(self, request_id: RequestId, free_after: BatchId | None = None) -> None:
         """The request needs no encoder output any more; a batch in flight may read it, up to the one named."""
         media = self.pins.pop(request_id, None)
         self.line.pop(request_id, None)
-        if media is not None and fence is not None:
-            self.fenced.append((fence, list(media)))
+        if media is not None and free_after is not None:
+            self.deferred.append((free_after, list(media)))
 
-    def lift_fences(self, batch_id: BatchId) -> None:
+    def release_deferred(self, batch_id: BatchId) -> None:
         """This batch was collected."""
-        self.fenced = [entry for entry in self.fenced if entry[0] > batch_id]
+        self.deferred = [entry for entry in self.deferred if entry[0] > batch_id]
 
     def outdate(self) -> None:
         """The weights were replaced."""
@@ -197,7 +197,7 @@ class EncoderCache:
         self.encodings.clear()
         self.pins.clear()
         self.line.clear()
-        self.fenced.clear()
+        self.deferred.clear()
         self.queued.clear()
         self.dropping.clear()
 
@@ -207,9 +207,9 @@ class EncoderCache:
             for digest, tokens in media.items():
                 if digest not in self.encodings or self.encodings[digest].tokens != tokens:
                     raise InvariantError(f"D11: r{request_id} pins encoder output that is not there: {digest.hex()}")
-        for fence, digests in self.fenced:
+        for free_after, digests in self.deferred:
             if not self.encodings.keys() >= set(digests):
-                raise InvariantError(f"S5: encoder output that batch {fence} may read is not there")
+                raise InvariantError(f"S5: encoder output that batch {free_after} may read is not there")
         pinned = {digest for needed in self.pins.values() for digest in needed}
         for digest in self.queued:
             if digest not in pinned or self.encodings[digest].ready:
@@ -231,7 +231,7 @@ class EncoderCache:
     def _droppable(self, media: dict[bytes, int]) -> list[bytes] | None:
         """What must go so that these fit, least recently used first; None if too little of it can go now."""
         pinned = {digest for needed in self.pins.values() for digest in needed}
-        pinned.update(digest for _, needed in self.fenced for digest in needed)
+        pinned.update(digest for _, needed in self.deferred for digest in needed)
         there = {
             digest
             for digest, tokens in media.items()

@@ -34,17 +34,17 @@ from lockstep.core.contract.commands import NO_ROWS
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, LaneReady, RequestId
-from lockstep.core.requests.table import EMPTY_COHORT, Cohort, Int32s, Request
-from lockstep.core.scheduler.retraction import choose_victim, pages_ahead
+from lockstep.core.requests.retraction import choose_victim, pages_ahead
+from lockstep.core.requests.table import EMPTY_BATCH, Int32s, Request, RunningBatch
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
 
 
-class Columns(Struct):
+class MicrobatchState(Struct):
     """What each microbatch has of its own: the fields of Engine by these names, while it is not its turn."""
 
-    cohort: Cohort
+    running_batch: RunningBatch
     positions: Int32s
     horizon: int
     decode_owed: bool
@@ -53,8 +53,8 @@ class Columns(Struct):
     forced_at: int
 
 
-class ColumnsImage(Struct, forbid_unknown_fields=True):
-    cohort: list[RequestId]
+class ColumnsImage(Struct, forbid_unknown_fields=True, rename={"running_batch": "cohort"}):
+    running_batch: list[RequestId]
     positions: bytes
     horizon: int
     decode_owed: bool
@@ -72,7 +72,7 @@ class MicrobatchesImage(Struct, forbid_unknown_fields=True):
 
 
 OWN: dict[str, str] = {
-    "cohort": "who decodes together, as columns",
+    "running_batch": "who decodes together, as columns",
     "positions": "where each of them decodes next",
     "horizon": "its decodes until one of them ends by length or outgrows the tables",
     "decode_owed": "somebody gave pages up for its next decode: that goes before any prefill, anywhere",
@@ -82,7 +82,7 @@ OWN: dict[str, str] = {
 }
 """What each microbatch has of its own, as Columns has it; docs/distributed.md shows it."""
 
-NUMBERS = tuple(name for name in OWN if name not in ("cohort", "positions"))
+NUMBERS = tuple(name for name in OWN if name not in ("running_batch", "positions"))
 
 
 def table_text() -> str:
@@ -100,7 +100,7 @@ class Microbatches:
         self.count = config.microbatches
         self.at = 0  # whose columns the engine has
         interval = config.prefill_decode_interval
-        self.columns = [Columns(EMPTY_COHORT, NO_ROWS, 0, False, 0, -interval, -1) for _ in range(self.count)]
+        self.columns = [MicrobatchState(EMPTY_BATCH, NO_ROWS, 0, False, 0, -interval, -1) for _ in range(self.count)]
         self.members: dict[RequestId, int] = {}  # where each has its place, in the order of their admissions
         self.places = [0] * self.count  # taken, by microbatch
         self.passes: list[tuple[int, int]] = []  # end and duration of the newest: those that later ones ran beside
@@ -151,7 +151,7 @@ class Microbatches:
 
     def has_work(self, engine: Engine, number: int) -> bool:
         """Whether a launch of a microbatch could find anything: a host need not offer slots to others."""
-        decodes = (engine.cohort if number == self.at else self.columns[number].cohort).size > 0
+        decodes = (engine.running_batch if number == self.at else self.columns[number].running_batch).size > 0
         ready = engine.transfers is not None and bool(engine.transfers.ready)
         return decodes or bool(engine.waiting) or engine.prefilling is not None or ready
 
@@ -165,7 +165,7 @@ class Microbatches:
 
     def owes_elsewhere(self) -> bool:
         """Whether pages were given up for the decode of another microbatch, which is still to come."""
-        return any(own.decode_owed and own.cohort.size and i != self.at for i, own in enumerate(self.columns))
+        return any(own.decode_owed and own.running_batch.size and i != self.at for i, own in enumerate(self.columns))
 
     # ------------------------------------------------------------------------------------------------ who belongs where
 
@@ -214,34 +214,38 @@ class Microbatches:
     def pages_of_others(self, engine: Engine) -> int:
         """Pages without which the microbatches whose turn it is not do not decode."""
         page_size, ahead = engine.config.page_size, engine.ahead
-        others = [own for i, own in enumerate(self.columns) if i != self.at and own.cohort.size]
-        return sum(pages_ahead(own.cohort, own.positions, page_size, ahead) for own in others)
+        others = [own for i, own in enumerate(self.columns) if i != self.at and own.running_batch.size]
+        return sum(pages_ahead(own.running_batch, own.positions, page_size, ahead) for own in others)
 
-    def cohorts(self, engine: Engine) -> tuple[Cohort, ...]:
+    def running_batches(self, engine: Engine) -> tuple[RunningBatch, ...]:
         """Who decodes, by microbatch."""
-        return tuple([engine.cohort if i == self.at else own.cohort for i, own in enumerate(self.columns)])
+        return tuple(
+            [engine.running_batch if i == self.at else own.running_batch for i, own in enumerate(self.columns)]
+        )
 
     def positions(self, engine: Engine) -> list[Int32s]:
         """Where they stand, by microbatch."""
         return [engine.positions if i == self.at else own.positions for i, own in enumerate(self.columns)]
 
-    def together(self, engine: Engine) -> tuple[Cohort, Int32s]:
+    def together(self, engine: Engine) -> tuple[RunningBatch, Int32s]:
         """All who decode, and where each stands."""
-        everybody = EMPTY_COHORT
-        for cohort in self.cohorts(engine):
-            if cohort.size:
-                everybody = everybody.joined_by(cohort)
+        everybody = EMPTY_BATCH
+        for running_batch in self.running_batches(engine):
+            if running_batch.size:
+                everybody = everybody.joined_by(running_batch)
         return everybody, np.concatenate(self.positions(engine))
 
     def mine(self, engine: Engine) -> NDArray[np.bool_]:
         """Which of all who decode, as `together` has them, do so in the microbatch whose turn it is."""
-        return np.repeat(np.arange(self.count) == self.at, [cohort.size for cohort in self.cohorts(engine)])
+        return np.repeat(
+            np.arange(self.count) == self.at, [running_batch.size for running_batch in self.running_batches(engine)]
+        )
 
     def stands_at(self, engine: Engine, request: Request) -> int:
         """The next position of one that decodes."""
         number = self.members[request.request_id]
-        cohort, positions = self.cohorts(engine)[number], self.positions(engine)[number]
-        return int(positions[(cohort.rows == request.row).argmax()])
+        running_batch, positions = self.running_batches(engine)[number], self.positions(engine)[number]
+        return int(positions[(running_batch.rows == request.row).argmax()])
 
     def whose(self, requests: list[Request]) -> list[int]:
         """The microbatches in which some of these decode."""
@@ -249,9 +253,9 @@ class Microbatches:
 
     def victim(self, engine: Engine) -> Request:
         """Who gives its pages back, of all who decode: as `choose_victim`; the newest is who was admitted last."""
-        cohort, positions = self.together(engine)
+        running_batch, positions = self.together(engine)
         if engine.config.retraction_policy != "newest":
-            return cohort.requests[choose_victim(engine.config, cohort, positions)]
+            return running_batch.requests[choose_victim(engine.config, running_batch, positions)]
         return next(one for one in map(engine.requests.__getitem__, reversed(self.members)) if one.decodes)
 
     def decode_launches(self, engine: Engine) -> int:
@@ -266,7 +270,7 @@ class Microbatches:
         self._write_back(engine)
         columns = [
             ColumnsImage(
-                [request.request_id for request in own.cohort.requests],
+                [request.request_id for request in own.running_batch.requests],
                 own.positions.tobytes(),
                 *(getattr(own, name) for name in NUMBERS),
             )
@@ -283,10 +287,10 @@ class Microbatches:
             self.places[number] += 1
         for i, (own, told) in enumerate(zip(self.columns, image.columns, strict=True)):
             own.positions = np.frombuffer(told.positions, np.int32)
-            own.cohort = Cohort.of([engine.requests[request_id] for request_id in told.cohort])
+            own.running_batch = RunningBatch.of([engine.requests[request_id] for request_id in told.running_batch])
             for name in NUMBERS:
                 setattr(own, name, getattr(told, name))
-            for member in own.cohort.requests:
+            for member in own.running_batch.requests:
                 member.decodes = True
             if i == self.at:
-                own.cohort, own.positions = engine.cohort, engine.positions
+                own.running_batch, own.positions = engine.running_batch, engine.positions

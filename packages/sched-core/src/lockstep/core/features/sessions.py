@@ -36,18 +36,18 @@ from lockstep.core.contract.events import (
     SessionYielded,
     TurnStarted,
 )
-from lockstep.core.kv.memory import NO_FENCE, Memory
+from lockstep.core.features.prerequisites import await_media, comes_by_transfer, has_media
+from lockstep.core.kv.memory import NO_BATCH, Memory
 from lockstep.core.kv.radix import RadixNode
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
-from lockstep.core.requests.prerequisites import await_media, comes_by_transfer, has_media
 from lockstep.core.requests.table import Request
-from lockstep.core.requests.validation import Refused, refuse_spans, refuse_too_long
-from lockstep.core.scheduler.admission import PrefillBudget
+from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
 
 if TYPE_CHECKING:
     from typing import Literal
 
-    from lockstep.core.scheduler.engine import Engine, Obstacle
+    from lockstep.core.scheduler.engine import Deferral, Engine
 
 COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
 """How a turn ends whose tokens become the session's."""
@@ -181,12 +181,14 @@ class Sessions:
         """Refuse a turn of a session that is not open, or that cannot start where it says."""
         if not event.session:
             if event.session_start is not None:
-                raise Refused("bad_request", f"`session_start` is {event.session_start}, but no `session` is named")
+                raise RequestRefused(
+                    "bad_request", f"`session_start` is {event.session_start}, but no `session` is named"
+                )
             return
         if event.session not in self.open:
-            raise Refused("bad_request", f"`session` is {event.session!r}, which is not open")
+            raise RequestRefused("bad_request", f"`session` is {event.session!r}, which is not open")
         if event.session_start is not None and event.session_start < 0:
-            raise Refused("bad_request", f"`session_start` must be 0 or more, got {event.session_start}")
+            raise RequestRefused("bad_request", f"`session_start` must be 0 or more, got {event.session_start}")
 
     def take_in(self, request: Request) -> None:
         """A turn was accepted, and is held until its session is free."""
@@ -207,7 +209,7 @@ class Sessions:
             self._use(session, engine.now_us)
             try:
                 kept = self._compose(session, request, engine)
-            except Refused as refused:
+            except RequestRefused as refused:
                 engine.reject(request.request_id, refused.reason, refused.message, step)
                 continue
             started = TurnStarted(
@@ -231,7 +233,7 @@ class Sessions:
         start = request.session_start
         kept = session.length if start is None else start
         if kept > session.length:
-            raise Refused(
+            raise RequestRefused(
                 "bad_request", f"`session_start` is {kept}, but session {session.name!r} has {session.length} tokens"
             )
         prompt, capacity = kept + request.prompt_tokens, session.capacity_tokens
@@ -240,7 +242,7 @@ class Sessions:
         refuse_too_long(prompt, answers, engine.config, (*spans_within(session.spans, kept), *own))
         if prompt + answers > capacity:
             needs = "and needs room for one more, " if answers else ""
-            raise Refused(
+            raise RequestRefused(
                 "too_long",
                 f"the prompt has {prompt} tokens, {kept} of the session among them, {needs}"
                 f"more than the {capacity} of session {session.name!r}",
@@ -274,15 +276,15 @@ class Sessions:
             if request.handle is not None and engine.config.session_kv == "hold":
                 if not engine.memory.is_stale(request.namespace):
                     self._take_hold(session, request.handle, engine.memory)  # what is published so far
-                fence = engine.in_flight[-1].plan.batch_id if engine.in_flight else NO_FENCE
-                self.unsettled.append((fence, session.name))
+                free_after = engine.in_flight[-1].plan.batch_id if engine.in_flight else NO_BATCH
+                self.unsettled.append((free_after, session.name))
         self._look_ahead()
 
     # -------------------------------------------------------------------------------------------------------------- KV
 
     def settle(self, engine: Engine, batch_id: BatchId) -> None:
         """Batch `batch_id` is collected: hold the whole KV of turns that ended, now that it is published."""
-        due = [name for fence, name in self.unsettled if fence <= batch_id]
+        due = [name for free_after, name in self.unsettled if free_after <= batch_id]
         self.unsettled = [entry for entry in self.unsettled if entry[0] > batch_id]
         for name in due:
             self._hold_cached(self.open[name], engine)
@@ -296,14 +298,14 @@ class Sessions:
             self._yield_one(session, memory, step)
         return memory.available_pages - before
 
-    def give_way(self, engine: Engine, request: Request, obstacle: Obstacle, budget: PrefillBudget, step: Step) -> bool:
+    def give_way(self, engine: Engine, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
         """Let sessions yield if that is what it takes to admit a request. All it takes, or none of it."""
         holders = self._by_use()
-        if obstacle.reason not in ("kv_budget", "pages") or not holders:
+        if deferral.reason not in ("kv_budget", "pages") or not holders:
             return False
         memory = engine.memory
         before, room = memory.available_pages, _room_for(memory, request)
-        lacking = self._lacking(engine, request, obstacle, budget)
+        lacking = self._lacking(engine, request, deferral, budget)
         yielded = self.yield_until(memory, lambda: _room_for(memory, request) - room >= lacking, step)
         if yielded:
             budget.hold((before - memory.available_pages) * engine.config.page_size)
@@ -326,11 +328,11 @@ class Sessions:
                 self._yield_one(session, memory, step)
         return helped and bool(yielding)
 
-    def _lacking(self, engine: Engine, request: Request, obstacle: Obstacle, budget: PrefillBudget) -> int:
+    def _lacking(self, engine: Engine, request: Request, deferral: Deferral, budget: PrefillBudget) -> int:
         """Pages that the obstacle is short of."""
         page_size, memory = engine.config.page_size, engine.memory
-        if obstacle.reason == "pages":
-            return -(-obstacle.needed // page_size) - obstacle.available // page_size
+        if deferral.reason == "pages":
+            return -(-deferral.needed // page_size) - deferral.available // page_size
         match = memory.match(request)
         cached, locking = (match.pages, match.evictable_pages) if match is not None else (0, 0)
         new_tokens = len(request.tokens) // 4 - cached * page_size

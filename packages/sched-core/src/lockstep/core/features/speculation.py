@@ -40,19 +40,19 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
 from lockstep.core.features import jump_forward
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.table import (
     HAS_GRAMMAR,
     ONE,
     WATCHES_TEXT,
     ZERO,
-    Cohort,
     Int32s,
     Int64s,
     Request,
     RequestState,
+    RunningBatch,
 )
-from lockstep.core.scheduler.batching import InFlight
-from lockstep.core.scheduler.delivery import step_numbers
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -103,7 +103,7 @@ class Chances(msgspec.Struct):
 class Verifying(NamedTuple):
     """Newest tokens and drafts to verify, of each member of a cohort. int32 [members], but `after`."""
 
-    cohort: Cohort
+    running_batch: RunningBatch
     starts: Int32s  # the least
     stops: Int32s  # the most
     drafts: Int32s
@@ -118,13 +118,13 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
 
     The pages of one token of each are there.
     """
-    cohort, positions, page_size = engine.cohort, engine.positions, np.int32(engine.config.page_size)
-    going = (positions + ONE < cohort.limits).nonzero()[0]
+    running_batch, positions, page_size = engine.running_batch, engine.positions, np.int32(engine.config.page_size)
+    going = (positions + ONE < running_batch.limits).nonzero()[0]
     if not going.size:
         return None
-    members, most = cohort, positions
-    if going.size < cohort.size:
-        members, most = cohort.only(going), positions.take(going)
+    members, most = running_batch, positions
+    if going.size < running_batch.size:
+        members, most = running_batch.only(going), positions.take(going)
     drafts = _draftable(members, most, engine.chances.worth_drafting(engine.config, members.size))
     forced = NO_ROWS
     if engine.forced:
@@ -143,7 +143,7 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
             members.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
         )
     slack, after = uncertainty(engine.in_flight, members.rows, len(engine.memory.table.holders))
-    if members is cohort:
+    if members is running_batch:
         engine.positions = stops
     else:
         engine.positions = positions.copy()
@@ -159,24 +159,24 @@ def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
 
     The pages of one token of each are there. Returns: also the members that end by length with it.
     """
-    cohort, starts, page_size = engine.cohort, engine.positions, np.int32(engine.config.page_size)
-    counts = jump_forward.counts_of(engine, cohort, starts)
+    running_batch, starts, page_size = engine.running_batch, engine.positions, np.int32(engine.config.page_size)
+    counts = jump_forward.counts_of(engine, running_batch, starts)
     held, available = -(-starts // page_size), _pages_to_open(engine)
     while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
         counts = counts // np.int32(2)
     if not counts.any():
         return None
-    tokens = jump_forward.tokens_of(engine, cohort, starts, counts)
+    tokens = jump_forward.tokens_of(engine, running_batch, starts, counts)
     stops: Int32s = starts + ONE + counts
-    engine.memory.table.reserve(int((held + opening).max()), int((stops - cohort.prompts).max()) + 2)
+    engine.memory.table.reserve(int((held + opening).max()), int((stops - running_batch.prompts).max()) + 2)
     deltas = NO_DELTAS
     if opening.any():
         deltas = engine.memory.open_pages(
-            cohort.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+            running_batch.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
         )
-    known = np.full(cohort.size, EXACT, np.int64)
-    verifying = Verifying(cohort, starts, stops, counts, known, deltas, counts, tokens)
-    return verifying, engine.end_of_horizon(cohort, stops)
+    known = np.full(running_batch.size, EXACT, np.int64)
+    verifying = Verifying(running_batch, starts, stops, counts, known, deltas, counts, tokens)
+    return verifying, engine.end_of_horizon(running_batch, stops)
 
 
 def _pages_to_open(engine: Engine) -> int:
@@ -188,7 +188,7 @@ def _pages_to_open(engine: Engine) -> int:
     return available if engine.microbatches is None else available - engine.microbatches.pages_of_others(engine)
 
 
-def _draftable(members: Cohort, most: Int32s, wanted: int) -> Int32s:
+def _draftable(members: RunningBatch, most: Int32s, wanted: int) -> Int32s:
     """Drafts of each: all that are wanted, as long as none lies past its end; none where the host looks at every token.
 
     int32 [members], the most each can have reached, and the result.
@@ -215,7 +215,7 @@ def uncertainty(in_flight: Iterable[InFlight], rows: Int32s, table_rows: int) ->
 def starts_after(verifying: Verifying, first: int) -> tuple[AfterBatch, ...]:
     """Which rows of a plan start where a batch in flight leaves them. `first`: their place among the plan's rows."""
     unknown = np.flatnonzero(verifying.after != EXACT).tolist()
-    after, rows = verifying.after.tolist(), verifying.cohort.rows.tolist()
+    after, rows = verifying.after.tolist(), verifying.running_batch.rows.tolist()
     return tuple(AfterBatch(first + i, after[i], rows[i]) for i in unknown)
 
 
@@ -287,12 +287,12 @@ def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:
         if behind.verifies:
             behind.sampled_at = behind.sampled_at - by_row[behind.samplers.rows]
     before = engine.positions
-    engine.positions = before - by_row[engine.cohort.rows]
+    engine.positions = before - by_row[engine.running_batch.rows]
     held = -(-engine.positions // page_size)
     back: NDArray[np.int32] = -(-before // page_size) - held
     if back.any():
         index = held.repeat(back) + step_numbers(back)
-        engine.memory.pool.free(table.pages[engine.cohort.rows.repeat(back), index])
+        engine.memory.pool.free(table.pages[engine.running_batch.rows.repeat(back), index])
 
 
 def stops_of(batch: InFlight) -> Int32s:

@@ -189,7 +189,7 @@ class SnapshotRecord(Record, frozen=True, gc=False):
     snapshot: Snapshot
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JournalEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The writer closed the journal."""
 
     reason: str
@@ -461,7 +461,7 @@ class JournalWriter:
             return
         try:
             self._check()
-            self._put(KIND_END, self._encode(End(reason=reason)))
+            self._put(KIND_END, self._encode(JournalEnd(reason=reason)))
             self._not_events += 1
             self.flush()
             if self.durability != "none":
@@ -773,7 +773,7 @@ class Journal:
         if frame.kind == KIND_SNAPSHOT:
             return SnapshotRecord(*place, self._decode(frame, Snapshot))
         if frame.kind == KIND_END:
-            return EndRecord(*place, self._decode(frame, End).reason)
+            return EndRecord(*place, self._decode(frame, JournalEnd).reason)
         raise self._unreadable(frame, f"unknown kind {frame.kind}")
 
     def _decode(self, frame: _Frame, kind: Any) -> Any:

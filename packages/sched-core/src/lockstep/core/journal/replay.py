@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
 
 
-class Stepper(Protocol):
+class ReplayedEngine(Protocol):
     """What replay needs of an engine."""
 
     def step(self, event: ObservedEvent, /) -> Step:
         """Take in one fact; return what follows."""
 
 
-MakeEngine = Callable[[JournalHeader], Stepper]
-RestoreEngine = Callable[[JournalHeader, bytes], Stepper]
+MakeEngine = Callable[[JournalHeader], ReplayedEngine]
+RestoreEngine = Callable[[JournalHeader, bytes], ReplayedEngine]
 
 
 class Divergence(LockstepError):
@@ -160,7 +160,7 @@ def fold(
         yield record.event, _step(engine, journal, record, strict=strict)
 
 
-def _step(engine: Stepper, journal: Journal, record: EventRecord, *, strict: bool) -> Step:
+def _step(engine: ReplayedEngine, journal: Journal, record: EventRecord, *, strict: bool) -> Step:
     if not strict:
         return engine.step(record.event)
     try:
@@ -207,7 +207,7 @@ def _opening(journal: Journal) -> Snapshot | None:
     return second.snapshot if isinstance(second, SnapshotRecord) else None
 
 
-def _first_engine(journal: Journal, make_engine: MakeEngine | None) -> Stepper:
+def _first_engine(journal: Journal, make_engine: MakeEngine | None) -> ReplayedEngine:
     if not journal.first_step:
         return _make_engine(journal.header, make_engine)
     engine = engine_at_start(journal)
@@ -234,7 +234,7 @@ def refuse_unreplayable(header: JournalHeader) -> None:
         )
 
 
-def _make_engine(header: JournalHeader, make_engine: MakeEngine | None) -> Stepper:
+def _make_engine(header: JournalHeader, make_engine: MakeEngine | None) -> ReplayedEngine:
     refuse_unreplayable(header)
     if make_engine is not None:
         return make_engine(header)

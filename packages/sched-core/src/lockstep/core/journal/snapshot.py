@@ -28,31 +28,31 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason, Grammar, SamplingParams
-from lockstep.core.features.adapters import Adapters
 from lockstep.core.features.data_parallel import RoundsImage
 from lockstep.core.features.disaggregation import TransfersImage
-from lockstep.core.features.grammars import Known
+from lockstep.core.features.grammars import GrammarEntry
 from lockstep.core.features.jump_forward import Forced
-from lockstep.core.features.media import Content, Encoding
+from lockstep.core.features.media import Content, EncoderEntry
 from lockstep.core.features.microbatches import MicrobatchesImage
 from lockstep.core.features.sessions import SessionImage
 from lockstep.core.features.speculation import Chances
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import FullPages
-from lockstep.core.kv.memory import Lease, Lent, Pending, Rewrite
+from lockstep.core.kv.memory import DeferredFree, Lent, Pending, Rewrite
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import (
     BASE,
-    EMPTY_COHORT,
-    NOBODY,
+    EMPTY_BATCH,
+    NO_REQUEST,
     Adapter,
-    Cohort,
     Extras,
     Request,
     RequestState,
     RequestTable,
+    RunningBatch,
 )
-from lockstep.core.scheduler.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 
 SNAPSHOT_FORMAT = 1
@@ -107,8 +107,8 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     deferred: DeferReason | None = None
 
 
-class LeaseImage(msgspec.Struct, forbid_unknown_fields=True):
-    fence: int
+class DeferredFreeImage(msgspec.Struct, forbid_unknown_fields=True, rename={"free_after": "fence"}):
+    free_after: int
     row: int
     namespace: str
     tokens: bytes
@@ -166,20 +166,23 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     microbatch: int | msgspec.UnsetType = msgspec.UNSET  # where it is not the first
 
 
-class MediaImage(msgspec.Struct, forbid_unknown_fields=True):
+class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced"}):
     """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
 
     numbers: list[tuple[Content, int]]
     next: int
-    encodings: list[tuple[bytes, Encoding]]
+    encodings: list[tuple[bytes, EncoderEntry]]
     pins: list[int]
     line: list[int]
-    fenced: list[tuple[int, list[bytes]]]
+    deferred: list[tuple[int, list[bytes]]]
     queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
     dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
 
 
-class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
+_ENGINE_KEYS = {"running_batch": "cohort", "deferred_frees": "leases", "deferred_pages": "fenced_pages"}  # in snapshots
+
+
+class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEYS):
     format: int
     config: SchedConfig
     now_us: int
@@ -196,11 +199,11 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True):
     held: list[int]
     grammars: list[tuple[bytes, str | None, int, list[int]]]
     prefilling: int | None
-    cohort: list[int]
+    running_batch: list[int]
     positions: bytes
     in_flight: list[BatchImage]
-    leases: list[LeaseImage]
-    fenced_pages: list[tuple[int, bytes]]
+    deferred_frees: list[DeferredFreeImage]
+    deferred_pages: list[tuple[int, bytes]]
     rewrites: list[tuple[int, int, bytes]]
     pending: list[tuple[int, int, int]]
     ratio: float
@@ -282,11 +285,11 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
             (digest, known.error, known.users, list(known.waiting)) for digest, known in engine.grammars.known.items()
         ],
         prefilling=engine.prefilling.request_id if engine.prefilling is not None else None,
-        cohort=[request.request_id for request in engine.cohort.requests],
+        running_batch=[request.request_id for request in engine.running_batch.requests],
         positions=engine.positions.tobytes(),
         in_flight=[_batch_image(batch) for batch in engine.in_flight],
-        leases=[_lease_image(engine, lease) for lease in memory.leases],
-        fenced_pages=[(fence, pages.tobytes()) for fence, pages in memory.fenced_pages],
+        deferred_frees=[_deferred_free_image(engine, deferred) for deferred in memory.deferred_frees],
+        deferred_pages=[(free_after, pages.tobytes()) for free_after, pages in memory.deferred_pages],
         rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
         pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in memory.pending],
         ratio=engine.ratio.value,
@@ -356,38 +359,38 @@ def restore(data: bytes) -> Engine:
     memory.table.free_rows = image.free_rows
     for one in image.requests:
         engine.requests[one.request_id] = _request(engine, one, nodes)
-    for lease in image.leases:
-        _lay_row(memory.table, lease.row, lease.row_pages, lease.row_outputs)
-        memory.table.holders[lease.row] = GONE
-        memory.leases.append(
-            Lease(
-                fence=lease.fence,
-                row=lease.row,
-                namespace=lease.namespace,
-                tokens=lease.tokens,
-                prompt_tokens=lease.prompt_tokens,
-                handle=nodes[lease.handle] if lease.handle is not None else None,
-                protected_pages=lease.protected_pages,
-                computed=lease.computed,
-                publish=lease.publish,
-                known=lease.known,
+    for deferred in image.deferred_frees:
+        _lay_row(memory.table, deferred.row, deferred.row_pages, deferred.row_outputs)
+        memory.table.holders[deferred.row] = GONE
+        memory.deferred_frees.append(
+            DeferredFree(
+                free_after=deferred.free_after,
+                row=deferred.row,
+                namespace=deferred.namespace,
+                tokens=deferred.tokens,
+                prompt_tokens=deferred.prompt_tokens,
+                handle=nodes[deferred.handle] if deferred.handle is not None else None,
+                protected_pages=deferred.protected_pages,
+                computed=deferred.computed,
+                publish=deferred.publish,
+                known=deferred.known,
             )
         )
     engine.waiting = [engine.requests[request_id] for request_id in image.waiting]
     engine.held = {request_id: engine.requests[request_id] for request_id in image.held}
     engine.grammars.known = {
-        digest: Known(error, users, dict.fromkeys(waiting)) for digest, error, users, waiting in image.grammars
+        digest: GrammarEntry(error, users, dict.fromkeys(waiting)) for digest, error, users, waiting in image.grammars
     }
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
-    engine.cohort = Cohort.of([engine.requests[request_id] for request_id in image.cohort])
+    engine.running_batch = RunningBatch.of([engine.requests[request_id] for request_id in image.running_batch])
     engine.positions = np.frombuffer(image.positions, np.int32)
-    for member in engine.cohort.requests:
+    for member in engine.running_batch.requests:
         member.decodes = True
     if engine.microbatches is not None and image.microbatches is not msgspec.UNSET:
         engine.microbatches.load(image.microbatches, engine)
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
     engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
-    memory.fenced_pages = [(fence, np.frombuffer(pages, np.int32)) for fence, pages in image.fenced_pages]
+    memory.deferred_pages = [(free_after, np.frombuffer(pages, np.int32)) for free_after, pages in image.deferred_pages]
     memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
     memory.pending = [Pending(batch_id, nodes[number], pages) for batch_id, number, pages in image.pending]
     engine.ratio.value = image.ratio
@@ -427,7 +430,7 @@ def restore(data: bytes) -> Engine:
     if engine.ranks is not None and image.ranks is not msgspec.UNSET:
         engine.ranks.load(image.ranks, engine)
     for request in engine.held.values():
-        if request.extras is not None and request.extras.leader != NOBODY:
+        if request.extras is not None and request.extras.leader != NO_REQUEST:
             engine.followers.setdefault(request.extras.leader, []).append(request)
     return engine
 
@@ -443,7 +446,7 @@ def _media_image(engine: Engine) -> MediaImage | None:
         encodings=list(media.encodings.items()),
         pins=list(media.pins),
         line=list(media.line),
-        fenced=list(media.fenced),
+        deferred=list(media.deferred),
         queued=list(media.queued) or msgspec.UNSET,
         dropping=list(media.dropping) or msgspec.UNSET,
     )
@@ -453,7 +456,7 @@ def _lay_media(engine: Engine, image: MediaImage) -> None:
     engine.placeholders.numbers, engine.placeholders.next = dict(image.numbers), image.next
     engine.media.encodings = dict(image.encodings)
     engine.media.pins = {request_id: _media_of(engine, request_id) for request_id in image.pins}
-    engine.media.fenced = list(image.fenced)
+    engine.media.deferred = list(image.deferred)
     engine.media.line = {request_id: _media_of(engine, request_id) for request_id in image.line}
     if image.queued is not msgspec.UNSET:
         engine.media.queued = dict.fromkeys(image.queued)
@@ -483,13 +486,15 @@ def _request_image(engine: Engine, request: Request) -> RequestImage:
     return RequestImage(**values)
 
 
-def _lease_image(engine: Engine, lease: Lease) -> LeaseImage:
-    on_the_way = sum(batch.tokens_of(lease.row) for batch in engine.in_flight)
-    computed = max(lease.computed - lease.prompt_tokens, 0)  # of its outputs; no more of them will be published
-    pages, outputs = _row_image(engine, lease.row, lease.computed, min(computed, max(computed + 1 - on_the_way, 0)))
-    values = lease._asdict()
-    values["handle"] = lease.handle.number if lease.handle is not None else None
-    return LeaseImage(**values, row_pages=pages, row_outputs=outputs)
+def _deferred_free_image(engine: Engine, deferred: DeferredFree) -> DeferredFreeImage:
+    on_the_way = sum(batch.tokens_of(deferred.row) for batch in engine.in_flight)
+    computed = max(deferred.computed - deferred.prompt_tokens, 0)  # of its outputs; no more of them will be published
+    pages, outputs = _row_image(
+        engine, deferred.row, deferred.computed, min(computed, max(computed + 1 - on_the_way, 0))
+    )
+    values = deferred._asdict()
+    values["handle"] = deferred.handle.number if deferred.handle is not None else None
+    return DeferredFreeImage(**values, row_pages=pages, row_outputs=outputs)
 
 
 def _row_image(engine: Engine, row: int, computed: int, outputs: int) -> tuple[bytes, bytes]:
@@ -608,7 +613,7 @@ def _batch(engine: Engine, image: BatchImage) -> InFlight:
         starts_after=verifies.starts_after if verifies is not None else (),
         speculation=_speculation(verifies) if verifies is not None else None,
     )
-    samplers = Cohort(
+    samplers = RunningBatch(
         [requests[i] for i in sample_rows.tolist()],
         request_ids[sample_rows],
         np.frombuffer(image.sampler_facts, np.int32).reshape(-1, len(sample_rows)) if len(sample_rows) else NO_FACTS,
@@ -632,7 +637,7 @@ def _gone() -> Request:
     return request
 
 
-NO_FACTS = EMPTY_COHORT.facts
+NO_FACTS = EMPTY_BATCH.facts
 
 GONE = _gone()
 """Stands for requests that ended while a batch or a lease still names their row."""

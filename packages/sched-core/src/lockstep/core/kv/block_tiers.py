@@ -3,7 +3,7 @@ in storage, each under a key that follows from its page's.
 
     device    page p: window_of[p], checkpoint_of[p]     --write-->     host page h: `of[h]` in the pool of each kind
                                                          <--load---
-    host      page h: `of[h]`                            --store-->     storage, under `companion_key` of the page's
+    host      page h: `of[h]`                            --store-->     storage, under `block_key` of the page's
                                                        <--prefetch--
 
 **Room.** The host has as many window pages and states for each of its pages as the device has, rounded up. Each pool by
@@ -39,10 +39,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import NO_ROWS, CompanionCopy, CompanionFetch, PrefetchFromStorage, Step
+from lockstep.core.contract.commands import NO_ROWS, BlockCopy, BlockFetch, PrefetchFromStorage, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
-from lockstep.core.contract.events import CompanionsEvicted, CompanionsFound
+from lockstep.core.contract.events import BlocksEvicted, BlocksFound
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.table import Int32s
 
@@ -64,9 +64,9 @@ class Moved(msgspec.Struct):
     host: Int32s  # of the host's pool; of a prefetch, room for what comes
     counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose companions it counts on, since the host has them
 
-    def copy(self) -> CompanionCopy:
+    def copy(self) -> BlockCopy:
         """What the device is told of it."""
-        return CompanionCopy(self.kind, self.device, self.host)
+        return BlockCopy(self.kind, self.device, self.host)
 
 
 class Needed(NamedTuple):
@@ -109,7 +109,7 @@ class HostPool:
         if missing > 0:
             idle = self._idle
             self.drop(idle[np.argsort(self.used[idle], kind="stable")[:missing]].astype(np.int32))
-            step.decided.append(CompanionsEvicted(step.time_us, HOST_KINDS[self.kind], missing))
+            step.decided.append(BlocksEvicted(step.time_us, HOST_KINDS[self.kind], missing))
         return self.pool.alloc(count)
 
     def touch(self, host_pages: Int32s) -> None:
@@ -117,14 +117,14 @@ class HostPool:
         self.used[host_pages] = self.clock + np.arange(host_pages.size)
         self.clock += host_pages.size
 
-    def attach(self, host_pages: Int32s, companions: Int32s, *, stored: bool = False) -> None:
+    def attach(self, host_pages: Int32s, blocks: Int32s, *, stored: bool = False) -> None:
         """These have arrived: each is its page's, unless that has one by now. `stored`: storage has them."""
         lacks = self.of[host_pages] < 0
-        self.of[host_pages[lacks]] = companions[lacks]
+        self.of[host_pages[lacks]] = blocks[lacks]
         if stored:
             self.stored[host_pages] = True
         self.touch(host_pages)
-        self.pool.free(companions[~lacks])
+        self.pool.free(blocks[~lacks])
 
     def drop(self, host_pages: Int32s) -> None:
         """Companions of these pages are free."""
@@ -134,7 +134,7 @@ class HostPool:
         self.stored[with_one] = False
 
 
-class HostCompanions:
+class HostBlocks:
     """Window pages and states in host memory, beside the host's pages of one engine."""
 
     def __init__(self, config: SchedConfig, host_pages: int) -> None:
@@ -162,9 +162,9 @@ class HostCompanions:
         """
         found = []
         for kind, pool in self.pools.items():
-            companions = hybrid.written(kind, path)
-            there = companions >= 0
-            first = min(hybrid.needed_from(kind, companions), known.size)
+            blocks = hybrid.written(kind, path)
+            there = blocks >= 0
+            first = min(hybrid.needed_from(kind, blocks), known.size)
             on_host = pool.of[known[first:]] >= 0
             pool.touch(known[first:][on_host])
             there[:first] = False
@@ -173,7 +173,7 @@ class HostCompanions:
             index = there.nonzero()[0].astype(np.int32)
             index = index[max(index.size - pool.available, 0) :]
             if index.size:
-                found.append(Moved(kind, index, companions[index], pool.take(index.size, step)))
+                found.append(Moved(kind, index, blocks[index], pool.take(index.size, step)))
         return found
 
     def arrived(self, moved: list[Moved], host_path: Int32s) -> None:
@@ -201,7 +201,7 @@ class HostCompanions:
         """By page of a path, whether the device or the host has its companion."""
         there = np.zeros(pages, np.bool_)
         device, host = device[:pages], host[:pages]
-        there[: device.size] = hybrid.companions_of(kind, device) >= 0
+        there[: device.size] = hybrid.blocks_of(kind, device) >= 0
         there[: host.size] |= self.pools[kind].of[host] >= 0
         return there
 
@@ -212,7 +212,7 @@ class HostCompanions:
             seen = np.arange(hybrid.seen_from(kind, pages), pages, dtype=np.int32)
             there = np.zeros(seen.size, np.bool_)
             mine = seen < device.size
-            there[mine] = hybrid.companions_of(kind, device[seen[mine]]) >= 0
+            there[mine] = hybrid.blocks_of(kind, device[seen[mine]]) >= 0
             coming.append(Needed(kind, seen[~there], seen[there]))
         return coming
 
@@ -268,7 +268,7 @@ class HostCompanions:
 
     def to_fetch(
         self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
-    ) -> tuple[list[Moved], tuple[CompanionFetch, ...], int]:
+    ) -> tuple[list[Moved], tuple[BlockFetch, ...], int]:
         """What a prefetch of a path asks of companions, with room for what any one end lacks of each kind.
 
         What the path has of them on the host stays there meanwhile.
@@ -278,7 +278,7 @@ class HostCompanions:
             reach: pages behind which somebody could go on without it.
             keys: of the path's pages.
 
-        Returns: what moves; `companions` and `reached` of the order.
+        Returns: what moves; `blocks` and `reached` of the order.
         """
         first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
         index = np.arange(first, len(keys), dtype=np.int32)
@@ -293,9 +293,9 @@ class HostCompanions:
             lacking = np.concatenate(([0], np.cumsum(~there)))
             most = int((lacking[ends] - lacking[np.maximum(ends - seen, 0)]).max())
             room = pool.take(min(most, pool.available), step)
-            named = tuple(companion_key(kind, key) for key in keys[first:])
+            named = tuple(block_key(kind, key) for key in keys[first:])
             moved.append(Moved(kind, index, NO_ROWS, room, counted))
-            asked.append(CompanionFetch(kind, named, tuple(there[first:].tolist()), seen, room))
+            asked.append(BlockFetch(kind, named, tuple(there[first:].tolist()), seen, room))
         return moved, tuple(asked), reach - first
 
     def let_go(self, moved: list[Moved], host: Int32s) -> None:
@@ -303,7 +303,7 @@ class HostCompanions:
         for one in moved:
             self.pools[one.kind].locks[host[one.counted]] -= 1
 
-    def check_fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], pages: int) -> None:
+    def check_fetched(self, asked: list[Moved], found: tuple[BlocksFound, ...], pages: int) -> None:
         """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
 
         Whether they are all that an end needs is not asked: if not, nobody goes on there.
@@ -321,7 +321,7 @@ class HostCompanions:
                     f"below {most}"
                 )
 
-    def fetched(self, asked: list[Moved], found: tuple[CompanionsFound, ...], host_path: Int32s) -> None:
+    def fetched(self, asked: list[Moved], found: tuple[BlocksFound, ...], host_path: Int32s) -> None:
         """A prefetch has brought this to the pages of a path; what else it had room for is free."""
         came = {one.kind: one.indices for one in found}
         for one in asked:
@@ -366,24 +366,24 @@ class HostCompanions:
 COLUMNS = ("of", "locks", "used", "stored")  # the last if there is storage
 
 
-def companion_key(kind: Kind, key: bytes) -> bytes:
+def block_key(kind: Kind, key: bytes) -> bytes:
     """Under which storage has the companion of the page with this key."""
     return sha256(key + kind.encode()).digest()
 
 
-def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tuple[int, tuple[CompanionsFound, ...]]:
+def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tuple[int, tuple[BlocksFound, ...]]:
     """What a prefetch brings from a storage that `has` some keys: pages, and companions by index into their keys.
 
     The same for every storage, simulated or not: the furthest end up to which it has all pages, and all companions
     that are needed there and not there already, as far as there is room for them; nothing if that is no gain.
     """
     pages = next((index for index, key in enumerate(order.keys) if not has(key)), len(order.keys))
-    if not order.companions:
+    if not order.blocks:
         return pages, ()
-    known = len(order.companions[0].keys) - len(order.keys)
+    known = len(order.blocks[0].keys) - len(order.keys)
     end = np.arange(1, known + pages + 1)
     usable, come = np.ones(end.size, np.bool_), []
-    for one in order.companions:
+    for one in order.blocks:
         there = np.array(one.there[: end.size], np.bool_)
         stored = np.array([has(key) for key in one.keys[: end.size]], np.bool_) & ~there
         lost = np.maximum.accumulate(np.where(there | stored, NONE, end - 1))
@@ -396,7 +396,7 @@ def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tupl
     if last < order.reached:
         return 0, ()
     found = [
-        CompanionsFound(kind, tuple((first[last] + stored[first[last] : last + 1].nonzero()[0]).tolist()))
+        BlocksFound(kind, tuple((first[last] + stored[first[last] : last + 1].nonzero()[0]).tolist()))
         for kind, stored, first in come
     ]
     return max(last + 1 - known, 0), tuple(one for one in found if one.indices)

@@ -58,18 +58,18 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
-from lockstep.core.contract.events import BatchId, CompanionsEvicted, RequestId
+from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.requests.table import ONE, Cohort, Int32s, Request, RequestState, RequestTable
-from lockstep.core.scheduler.delivery import step_numbers
-from lockstep.core.scheduler.retraction import members_growing, pages_ahead
+from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.retraction import members_growing, pages_ahead
+from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
 
 if TYPE_CHECKING:
     from lockstep.core.kv.memory import Memory
     from lockstep.core.kv.radix import Match, RadixCache
-    from lockstep.core.scheduler.admission import NewTokenRatio, PrefillBudget
-    from lockstep.core.scheduler.batching import InFlight
+    from lockstep.core.requests.batching import InFlight
+    from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget
     from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no window page, no slot
@@ -83,7 +83,7 @@ class Runners(Protocol):
     """Who is active and where each stands: an engine with one running batch as it is, or who else is to be asked of."""
 
     @property
-    def cohort(self) -> Cohort: ...
+    def running_batch(self) -> RunningBatch: ...
     @property
     def positions(self) -> Int32s: ...
     @property
@@ -99,7 +99,7 @@ class Runners(Protocol):
 class Stand(NamedTuple):
     """Who decodes and where each stands, other than an engine has it now: see `everybody`, `Hybrid.would_start`."""
 
-    cohort: Cohort
+    running_batch: RunningBatch
     positions: Int32s
     page_mask: Int32s
     requests: Mapping[RequestId, Request]
@@ -112,8 +112,8 @@ def everybody(engine: Engine) -> Runners:
     """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
     if engine.microbatches is None:
         return engine
-    cohort, positions = engine.everybody
-    stand = Stand(cohort, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
+    running_batch, positions = engine.everybody
+    stand = Stand(running_batch, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
     return _by_microbatch(engine, stand)
 
 
@@ -121,9 +121,12 @@ def _by_microbatch(engine: Engine, stand: Stand) -> Stand:
     if engine.microbatches is None:
         return stand
     number_of = engine.microbatches.members
-    numbers = np.array([number_of[one.request_id] for one in stand.cohort.requests], np.int32)
+    numbers = np.array([number_of[one.request_id] for one in stand.running_batch.requests], np.int32)
     members = [(numbers == number).nonzero()[0] for number in np.unique(numbers)]
-    parts = [stand._replace(cohort=stand.cohort.only(some), positions=stand.positions[some]) for some in members]
+    parts = [
+        stand._replace(running_batch=stand.running_batch.only(some), positions=stand.positions[some])
+        for some in members
+    ]
     return stand._replace(apart=tuple(parts))
 
 
@@ -227,24 +230,24 @@ class WindowPool:
             self._evict(max(missing, self.pool.total // EVICT_AHEAD_SHARE), step)
         return self.pool.alloc(count)
 
-    def attach(self, pages: Int32s, companions: Int32s) -> None:
+    def attach(self, pages: Int32s, blocks: Int32s) -> None:
         """These companions were loaded for cached pages: they are theirs, unless a page has one by now."""
         lacks = self.window_of[pages] < 0
-        self.pool.free(companions[~lacks])
-        pages, companions = pages[lacks], companions[lacks]
+        self.pool.free(blocks[~lacks])
+        pages, blocks = pages[lacks], blocks[lacks]
         if pages.size:
-            self.window_of[pages] = companions
+            self.window_of[pages] = blocks
             self.used[pages] = self.clock + np.arange(pages.size)
             self.clock += pages.size
             self.evictable += int(np.count_nonzero(self.locks[pages] == 0))
-            self.mapped.append((pages, companions))
+            self.mapped.append((pages, blocks))
 
     def open(self, pages: Int32s, step: Step) -> None:
         """These full pages are a row's from now on: give each its companion. The caller saw that there are so many."""
-        companions = self.take(pages.size, step)
-        self.window_of[pages] = companions
+        blocks = self.take(pages.size, step)
+        self.window_of[pages] = blocks
         self.locks[pages] = ONE
-        self.mapped.append((pages, companions))
+        self.mapped.append((pages, blocks))
 
     def out_of_sight(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
         """What rows hold below the page indices `keep`: full pages, and of each its row and index. int32 [n] all."""
@@ -265,13 +268,18 @@ class WindowPool:
         if own.size:
             self.drop(own)
 
-    def slides_by_growth(self, cohort: Cohort, positions: Int32s, busy: list[Int32s]) -> tuple[Int32s, Int32s]:
+    def slides_by_growth(
+        self, running_batch: RunningBatch, positions: Int32s, busy: list[Int32s]
+    ) -> tuple[Int32s, Int32s]:
         """Of a cohort's members that open a page next: their rows, and the page indices below which each is done.
 
         `busy`: rows of prompts in flight, which may read further back than decodes do; they are left out.
         """
         growing = members_growing(positions, np.array(self.page_size - 1, np.int32))
-        rows, boundary = cohort.rows.take(growing), (positions.take(growing) - np.int32(self.depth)) // self.page_size
+        rows, boundary = (
+            running_batch.rows.take(growing),
+            (positions.take(growing) - np.int32(self.depth)) // self.page_size,
+        )
         for extending in busy:
             idle = ~np.isin(rows, extending)
             rows, boundary = rows[idle], boundary[idle]
@@ -282,20 +290,20 @@ class WindowPool:
 
         Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
         """
-        cohort = runners.cohort
+        running_batch = runners.running_batch
         if self.by_one:
-            return self.slides_by_growth(cohort, runners.positions, extending_rows(runners.in_flight))
+            return self.slides_by_growth(running_batch, runners.positions, extending_rows(runners.in_flight))
         stands = np.zeros(self.table.pages.shape[0], np.int32)
-        stands[cohort.rows] = runners.positions
+        stands[running_batch.rows] = runners.positions
         for batch in reversed(tuple(runners.in_flight)):
             stands[batch.plan.rows] = batch.starts
-        return cohort.rows, self.first_seen(stands[cohort.rows] // self.page_size)
+        return running_batch.rows, self.first_seen(stands[running_batch.rows] // self.page_size)
 
     def opening(self, runners: Runners) -> int:
         """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
         if self.steps == 1 and self.by_one:
             return members_growing(runners.positions, runners.page_mask).size
-        return pages_ahead(runners.cohort, runners.positions, self.page_size, self.steps)
+        return pages_ahead(runners.running_batch, runners.positions, self.page_size, self.steps)
 
     def unlock(self, pages: Int32s) -> None:
         """Rows let go of these full pages' companions, one lock for each time a page is named."""
@@ -311,15 +319,15 @@ class WindowPool:
         Where the radix cache has a tombstone, it gets the row's companion. `held`: of which the row locks companions.
         What stays with `mine` stays locked until that page comes back: batches in flight may read it.
         """
-        heals = (self.window_of[theirs] < 0) & (self.window_of[mine] >= 0)
-        if heals.any():
-            source, target = mine[heals], theirs[heals]
-            companions = self.window_of[source]
-            self.window_of[target], self.window_of[source] = companions, NONE
+        fills = (self.window_of[theirs] < 0) & (self.window_of[mine] >= 0)
+        if fills.any():
+            source, target = mine[fills], theirs[fills]
+            blocks = self.window_of[source]
+            self.window_of[target], self.window_of[source] = blocks, NONE
             self.locks[target], self.locks[source] = self.locks[source], 0
             self.used[target] = self.used[source]
-            self.mapped.append((target, companions))
-        locks = theirs[held & ~heals]
+            self.mapped.append((target, blocks))
+        locks = theirs[held & ~fills]
         self.evictable -= int(np.count_nonzero(self.locks[locks] == 0))
         self.locks[locks] += ONE
 
@@ -340,7 +348,7 @@ class WindowPool:
             candidates = candidates[np.argpartition(self.used[candidates], count - 1)[:count]]
         oldest = candidates[np.argsort(self.used[candidates])]
         self.drop(oldest.astype(np.int32))
-        step.decided.append(CompanionsEvicted(step.time_us, "window", count))
+        step.decided.append(BlocksEvicted(step.time_us, "window", count))
 
     # ---- from and to another engine
 
@@ -384,13 +392,13 @@ class WindowPool:
             return own <= self.unpromised(runners) and wanted <= self.available - next_ones
         if reserved is None or wanted > self.available:
             return wanted <= self.available
-        cohort, positions, most = runners.cohort, runners.positions, -(-reserved // self.page_size)
+        running_batch, positions, most = runners.running_batch, runners.positions, -(-reserved // self.page_size)
         standing = [(now, first, -(-request.reach // self.page_size))]
         standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
         now_of, first_of, last_of = np.array(standing, np.int32).T
         now_of = np.concatenate((now_of, -(-positions // self.page_size)))
-        first_of = np.concatenate((first_of, self.first[cohort.rows]))
-        last_of = np.concatenate((last_of, -(-(cohort.limits - ONE) // self.page_size)))
+        first_of = np.concatenate((first_of, self.first[running_batch.rows]))
+        last_of = np.concatenate((last_of, -(-(running_batch.limits - ONE) // self.page_size)))
         to_open = np.minimum(self.row_pages_max - (now_of - first_of), last_of - now_of)
         return wanted + max(int(np.clip(to_open, 0, most).sum()), next_ones) <= self.available
 
@@ -406,34 +414,34 @@ class WindowPool:
 
     def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
         """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
-        cohort, positions = engine.cohort, engine.positions
-        if not cohort.size:
+        running_batch, positions = engine.running_batch, engine.positions
+        if not running_batch.size:
             return 0
         next_ones = self.opened_next(engine, kept)
-        now, last = -(-positions // self.page_size), -(-(cohort.limits - ONE) // self.page_size)
+        now, last = -(-positions // self.page_size), -(-(running_batch.limits - ONE) // self.page_size)
         if self.config.reserve == "on_demand":
             return next_ones
-        left = (cohort.limits - positions) * np.where(cohort.ignores_eos, 1.0, engine.ratio.value)
+        left = (running_batch.limits - positions) * np.where(running_batch.ignores_eos, 1.0, engine.ratio.value)
         most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
-        return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[cohort.rows]), 0, most).sum()))
+        return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
 
     def unpromised(self, engine: Runners) -> int:
         """Pages that nobody who is active holds or may still open: what reserve `full` has left.
 
         A page that several hold counts for each of them, since each may slide past it while the others stay.
         """
-        cohort, page_size = engine.cohort, self.page_size
+        running_batch, page_size = engine.running_batch, self.page_size
         now = -(-engine.positions // page_size)
-        first = self.first[cohort.rows]
+        first = self.first[running_batch.rows]
         most = self.row_pages_max - (now - first)
         until = np.zeros(self.table.pages.shape[0], np.int32)
         for batch in engine.in_flight:  # who decodes behind its prompt lets go of nothing before that is delivered
             prompts = batch.plan.rows[: batch.plan.extend_rows]
             until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
-        most = np.maximum(most, -(-until[cohort.rows] // page_size) - now)
-        left_to_open = np.minimum(most, -(-(cohort.limits - ONE) // page_size) - now)
+        most = np.maximum(most, -(-until[running_batch.rows] // page_size) - now)
+        left_to_open = np.minimum(most, -(-(running_batch.limits - ONE) // page_size) - now)
         charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
-        ranges = [self.table.pages[row, i:j] for row, i, j in zip(cohort.rows, first, now, strict=True)]
+        ranges = [self.table.pages[row, i:j] for row, i, j in zip(running_batch.rows, first, now, strict=True)]
         for request in engine.requests.values():
             if request.row >= 0 and not request.decodes:
                 start, stop = int(self.first[request.row]), -(-request.computed // page_size)
@@ -521,7 +529,7 @@ class WindowPool:
                     later.first[row] = keep
         for row, computed in leaving:
             later.locks[self.table.pages[row, later.first[row] : -(-computed // self.page_size)]] -= ONE
-        for _, pages in memory.fenced_pages:
+        for _, pages in memory.deferred_pages:
             later.locks[pages] = 0
         came = (self.window_of >= 0) & (self.locks > 0) & (later.locks == 0)
         later.evictable += int(np.count_nonzero(came)) - opening
@@ -536,7 +544,9 @@ class WindowPool:
             locks = self.locks - moving
             found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
         until = {  # by row: below this page
-            lease.row: -(-lease.computed // self.page_size) for lease in memory.leases if lease.row not in memory.lent
+            deferred.row: -(-deferred.computed // self.page_size)
+            for deferred in memory.deferred_frees
+            if deferred.row not in memory.lent
         }
         for batch in engine.in_flight:  # of several chunks of a prompt the last one says it
             for i, request in batch.alive():
@@ -545,7 +555,7 @@ class WindowPool:
         for batch in engine.in_flight:
             until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
         found += sum(self._held_alone(row, stop, locks) for row, stop in until.items())
-        return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.fenced_pages)
+        return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.deferred_pages)
 
     def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
         return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))
@@ -639,7 +649,7 @@ class StatePool:
             idle = self.idle
             oldest = int(idle[self.used[idle].argmin()])
             self._discard(np.array([oldest], np.int32))
-            step.decided.append(CompanionsEvicted(step.time_us, "state", 1))
+            step.decided.append(BlocksEvicted(step.time_us, "state", 1))
         return int(self.pool.alloc(1)[0])
 
     def _discard(self, slots: Int32s) -> None:
@@ -858,11 +868,13 @@ class Hybrid:
 
         `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
         """
-        (cohort, positions), memory = engine.everybody, engine.memory
-        gone = [(lease.row, lease.computed) for lease in memory.leases if lease.row not in memory.lent]
+        (running_batch, positions), memory = engine.everybody, engine.memory
+        gone = [
+            (deferred.row, deferred.computed) for deferred in memory.deferred_frees if deferred.row not in memory.lent
+        ]
         ending = [request for batch in self.in_flight for request in batch.ending_requests()]
         gone += [(one.row, one.computed) for one in ending]
-        gone += [(cohort.requests[i].row, int(positions[i])) for i in leaving]
+        gone += [(running_batch.requests[i].row, int(positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
             taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
@@ -872,9 +884,9 @@ class Hybrid:
                 return 0
         if self.window is None:
             return span[1]
-        stay = np.ones(cohort.size, np.bool_)
+        stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
-        staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
+        staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
         opening = 0
         if engine.config.reserve == "on_demand":  # elsewhere the reserve has their pages
             held = -(-now // self.page_size)
@@ -915,7 +927,7 @@ class Hybrid:
 
     # ------------------------------------------------------------------------------------------- tiers below the device
 
-    def companions_of(self, kind: Kind, pages: Int32s) -> Int32s:
+    def blocks_of(self, kind: Kind, pages: Int32s) -> Int32s:
         """By full page its window page, or checkpoint; NONE where it has none."""
         if kind == "window":
             assert self.window is not None
@@ -925,17 +937,17 @@ class Hybrid:
 
     def written(self, kind: Kind, pages: Int32s) -> Int32s:
         """The same of pages that are computed; NONE where a batch in flight is still to write the checkpoint."""
-        companions = self.companions_of(kind, pages)
+        blocks = self.blocks_of(kind, pages)
         if kind == "state" and self.states is not None and self.states.unwritten:
-            companions[np.isin(companions, list(self.states.unwritten))] = NONE
-        return companions
+            blocks[np.isin(blocks, list(self.states.unwritten))] = NONE
+        return blocks
 
-    def needed_from(self, kind: Kind, companions: Int32s) -> int:
+    def needed_from(self, kind: Kind, blocks: Int32s) -> int:
         """Of a path with these companions, the first page whose companion counts for who goes on from its end."""
         if kind == "window":
-            return self.seen_from(kind, companions.size)
-        there = (companions >= 0).nonzero()[0]
-        return int(there[-1]) if there.size else companions.size
+            return self.seen_from(kind, blocks.size)
+        there = (blocks >= 0).nonzero()[0]
+        return int(there[-1]) if there.size else blocks.size
 
     def seen_from(self, kind: Kind, pages: int) -> int:
         """The first page whose companion somebody needs who goes on behind so many; all up to the last are needed."""
@@ -979,21 +991,21 @@ class Hybrid:
         if self.states is not None:
             self.states.locks[slots] -= 1
 
-    def arrived(self, kind: Kind, pages: Int32s, companions: Int32s) -> None:
+    def arrived(self, kind: Kind, pages: Int32s, blocks: Int32s) -> None:
         """Companions of these cached pages were loaded."""
         if kind == "window" and self.window is not None:
-            self.window.attach(pages, companions)
+            self.window.attach(pages, blocks)
             return
         assert self.states is not None
-        for page, slot in zip(pages.tolist(), companions.tolist(), strict=True):
+        for page, slot in zip(pages.tolist(), blocks.tolist(), strict=True):
             self.states.attach(page, slot)
 
-    def lost(self, kind: Kind, companions: Int32s) -> None:
+    def lost(self, kind: Kind, blocks: Int32s) -> None:
         """They were not, or nobody could find them."""
         pools = {"window": self.window, "state": self.states}
         pool = pools[kind]
         assert pool is not None
-        pool.pool.free(companions)
+        pool.pool.free(blocks)
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
@@ -1117,7 +1129,7 @@ class Hybrid:
             self.states.publish(row, cached)
             self.states.let_go(row)
 
-    def heal(self, mine: Int32s, theirs: Int32s) -> None:
+    def fill(self, mine: Int32s, theirs: Int32s) -> None:
         """Pages of a row that is given back are in the radix cache already: give those what they have lost."""
         if self.window is not None:
             self.window.hand_over(mine, theirs, np.zeros(mine.size, np.bool_))
@@ -1152,13 +1164,13 @@ class Hybrid:
 
     def changes(self, plan: BatchPlan, oldest: BatchId, step: Step) -> HybridChanges | None:
         """What changes for the device with this plan; None: nothing."""
-        pages = companions = rows = slots = sources = NO_ROWS
+        pages = blocks = rows = slots = sources = NO_ROWS
         index: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
         if self.window is not None and self.window.mapped:
             pages = np.concatenate([pages for pages, _ in self.window.mapped])
-            companions = np.concatenate([companions for _, companions in self.window.mapped])
+            blocks = np.concatenate([blocks for _, blocks in self.window.mapped])
             self.window.mapped = []
         if self.states is not None:
             if self.states.starts:
@@ -1168,12 +1180,12 @@ class Hybrid:
         if not pages.size and not rows.size and not index:
             return None
         checkpoints = [np.array(column, np.int32) for column in (index, positions, kept)]
-        return HybridChanges(pages, companions, rows, slots, sources, *checkpoints)
+        return HybridChanges(pages, blocks, rows, slots, sources, *checkpoints)
 
-    def open_in_run(self, cohort: Cohort, positions: Int32s, pages: Int32s, step: Step) -> None:
+    def open_in_run(self, running_batch: RunningBatch, positions: Int32s, pages: Int32s, step: Step) -> None:
         """As a decode does: let go of what its members do not see any more; `pages` are theirs from now on."""
         if self.window is not None and pages.size:
-            self.window.slide(*self.window.slides_by_growth(cohort, positions, []))
+            self.window.slide(*self.window.slides_by_growth(running_batch, positions, []))
             self.window.open(pages, step)
 
     def decodes_without_evicting(self, positions: Int32s, growing: int) -> bool:
@@ -1196,7 +1208,7 @@ class Hybrid:
                 "pool": window.pool.dump(),
                 "clock": window.clock,
                 "evictable": window.evictable,
-                "mapped": [(pages.tobytes(), companions.tobytes()) for pages, companions in window.mapped],
+                "mapped": [(pages.tobytes(), blocks.tobytes()) for pages, blocks in window.mapped],
                 **({"coming": [(one, *_told(of)) for one, of in window.coming.items()]} if window.coming else {}),
                 **({"quarantined": [(one, of.tobytes()) for one, of in parked.items()]} if parked else {}),
                 **{name: getattr(window, name).tobytes() for name in WINDOW_COLUMNS},

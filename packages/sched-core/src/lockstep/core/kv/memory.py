@@ -8,8 +8,9 @@ Who holds a page, at any moment exactly one of:
 What layers without full attention keep beside a page goes where the page goes (`hybrid`).
 
 **Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
-leaves a row while such a plan is in flight leaves a `Lease` behind: row, pages and lock stay taken until the last plan
-that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are dropped.
+leaves a row while such a plan is in flight leaves a `DeferredFree` behind: row, pages and lock stay taken until the
+last plan that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are
+dropped.
 
 Nothing here chooses: the engine says who takes a row, who leaves and what is published; this file keeps the books.
 """
@@ -25,23 +26,23 @@ from msgspec import UNSET
 from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
-from lockstep.core.features.adapters import Adapters
+from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import FullPages, Hybrid
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match, RadixCache, RadixNode
 from lockstep.core.kv.tiers import Tiers
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
-from lockstep.core.scheduler.batching import InFlight
 
-NO_FENCE: BatchId = -1
+NO_BATCH: BatchId = -1
 EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
 
 
-class Lease(NamedTuple):
-    """What a request left behind in flight: its row, its pages and its lock, until batch `fence` is collected."""
+class DeferredFree(NamedTuple):
+    """What a request left behind in flight: its row, its pages and its lock, until batch `free_after` is collected."""
 
-    fence: BatchId
+    free_after: BatchId
     row: int
     namespace: str
     tokens: bytes  # int32 ids it came to the row with
@@ -97,8 +98,8 @@ class Memory:
         self.pool = PagePool(config.pages)
         self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
         self.adapters = Adapters(config.max_loras) if config.max_loras else None  # None: LoRA is off
-        self.leases: list[Lease] = []
-        self.fenced_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
+        self.deferred_frees: list[DeferredFree] = []
+        self.deferred_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
@@ -172,29 +173,33 @@ class Memory:
 
     def returning_pages(self) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        fenced = sum(pages.size for _, pages in self.fenced_pages)
-        leases = [lease for lease in self.leases if lease.row not in self.lent]
-        leased = sum(self._freed_by(lease.computed, lease.protected_pages, lease.handle) for lease in leases)
+        deferred = sum(pages.size for _, pages in self.deferred_pages)
+        deferred_frees = [deferred for deferred in self.deferred_frees if deferred.row not in self.lent]
+        deferred_rows = sum(
+            self._freed_by(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in deferred_frees
+        )
         ending = 0
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return fenced + leased + ending + (self.tiers.returning_pages() if self.tiers is not None else 0)
+        return deferred + deferred_rows + ending + (self.tiers.returning_pages() if self.tiers is not None else 0)
 
     def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
         stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
         """
-        holders = [(lease.computed, lease.protected_pages, lease.handle) for lease in self.leases]
-        fences = [lease.fence for lease in self.leases] + [fence for fence, _ in self.fenced_pages]
+        holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred_frees]
+        deferred_batches = [deferred.free_after for deferred in self.deferred_frees] + [
+            free_after for free_after, _ in self.deferred_pages
+        ]
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 holders.append((request.computed, request.protected_pages, request.handle))
-                fences.append(batch.plan.batch_id)
-        places = len(holders) - len(self.leases)
+                deferred_batches.append(batch.plan.batch_id)
+        places = len(holders) - len(self.deferred_frees)
         for request, position in leaving:
             holders.append((position, request.protected_pages, request.handle))
-        pages = sum(fenced.size for _, fenced in self.fenced_pages)
+        pages = sum(deferred.size for _, deferred in self.deferred_pages)
         pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
 
         released: dict[int, int] = {}  # by number of a node: locks that are given back
@@ -212,7 +217,7 @@ class Memory:
             node = node.parent
             mine = len(node.pages) if node is not None else 0
 
-        last = max(fences, default=NO_FENCE)
+        last = max(deferred_batches, default=NO_BATCH)
         launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
         launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
         return Back(pages, matched, places, len(holders), launches)
@@ -283,16 +288,16 @@ class Memory:
     # -------------------------------------------------------------------------------------------------------- give back
 
     def leave(self, request: Request, step: Step, *, publish: bool, known: int | None = None) -> None:
-        """Take a request off its row. What work in flight still uses stays behind as a Lease."""
-        row, fence = request.row, NO_FENCE
+        """Take a request off its row. What work in flight still uses stays behind as a DeferredFree."""
+        row, free_after = request.row, NO_BATCH
         for batch in self.in_flight:
             if row not in batch.dead and batch.names(row):
                 batch.dead.append(row)
-                fence = batch.plan.batch_id
+                free_after = batch.plan.batch_id
         if self.rewrites:
             self.rewrites = [rewrite for rewrite in self.rewrites if rewrite.row != row]
-        lease = Lease(
-            fence,
+        deferred = DeferredFree(
+            free_after,
             row,
             request.namespace,
             request.tokens,
@@ -308,44 +313,48 @@ class Memory:
         request.protected_pages = 0
         request.computed = 0
         request.epoch += 1
-        if fence == NO_FENCE and row not in self.lent:
-            self.release(lease, step)
+        if free_after == NO_BATCH and row not in self.lent:
+            self.release(deferred, step)
         else:
-            self.leases.append(lease)
+            self.deferred_frees.append(deferred)
 
-    def lift_fences(self, batch_id: BatchId, step: Step) -> bool:
+    def release_deferred(self, batch_id: BatchId, step: Step) -> bool:
         """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
-        done = [lease for lease in self.leases if lease.fence <= batch_id and lease.row not in self.lent]
-        for lease in done:
-            self.leases.remove(lease)
-            self.release(lease, step)
-        for fence, pages in self.fenced_pages:
-            if fence <= batch_id:
+        done = [
+            deferred
+            for deferred in self.deferred_frees
+            if deferred.free_after <= batch_id and deferred.row not in self.lent
+        ]
+        for deferred in done:
+            self.deferred_frees.remove(deferred)
+            self.release(deferred, step)
+        for free_after, pages in self.deferred_pages:
+            if free_after <= batch_id:
                 self.pool.free(pages)
-        self.fenced_pages = [entry for entry in self.fenced_pages if entry[0] > batch_id]
+        self.deferred_pages = [entry for entry in self.deferred_pages if entry[0] > batch_id]
         return bool(done)
 
-    def release(self, lease: Lease, step: Step) -> None:
+    def release(self, deferred: DeferredFree, step: Step) -> None:
         """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
         page_size = self.config.page_size
-        row, kept = lease.row, lease.protected_pages
-        held = -(-lease.computed // page_size)
+        row, kept = deferred.row, deferred.protected_pages
+        held = -(-deferred.computed // page_size)
         pages = self.table.pages[row]
         if self.hybrid is not None:
             self.hybrid.let_go(row, held)
         if self.radix is not None:
-            stale, backed_up = self.is_stale(lease.namespace), None
-            whole = (lease.computed if lease.known is None else lease.known) // page_size
-            if lease.publish and not stale and whole > kept:
-                tokens = self.table.first_tokens(row, lease.tokens, lease.prompt_tokens, whole * page_size)
-                inserted = self.radix.insert(lease.namespace, tokens, pages[:whole], behind=lease.handle)
+            stale, backed_up = self.is_stale(deferred.namespace), None
+            whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
+            if deferred.publish and not stale and whole > kept:
+                tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
+                inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
                 already = inserted.already
                 backed_up = inserted.node
                 if self.tiers is not None and self.hybrid is None:
                     self.tiers.back_up(inserted.node, whole, step)
                 if already > kept:
                     if self.hybrid is not None:
-                        self.hybrid.heal(pages[kept:already], self.radix.pages_of(inserted.node)[kept:already])
+                        self.hybrid.fill(pages[kept:already], self.radix.pages_of(inserted.node)[kept:already])
                     self.pool.free(pages[kept:already].copy())
                     if self.hybrid is not None:
                         pages[kept:already] = self.radix.pages_of(inserted.node)[kept:already]
@@ -354,8 +363,8 @@ class Memory:
                 self.hybrid.left(row, pages[:kept])
                 if self.tiers is not None and backed_up is not None:
                     self.tiers.back_up(backed_up, kept, step)
-            if lease.handle is not None:
-                self.let_go(lease.handle, lease.namespace, step)
+            if deferred.handle is not None:
+                self.let_go(deferred.handle, deferred.namespace, step)
         elif self.hybrid is not None:
             self.hybrid.left(row, pages[:0])
         if held > kept:
@@ -416,19 +425,19 @@ class Memory:
             for given_up in self.lent.pop(row).pages:
                 self._free_behind(row, given_up)
             in_flight = self.in_flight[0].plan.batch_id if self.in_flight else None
-            for lease in [one for one in self.leases if one.row == row]:
-                if in_flight is None or lease.fence < in_flight:
-                    self.leases.remove(lease)
-                    self.release(lease, step)
+            for deferred in [one for one in self.deferred_frees if one.row == row]:
+                if in_flight is None or deferred.free_after < in_flight:
+                    self.deferred_frees.remove(deferred)
+                    self.release(deferred, step)
 
     def void(self, step: Step) -> None:
         """The device's memory is gone: nothing fences anything, and nothing is cached."""
-        for lease in self.leases:
-            self.release(lease, step)
-        self.leases = []
-        for _, pages in self.fenced_pages:
+        for deferred in self.deferred_frees:
+            self.release(deferred, step)
+        self.deferred_frees = []
+        for _, pages in self.deferred_pages:
             self.pool.free(pages)
-        self.fenced_pages = []
+        self.deferred_pages = []
         self.rewrites = []
         self.pending = []
         if self.hybrid is not None:
@@ -500,19 +509,21 @@ class Memory:
         """A batch is collected: what it was to compute is there."""
         self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
 
-    def banish_pending(self, batch_id: BatchId) -> list[int]:
+    def invalidate_pending(self, batch_id: BatchId) -> list[int]:
         """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""
-        banished: list[int] = []
+        invalidated: list[int] = []
         if self.radix is not None:
             for pending in self.pending:
                 if pending.batch_id == batch_id:
-                    banished += [node.number for node in self.radix.banish(pending.node, pending.pages)]
+                    invalidated += [node.number for node in self.radix.invalidate(pending.node, pending.pages)]
         self.computed(batch_id)
-        self.leases = [
-            lease._replace(publish=False) if lease.handle is not None and lease.handle.number in banished else lease
-            for lease in self.leases
+        self.deferred_frees = [
+            deferred._replace(publish=False)
+            if deferred.handle is not None and deferred.handle.number in invalidated
+            else deferred
+            for deferred in self.deferred_frees
         ]
-        return banished
+        return invalidated
 
     def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
         """Empty the radix cache of what nobody holds."""
@@ -560,9 +571,9 @@ class Memory:
         if row in self.lent:
             self.lent[row].pages.append(pages)
             return
-        fences = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
-        if fences:
-            self.fenced_pages.append((fences[-1], pages))
+        deferred_batches = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
+        if deferred_batches:
+            self.deferred_pages.append((deferred_batches[-1], pages))
         else:
             self.pool.free(pages)
 

@@ -57,9 +57,9 @@ class RadixNode:
     """One edge of the tree, and the handle to the path that ends with it. Only RadixCache changes it."""
 
     __slots__ = (
-        "banished",
         "children",
         "handles",
+        "invalidated",
         "key",
         "lock_count",
         "namespace",
@@ -85,7 +85,7 @@ class RadixNode:
         self.tick = 0  # of its last use
         self.handles = 0  # locks taken on this very node
         self.lock_count = 0  # locks taken on it or below
-        self.banished = False  # no match may find it: what it holds was never computed
+        self.invalidated = False  # no match may find it: what it holds was never computed
         self.queued = False  # whether it has an entry in the queue of leaves
         self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
 
@@ -182,7 +182,7 @@ class RadixCache:
             known is not None
             and known.node.stop == known.pages
             and known.node.parent is not None
-            and not known.node.banished
+            and not known.node.invalidated
         ):
             start = known.node  # still in the tree, with the same path above it
         node, pages = self._descend(start, tokens, min(max_pages, len(tokens) // self._page_bytes))
@@ -344,13 +344,13 @@ class RadixCache:
         """Evict everything that is not locked; as `evict`."""
         return self.evict(self.evictable_pages)
 
-    def banish(self, node: RadixNode, pages: int) -> list[RadixNode]:
+    def invalidate(self, node: RadixNode, pages: int) -> list[RadixNode]:
         """Hide what lies beyond the first `pages` of the path to `node`, and all below it, from every later match.
 
         For KV that was shared before it was computed, and never was. Locks hold as before; the pages come back by
         eviction. Returns the nodes that were hidden just now.
         """
-        if node.banished:
+        if node.invalidated:
             return []
         while node.parent is not None and node.parent.stop > pages:
             node = node.parent
@@ -361,7 +361,7 @@ class RadixCache:
         parent.version += 1
         nodes = list(_below(node))
         for one in nodes:
-            one.banished = True
+            one.invalidated = True
             one.version += 1
         parent.children[self._child_key(node)] = node
         self.epoch += 1
@@ -370,7 +370,7 @@ class RadixCache:
     def _child_key(self, node: RadixNode) -> bytes:
         """Under which its parent files it: its first page, or something no prompt can ask for."""
         parent = node.parent
-        if node.banished and parent is not None and not parent.banished:
+        if node.invalidated and parent is not None and not parent.invalidated:
             return b"banished %d" % node.number + bytes(self._page_bytes)
         return node.key[: self._page_bytes]
 
@@ -381,7 +381,7 @@ class RadixCache:
         trees: dict[str, list[tuple[int, int, int, int, bytes, bytes, bool]]] = {}
         for node in self.walk():
             parent = -1 if node.parent is None else node.parent.number
-            row = (node.number, parent, node.tick, node.handles, node.key, node.pages.tobytes(), node.banished)
+            row = (node.number, parent, node.tick, node.handles, node.key, node.pages.tobytes(), node.invalidated)
             trees.setdefault(node.namespace, []).append(row)
         return {
             "page_tokens": self.page_tokens,
@@ -398,10 +398,10 @@ class RadixCache:
         cache = cls(state["page_tokens"], state["capacity_pages"])
         nodes: dict[int, RadixNode] = {}
         for namespace, rows in state["trees"]:
-            for number, parent_number, tick, handles, key, pages, banished in rows:
+            for number, parent_number, tick, handles, key, pages, invalidated in rows:
                 parent = nodes.get(parent_number)
                 node = RadixNode(number, parent, namespace, key, np.frombuffer(pages, dtype=np.int32).copy())
-                node.tick, node.handles, node.banished = tick, handles, banished
+                node.tick, node.handles, node.invalidated = tick, handles, invalidated
                 if parent is None:
                     cache._roots[namespace] = node
                 else:
@@ -558,7 +558,7 @@ class RadixCache:
         parent, count, locks, page_bytes = node.parent, len(node.pages), node.handles, self._page_bytes
         for first, child in node.children.items():
             locks += child.lock_count
-            own = self._child_key(child) if child.banished else child.key[:page_bytes]
+            own = self._child_key(child) if child.invalidated else child.key[:page_bytes]
             if child.parent is not node or own != first:
                 raise InvariantError(f"S10: {child} is not filed under {node} where it belongs")
         if node.lock_count != locks:

@@ -44,9 +44,9 @@ import numpy as np
 
 from lockstep.core.contract.commands import (
     NO_ROWS,
+    BlockFetch,
+    BlockStore,
     CancelPrefetch,
-    CompanionFetch,
-    CompanionStore,
     CopyToHost,
     LoadFromHost,
     PrefetchFromStorage,
@@ -56,7 +56,7 @@ from lockstep.core.contract.commands import (
 from lockstep.core.contract.config import CacheTiers
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
-    CompanionsFound,
+    BlocksFound,
     DeferReason,
     HostCopyFinished,
     HostPagesEvicted,
@@ -68,18 +68,18 @@ from lockstep.core.contract.events import (
     TierOperationStarted,
     TierOutcome,
 )
-from lockstep.core.kv.block_tiers import HostCompanions, Moved, Needed, companion_key
+from lockstep.core.kv.block_tiers import HostBlocks, Moved, Needed, block_key
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache, RadixNode
 from lockstep.core.requests.table import Int32s, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.kv.memory import Memory
-    from lockstep.core.scheduler.admission import PrefillBudget
+    from lockstep.core.requests.budget import PrefillBudget
     from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no operation
-NO_FETCH: tuple[CompanionFetch, ...] = ()
+NO_FETCH: tuple[BlockFetch, ...] = ()
 LOOKAHEAD_REQUESTS = 64
 """Of the waiting line, those for which storage is asked ahead of their turn."""
 
@@ -108,7 +108,7 @@ class Operation(msgspec.Struct):
     host_handle: RadixNode | None = None
     request_id: RequestId = NONE
     cancelled: bool = False  # the host was told that nobody waits for it
-    companions: list[Moved] = []
+    blocks: list[Moved] = []
     windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
     slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
 
@@ -118,7 +118,7 @@ class Operation(msgspec.Struct):
         return self.stop - self.start
 
 
-class Wanted(NamedTuple):
+class LoadPlan(NamedTuple):
     """What a load would bring a request."""
 
     pages: int  # by so many it would go on further behind
@@ -133,7 +133,7 @@ class Wanted(NamedTuple):
         return self.host_path[self.device.pages : self.stop]
 
 
-class Candidate(msgspec.Struct):
+class LoadCandidate(msgspec.Struct):
     """What is done and was done for a request of the line."""
 
     asked: bool = False  # its prefix was looked for in storage, or is not worth it
@@ -161,7 +161,7 @@ class Tiers:
         self.host = RadixCache(self.page_size)
         self.operations: dict[int, Operation] = {}
         self.next_operation = 0
-        self.candidates: dict[RequestId, Candidate] = {}
+        self.candidates: dict[RequestId, LoadCandidate] = {}
         self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
         self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
         self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
@@ -169,7 +169,7 @@ class Tiers:
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
         self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
         config = memory.config
-        self.companions = HostCompanions(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
+        self.blocks = HostBlocks(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
@@ -203,15 +203,13 @@ class Tiers:
     def windows_loading(self) -> int:
         """Window pages of the device that loads are filling."""
         loads = [one for one in self.operations.values() if one.kind == "load"]
-        return sum(moved.index.size for one in loads for moved in one.companions if moved.kind == "window")
+        return sum(moved.index.size for one in loads for moved in one.blocks if moved.kind == "window")
 
     @property
     def slots_moving(self) -> int:
         """Slots of state of the device that moves read, count on or fill."""
         moves = self.operations.values()
-        filled = [
-            moved.device for one in moves if one.kind == "load" for moved in one.companions if moved.kind == "state"
-        ]
+        filled = [moved.device for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
         return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
 
     def window_locks(self) -> Int32s:
@@ -243,7 +241,7 @@ class Tiers:
 
         Not all of them need be: with `same_step_sharing` another's page may stand there, whose batch is in flight.
         """
-        if self.settings.write_policy == "write_back" or node.banished or self.memory.is_stale(node.namespace):
+        if self.settings.write_policy == "write_back" or node.invalidated or self.memory.is_stale(node.namespace):
             return
         if self.holds_still:
             return
@@ -276,7 +274,7 @@ class Tiers:
 
     def _write_back(self, leaf: RadixNode, step: Step) -> None:
         """Pages at the end of a leaf are about to be evicted: copy its whole path, as far as the host lacks it."""
-        if leaf.banished or self.memory.is_stale(leaf.namespace):
+        if leaf.invalidated or self.memory.is_stale(leaf.namespace):
             return
         assert self.memory.radix is not None
         device_pages = self.memory.radix.pages_of(leaf)
@@ -291,7 +289,7 @@ class Tiers:
         """
         known = self.host.match(namespace, tokens, stop)
         fresh = self.writing[device_pages[known.pages : stop]] == NONE
-        if not fresh.any() and self.companions is None:
+        if not fresh.any() and self.blocks is None:
             self.host.unlock(self.host.lock(known))  # used, for what is evicted by age
             return
         start = known.pages + int(fresh.argmax()) if fresh.any() else stop
@@ -301,12 +299,12 @@ class Tiers:
             start = stop = known.pages  # companions alone
         handle = self.host.lock(known)
         stop = min(stop, start + self.pool.free_count + self.host.evictable_pages)
-        if stop == start and self.companions is None:
+        if stop == start and self.blocks is None:
             self.host.unlock(handle)
             return
         moved, host_pages = device_pages[start:stop].copy(), self._take_host_pages(stop - start, step)
-        companions = self._going_down(device_pages[:stop], start, handle, step)
-        if stop == start and not companions:
+        blocks = self._going_down(device_pages[:stop], start, handle, step)
+        if stop == start and not blocks:
             self.host.unlock(handle)
             return
         if node is not None:
@@ -322,10 +320,10 @@ class Tiers:
             host_pages,
             node,
             handle,
-            companions=companions,
+            blocks=blocks,
         )
         self.writing[moved] = operation.number
-        for one in companions:
+        for one in blocks:
             self.writing[device_pages[one.index]] = operation.number
             if one.kind == "window":
                 operation.windows_locked = device_pages[one.index]
@@ -336,15 +334,15 @@ class Tiers:
         elif self.memory.hybrid is not None:
             self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
         self._begin(operation, step)
-        copies = tuple(one.copy() for one in companions)
+        copies = tuple(one.copy() for one in blocks)
         step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
 
     def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
         """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
-        if self.companions is None or self.memory.hybrid is None:
+        if self.blocks is None or self.memory.hybrid is None:
             return []
         busy = self.writing[path[: known.stop]] != NONE
-        return self.companions.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
+        return self.blocks.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
         """Host pages for an operation; the oldest that nobody uses make room. The caller saw that there are so many."""
@@ -357,8 +355,8 @@ class Tiers:
     def _give_back_host(self, host_pages: Int32s) -> None:
         self.stored[host_pages] = False
         self.fetched[host_pages] = False
-        if self.companions is not None:
-            self.companions.drop(host_pages)
+        if self.blocks is not None:
+            self.blocks.drop(host_pages)
         self.pool.free(host_pages)
 
     # ------------------------------------------------------------------------------------------------------------- load
@@ -368,7 +366,7 @@ class Tiers:
 
         Begins to load that, unless a load is under way that brings it.
         """
-        candidate = self.candidates.setdefault(request.request_id, Candidate())
+        candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
         if candidate.loaded or candidate.operation != NONE:  # it had its load, or waited long enough
             return False
         wanted = self._wanted(request, device)
@@ -400,21 +398,21 @@ class Tiers:
             number = self._load(request, wanted, coming, step)
         return self._wait(candidate, number, step)
 
-    def _wanted(self, request: Request, device: Match) -> Wanted | None:
+    def _wanted(self, request: Request, device: Match) -> LoadPlan | None:
         """What the host has of a request's prefix beyond `device`, behind which it could start as it is."""
         most = request.cacheable_tokens // self.page_size
         found, stop = self.host.match(request.namespace, request.tokens, most), 0
-        if self.companions is None:
+        if self.blocks is None:
             stop = found.pages
         elif self.memory.hybrid is not None and found.node is not None:
-            stop = self.companions.furthest(self.memory.hybrid, *self._paths(request, found, most))
+            stop = self.blocks.furthest(self.memory.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
         pages = stop - device.pages
         if self.memory.hybrid is not None and self.memory.radix is not None:
             device = self.memory.radix.match(request.namespace, request.tokens, stop)
-        return Wanted(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
+        return LoadPlan(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
 
     def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
         """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
@@ -423,24 +421,24 @@ class Tiers:
         host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
         return self.memory.path_of(whole), host_path
 
-    def _coming_up(self, wanted: Wanted) -> list[Needed]:
+    def _coming_up(self, wanted: LoadPlan) -> list[Needed]:
         """Companions that a load would bring."""
-        if self.companions is None or self.memory.hybrid is None:
+        if self.blocks is None or self.memory.hybrid is None:
             return []
-        return self.companions.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
+        return self.blocks.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
 
     def _has_room(self, coming: list[Needed], engine: Engine) -> bool:
-        if self.companions is None or self.memory.hybrid is None:
+        if self.blocks is None or self.memory.hybrid is None:
             return True
-        return self.companions.has_room(self.memory.hybrid, coming, engine)
+        return self.blocks.has_room(self.memory.hybrid, coming, engine)
 
-    def _brought_by(self, wanted: Wanted, coming: list[Needed]) -> int:
+    def _brought_by(self, wanted: LoadPlan, coming: list[Needed]) -> int:
         """A load under way that brings some of it; NONE if there is none."""
         pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
         under_way = self.loading[pages]
         return int(under_way.max())
 
-    def _load(self, request: Request, wanted: Wanted, coming: list[Needed], step: Step) -> int:
+    def _load(self, request: Request, wanted: LoadPlan, coming: list[Needed], step: Step) -> int:
         radix, memory = self.memory.radix, self.memory
         assert radix is not None
         host_pages = wanted.host_pages
@@ -458,21 +456,21 @@ class Tiers:
             request.request_id,
         )
         self.loading[host_pages] = operation.number
-        if self.companions is not None and memory.hybrid is not None:
+        if self.blocks is not None and memory.hybrid is not None:
             path = memory.path_of(wanted.device)
             for one in coming:
                 self.loading[wanted.host_path[one.lacking]] = operation.number
                 if one.kind == "window":
                     operation.windows_locked = path[one.there]
                 else:
-                    operation.slots_locked = memory.hybrid.companions_of(one.kind, path[one.there])
+                    operation.slots_locked = memory.hybrid.blocks_of(one.kind, path[one.there])
             memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
-            self.companions.hold(coming, wanted.host_path)
+            self.blocks.hold(coming, wanted.host_path)
         operation.device_pages = memory.alloc(operation.pages, "admission", step)
-        if self.companions is not None and memory.hybrid is not None:
-            operation.companions = self.companions.read(memory.hybrid, coming, wanted.host_path, step)
+        if self.blocks is not None and memory.hybrid is not None:
+            operation.blocks = self.blocks.read(memory.hybrid, coming, wanted.host_path, step)
         self._begin(operation, step)
-        copies = tuple(one.copy() for one in operation.companions)
+        copies = tuple(one.copy() for one in operation.blocks)
         load = LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation, copies)
         step.commands.append(load)
         return operation.number
@@ -481,7 +479,7 @@ class Tiers:
         """A load that is under way: the oldest."""
         return next(one.number for one in self.operations.values() if one.kind == "load")
 
-    def _wait(self, candidate: Candidate, number: int, step: Step) -> bool:
+    def _wait(self, candidate: LoadCandidate, number: int, step: Step) -> bool:
         """Let a request wait for the end of an operation; not at all if it has waited its time."""
         timeout = self.settings.load_timeout_us
         if candidate.since_us < 0:
@@ -506,31 +504,31 @@ class Tiers:
         """Ask storage for what the host lacks of the prefixes of those who wait, once each, as far as the rate goes."""
         most = int(self.settings.prefetch_share * self.settings.host_pages)
         for request in engine.waiting[:LOOKAHEAD_REQUESTS]:
-            candidate = self.candidates.setdefault(request.request_id, Candidate())
+            candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
             if candidate.asked:
                 continue
-            if self.prefetching_pages >= most or not self._may_fetch_companions():
+            if self.prefetching_pages >= most or not self._may_fetch_blocks():
                 return
             candidate.asked = True
             self._prefetch(request, candidate, most - self.prefetching_pages, step)
 
-    def _may_fetch_companions(self) -> bool:
+    def _may_fetch_blocks(self) -> bool:
         """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
-        if self.companions is None or self.memory.hybrid is None:
+        if self.blocks is None or self.memory.hybrid is None:
             return True
         fetches = (one for one in self.operations.values() if one.kind == "prefetch")
-        under_way = [moved for one in fetches for moved in one.companions]
-        return self.companions.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
+        under_way = [moved for one in fetches for moved in one.blocks]
+        return self.blocks.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
 
-    def _prefetch(self, request: Request, candidate: Candidate, most: int, step: Step) -> None:
+    def _prefetch(self, request: Request, candidate: LoadCandidate, most: int, step: Step) -> None:
         """Begin to fetch what the host lacks of a request's prefix, if that is worth it; or wait with who did."""
         settings, page_size = self.settings, self.page_size
         tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
         known = self.host.match(request.namespace, tokens, stop)
         reach = known.pages
-        if self.companions is not None and self.memory.hybrid is not None:
-            reach = self.companions.furthest(self.memory.hybrid, *self._paths(request, known, stop))
+        if self.blocks is not None and self.memory.hybrid is not None:
+            reach = self.blocks.furthest(self.memory.hybrid, *self._paths(request, known, stop))
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
@@ -566,9 +564,9 @@ class Tiers:
             self.host.unlock(handle)
             return NONE
         host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
-        if self.companions is not None and self.memory.hybrid is not None:
+        if self.blocks is not None and self.memory.hybrid is not None:
             paths = self._paths(request, known, stop)
-            moved, asked, reached = self.companions.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
+            moved, asked, reached = self.blocks.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
         operation = Operation(
             self._number(),
             "prefetch",
@@ -581,7 +579,7 @@ class Tiers:
             None,
             handle,
             request.request_id,
-            companions=moved,
+            blocks=moved,
         )
         self.fetching[_fetch_key(keys, start, reach)] = operation.number
         self._begin(operation, step)
@@ -598,8 +596,8 @@ class Tiers:
             return
         host_pages = self.host.pages_of(found.node)[: found.pages]
         missing = ~self.stored[host_pages]
-        companions = self.companions.to_store(host_pages) if self.companions is not None else []
-        if not missing.any() and not companions:
+        blocks = self.blocks.to_store(host_pages) if self.blocks is not None else []
+        if not missing.any() and not blocks:
             return
         start, stop = int(missing.argmax()) if missing.any() else found.pages, found.pages
         keys = page_keys(namespace, tokens, stop, self.page_size)
@@ -614,15 +612,13 @@ class Tiers:
             host_pages[start:].copy(),
             None,
             self.host.lock(found),
-            companions=companions,
+            blocks=blocks,
         )
         self.stored[operation.host_pages] = True
         self._begin(operation, step)
         beside = tuple(
-            CompanionStore(
-                one.kind, tuple(companion_key(one.kind, keys[page]) for page in one.index.tolist()), one.host
-            )
-            for one in companions
+            BlockStore(one.kind, tuple(block_key(one.kind, keys[page]) for page in one.index.tolist()), one.host)
+            for one in blocks
         )
         wanted = tuple(keys[start:])
         step.commands.append(WriteToStorage(operation.number, wanted, operation.host_pages, self.generation, beside))
@@ -648,7 +644,7 @@ class Tiers:
         if dues:
             step.wake_by(min(dues))
 
-    def _stop_waiting(self, candidate: Candidate, now_us: int) -> None:
+    def _stop_waiting(self, candidate: LoadCandidate, now_us: int) -> None:
         candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us
 
     def _give_up(self, number: int, step: Step) -> None:
@@ -660,7 +656,7 @@ class Tiers:
             operation.cancelled = True
             step.commands.append(CancelPrefetch(number))
 
-    def _may_use(self, candidate: Candidate) -> bool:
+    def _may_use(self, candidate: LoadCandidate) -> bool:
         """Whether a request may still start behind what is fetched for it."""
         return candidate.operation != NONE or self.settings.prefetch_policy == "best_effort"
 
@@ -680,16 +676,16 @@ class Tiers:
             raise ContractError(
                 f"{type(event).__name__} of operation {number} has {event.pages_done} pages of {operation.pages}"
             )
-        found: tuple[CompanionsFound, ...] = ()
-        if isinstance(event, PrefetchFinished) and (found := event.companions):
-            if self.companions is None or event.error:
+        found: tuple[BlocksFound, ...] = ()
+        if isinstance(event, PrefetchFinished) and (found := event.blocks):
+            if self.blocks is None or event.error:
                 why = f"an error ({event.error})" if event.error else "no windows and states to bring"
                 raise ContractError(f"PrefetchFinished of operation {number} has companions, and {why}")
-            self.companions.check_fetched(operation.companions, found, operation.start + event.pages_done)
+            self.blocks.check_fetched(operation.blocks, found, operation.start + event.pages_done)
         del self.operations[number]
         done, complete = event.pages_done, event.pages_done == operation.pages and not event.error
         outcome: TierOutcome = "done" if done == operation.pages else "partial" if done or found else "failed"
-        if operation.companions and not operation.pages and not (found if operation.kind == "prefetch" else complete):
+        if operation.blocks and not operation.pages and not (found if operation.kind == "prefetch" else complete):
             outcome = "failed"
         if operation.cancelled and outcome != "done":
             outcome = "cancelled"
@@ -713,13 +709,11 @@ class Tiers:
     def _settle_store(self, operation: Operation, done: int, *, complete: bool) -> None:
         """Remember what storage did not get."""
         self.stored[operation.host_pages[done:]] = False
-        if self.companions is not None and not complete:
+        if self.blocks is not None and not complete:
             assert operation.host_handle is not None
-            self.companions.not_stored(operation.companions, self.host.pages_of(operation.host_handle))
+            self.blocks.not_stored(operation.blocks, self.host.pages_of(operation.host_handle))
 
-    def _settle(
-        self, operation: Operation, done: int, *, complete: bool, found: tuple[CompanionsFound, ...] = ()
-    ) -> int:
+    def _settle(self, operation: Operation, done: int, *, complete: bool, found: tuple[BlocksFound, ...] = ()) -> int:
         """Give the first `done` pages of an operation to the cache they came for, and the rest back; with its
         companions, if it is `complete`, or of a prefetch with those that it `found`.
 
@@ -734,7 +728,7 @@ class Tiers:
                 self.memory.pool,
                 operation.device_pages,
             )
-            orphan = handle.banished
+            orphan = handle.invalidated
         else:
             assert operation.host_handle is not None
             radix, pool, pages = self.host, self.pool, operation.host_pages
@@ -752,22 +746,22 @@ class Tiers:
         pool.free(pages[:already].copy())
         pool.free(pages[kept:].copy())
         if operation.kind == "prefetch":
-            if self.companions is not None:
-                self.companions.fetched(operation.companions, () if orphan else found, radix.pages_of(handle))
+            if self.blocks is not None:
+                self.blocks.fetched(operation.blocks, () if orphan else found, radix.pages_of(handle))
             return -1 if orphan and (done or found) else kept
-        if operation.companions:
-            self._settle_companions(operation, radix.pages_of(handle), keep=complete and not orphan)
-        return -1 if orphan and (done or (complete and operation.companions)) else kept
+        if operation.blocks:
+            self._settle_blocks(operation, radix.pages_of(handle), keep=complete and not orphan)
+        return -1 if orphan and (done or (complete and operation.blocks)) else kept
 
-    def _settle_companions(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
+    def _settle_blocks(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
         """Companions of a write or load have come to these pages; or they have not, or are nobody's."""
-        assert self.companions is not None
+        assert self.blocks is not None
         assert self.memory.hybrid is not None
         if operation.kind == "write" and keep:
-            self.companions.arrived(operation.companions, path)
+            self.blocks.arrived(operation.blocks, path)
         elif operation.kind == "write":
-            self.companions.lost(operation.companions)
-        for one in operation.companions if operation.kind == "load" else ():
+            self.blocks.lost(operation.blocks)
+        for one in operation.blocks if operation.kind == "load" else ():
             if keep:
                 self.memory.hybrid.arrived(one.kind, path[one.index], one.device)
             else:
@@ -775,12 +769,12 @@ class Tiers:
 
     def _release(self, operation: Operation) -> None:
         """Take back what an operation locks and marks."""
-        if self.companions is not None and self.memory.hybrid is not None:
+        if self.blocks is not None and self.memory.hybrid is not None:
             self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
-                self.companions.was_read(operation.companions, self.host.pages_of(operation.host_handle))
+                self.blocks.was_read(operation.blocks, self.host.pages_of(operation.host_handle))
             elif operation.kind == "prefetch" and operation.host_handle is not None:
-                self.companions.let_go(operation.companions, self.host.pages_of(operation.host_handle))
+                self.blocks.let_go(operation.blocks, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
             self.memory.unlock(operation.device_handle)
         if operation.host_handle is not None:
@@ -788,12 +782,12 @@ class Tiers:
         if operation.kind == "write":
             mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
             self.writing[mine] = NONE
-            if operation.companions:
+            if operation.blocks:
                 self.writing[self.writing == operation.number] = NONE
         elif operation.kind == "load":
             mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
             self.loading[mine] = NONE
-            if operation.companions:
+            if operation.blocks:
                 self.loading[self.loading == operation.number] = NONE
         elif operation.kind == "prefetch":
             self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
@@ -829,14 +823,14 @@ class Tiers:
                 self.memory.pool.free(operation.device_pages)
             if self.memory.hybrid is not None:
                 self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
-                for one in operation.companions if operation.kind == "load" else ():
+                for one in operation.blocks if operation.kind == "load" else ():
                     self.memory.hybrid.lost(one.kind, one.device)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
         self.generation, self.operations, self.candidates = generation, {}, {}
         self.fetching = {}
         self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
-        if self.companions is not None:
-            self.companions.void()
+        if self.blocks is not None:
+            self.blocks.void()
         self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
         self.writing[:] = self.loading[:] = NONE
 
@@ -857,7 +851,7 @@ class Tiers:
             "fetching": list(self.fetching.items()),
             "stored": self.stored.tobytes(),
             "fetched": self.fetched.tobytes(),
-            **({"companions": self.companions.dump()} if self.companions is not None else {}),
+            **({"companions": self.blocks.dump()} if self.blocks is not None else {}),
         }
 
     def load(self, state: dict[str, Any], device_nodes: dict[int, RadixNode]) -> None:
@@ -870,15 +864,15 @@ class Tiers:
             operation = _operation(image, device_nodes, host_nodes)
             self.operations[operation.number] = operation
         self.next_operation = state["next"]
-        self.candidates = {number: Candidate(*values) for number, values in state["candidates"]}
+        self.candidates = {number: LoadCandidate(*values) for number, values in state["candidates"]}
         self.uses = np.frombuffer(state["uses"], np.int32).copy()
         self.writing = np.frombuffer(state["writing"], np.int32).copy()
         self.loading = np.frombuffer(state["loading"], np.int32).copy()
         self.fetching = dict(state["fetching"])
         self.stored = np.frombuffer(state["stored"], np.bool_).copy()
         self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()
-        if self.companions is not None:
-            self.companions.load(state["companions"])
+        if self.blocks is not None:
+            self.blocks.load(state["companions"])
 
 
 def path_tokens(node: RadixNode) -> bytes:
@@ -938,9 +932,9 @@ def _operation_image(operation: Operation) -> dict[str, Any]:
     for name in _PAGES:
         image[name] = image[name].tobytes()
     locked = {name: image.pop(name).tobytes() for name in _LOCKED}
-    companions = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("companions")]
-    if companions:
-        image |= {"companions": companions, **locked}
+    blocks = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("blocks")]
+    if blocks:
+        image |= {"companions": blocks, **locked}
     return image
 
 
@@ -952,8 +946,8 @@ def _operation(
         values[name] = nodes[values[name]] if values[name] is not None else None
     for name in (*_PAGES, *_LOCKED):
         values[name] = np.frombuffer(values.get(name, b""), np.int32)
-    values["companions"] = [
+    values["blocks"] = [
         Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
-        for kind, *columns in values.get("companions", ())
+        for kind, *columns in values.pop("companions", ())
     ]
     return Operation(**values)

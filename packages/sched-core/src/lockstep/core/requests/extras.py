@@ -14,8 +14,8 @@ import numpy as np
 
 from lockstep.core.contract.commands import HiddenSpan, LogprobSpan, MediaSpan, RowTaken
 from lockstep.core.contract.events import PromptSpan
+from lockstep.core.requests.batching import ExtendPart
 from lockstep.core.requests.table import Extras, Request
-from lockstep.core.scheduler.batching import Part
 
 
 class PlanExtras(NamedTuple):
@@ -29,7 +29,7 @@ class PlanExtras(NamedTuple):
 NO_EXTRAS = PlanExtras()
 
 
-def plan_extras(parts: list[Part]) -> PlanExtras:
+def plan_extras(parts: list[ExtendPart]) -> PlanExtras:
     """What an extend of these parts has to say, beside tokens."""
     special = [(i, part) for i, part in enumerate(parts) if part.request.extras is not None]
     if not special:
@@ -97,7 +97,7 @@ def with_extras(taken: RowTaken, extras: Extras) -> RowTaken:
     )
 
 
-def _media(i: int, part: Part) -> Iterator[MediaSpan]:
+def _media(i: int, part: ExtendPart) -> Iterator[MediaSpan]:
     extras = part.request.extras
     for span in extras.spans if extras is not None else ():
         start, stop = max(span.start, part.start), min(span.stop, part.stop)
@@ -105,7 +105,7 @@ def _media(i: int, part: Part) -> Iterator[MediaSpan]:
             yield MediaSpan(i, start, stop, span.digest, start - span.start)
 
 
-def _logprobs(i: int, part: Part) -> Iterator[LogprobSpan]:
+def _logprobs(i: int, part: ExtendPart) -> Iterator[LogprobSpan]:
     request, extras = part.request, part.request.extras
     if extras is None or extras.logprobs_from is None:
         return
@@ -114,7 +114,7 @@ def _logprobs(i: int, part: Part) -> Iterator[LogprobSpan]:
         yield LogprobSpan(i, start, np.frombuffer(request.tokens, np.int32)[start + 1 : stop + 1])
 
 
-def _hidden(i: int, part: Part) -> Iterator[HiddenSpan]:
+def _hidden(i: int, part: ExtendPart) -> Iterator[HiddenSpan]:
     extras = part.request.extras
     if extras is not None and extras.hidden_from is not None and extras.hidden_from < part.stop:
         yield HiddenSpan(i, max(part.start, extras.hidden_from))

@@ -55,11 +55,11 @@ ZERO: Int32s = np.array(0, np.int32)
 ONE: Int32s = np.array(1, np.int32)
 ZERO.flags.writeable = ONE.flags.writeable = False
 FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
-HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of Cohort.special
+HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of RunningBatch.special
 FACTS = 7  # columns of a cohort
 NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
 OUTPUTS_MAX = 2**31 - 1
-NOBODY: RequestId = -1
+NO_REQUEST: RequestId = -1
 VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
 
 
@@ -109,7 +109,7 @@ class Extras(msgspec.Struct):
     logprobs: bool = False  # of its output
     logprobs_from: int | None = None  # prompt logprobs are still wanted from this position on; None: not at all
     hidden_from: int | None = None  # the same for hidden states
-    leader: RequestId = NOBODY  # the sample whose prompt it waits for
+    leader: RequestId = NO_REQUEST  # the sample whose prompt it waits for
     awaits_media: bool = False  # held for them
 
     @property
@@ -406,7 +406,7 @@ def _widened(table: Int32s, rows: int, width: int) -> Int32s:
     return wider
 
 
-class Cohort:
+class RunningBatch:
     """The requests that decode together, as columns in batch order. Immutable: membership changes make a new one.
 
     Its arrays are shared by every plan launched from it. Where each member stands is `Engine.positions`, which moves.
@@ -486,7 +486,7 @@ class Cohort:
         return self._ids_digest
 
     @staticmethod
-    def of(requests: list[Request]) -> Cohort:
+    def of(requests: list[Request]) -> RunningBatch:
         """Gather the columns of these requests, in this order."""
         facts = [
             (
@@ -502,19 +502,19 @@ class Cohort:
             )
             for r in requests
         ]
-        return Cohort(
+        return RunningBatch(
             requests,
             np.array([r.request_id for r in requests], np.int64),
             np.array(facts, np.int32).reshape(-1, FACTS).T.copy(),
             _stops(requests),
         )
 
-    def joined_by(self, other: Cohort) -> Cohort:
+    def joined_by(self, other: RunningBatch) -> RunningBatch:
         """This cohort with another's members behind it."""
         if not self.size:
             return other
         widest = max(self.stops.shape[1], other.stops.shape[1])
-        return Cohort(
+        return RunningBatch(
             self.requests + other.requests,
             np.concatenate((self.request_ids, other.request_ids)),
             np.concatenate((self.facts, other.facts), axis=1),
@@ -523,9 +523,9 @@ class Cohort:
             else _no_stops(self.size + other.size),
         )
 
-    def only(self, staying: NDArray[np.intp]) -> Cohort:
+    def only(self, staying: NDArray[np.intp]) -> RunningBatch:
         """These of its members: indices, ascending."""
-        return Cohort(
+        return RunningBatch(
             list(map(self.requests.__getitem__, staying.tolist())),
             self.request_ids.take(staying),
             self.facts.take(staying, axis=1),
@@ -575,4 +575,4 @@ def _ones(size: int) -> Int32s:
     return _ONES[:size] if size <= _ONES.size else np.ones(size, np.int32)
 
 
-EMPTY_COHORT = Cohort.of([])
+EMPTY_BATCH = RunningBatch.of([])

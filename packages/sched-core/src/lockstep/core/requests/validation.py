@@ -29,7 +29,7 @@ SAMPLES_MAX = 128
 PARTS_MARK = "\1"
 
 
-class Refused(LockstepError):
+class RequestRefused(LockstepError):
     """A request that can never run here. The message names the field, its value and the limit."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
@@ -53,20 +53,20 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     """What becomes of an arrival that runs on this adapter. Raises Refused."""
     _refuse_unsupported(event, config)
     if event.adapter and not config.max_loras:
-        raise Refused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
+        raise RequestRefused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
     try:
         length = prompt_length(event.prompt)
     except ValueError as error:
-        raise Refused("bad_request", f"`prompt` is malformed: {error}") from error
+        raise RequestRefused("bad_request", f"`prompt` is malformed: {error}") from error
     if not length:
-        raise Refused("bad_request", "`prompt` is empty; it must have at least one token")
+        raise RequestRefused("bad_request", "`prompt` is empty; it must have at least one token")
     _refuse_multi_step(event, config)
     _refuse_malformed(event)
     _refuse_inconsistent(event, length, config)
     most = _fitting_tokens(event, length, config)
     tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
     if isinstance(event.prompt, TokenIds) and int(np.frombuffer(tokens, np.int32).min()) < 0:
-        raise Refused("bad_request", "`prompt` holds a negative token id")
+        raise RequestRefused("bad_request", "`prompt` holds a negative token id")
     if most < length:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
     room = config.request_tokens_max - most
@@ -153,60 +153,68 @@ def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
     ):
         if asked:
             value = getattr(event, field)
-            raise Refused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
+            raise RequestRefused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
 
 
 def _refuse_multi_step(event: RequestArrived, config: SchedConfig) -> None:
     steps = config.decode_steps_per_launch
     if steps > 1 and event.stop_texts:
         message = f"`stop_texts` must be looked for after every token, but `decode_steps_per_launch` is {steps}"
-        raise Refused("unsupported", message)
+        raise RequestRefused("unsupported", message)
     if steps > 1 and event.grammar is not None:
         message = f"`grammar` must see every token before the next, but `decode_steps_per_launch` is {steps}"
-        raise Refused("unsupported", message)
+        raise RequestRefused("unsupported", message)
 
 
 def _refuse_malformed(event: RequestArrived) -> None:
     for field, name in (("namespace", event.namespace), ("tenant", event.tenant)):
         if VERSION_MARK in name:
             message = f"`{field}` holds a zero character, which separates namespaces from what the core adds"
-            raise Refused("bad_request", message)
+            raise RequestRefused("bad_request", message)
     most = event.max_new_tokens
     if most < 0:
-        raise Refused("bad_request", f"`max_new_tokens` must be at least 0, got {most}")
+        raise RequestRefused("bad_request", f"`max_new_tokens` must be at least 0, got {most}")
     if most and event.kind != "generate":
-        raise Refused("bad_request", f"`max_new_tokens` must be 0 for kind {event.kind}, got {most}")
+        raise RequestRefused("bad_request", f"`max_new_tokens` must be 0 for kind {event.kind}, got {most}")
     if not 0 <= event.min_new_tokens <= most:
-        raise Refused("bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}")
+        raise RequestRefused(
+            "bad_request", f"`min_new_tokens` must be between 0 and {most}, got {event.min_new_tokens}"
+        )
     if event.grammar is not None and not event.grammar.digest:
-        raise Refused("bad_request", "`grammar` has no digest, by which it is known; take one of its source")
+        raise RequestRefused("bad_request", "`grammar` has no digest, by which it is known; take one of its source")
     samples = event.parallel_samples
     if not 1 <= samples <= SAMPLES_MAX:
-        raise Refused("bad_request", f"`parallel_samples` must be between 1 and {SAMPLES_MAX}, got {samples}")
+        raise RequestRefused("bad_request", f"`parallel_samples` must be between 1 and {SAMPLES_MAX}, got {samples}")
     if samples > 1 and not most:
-        raise Refused("bad_request", f"`parallel_samples` is {samples}, but `max_new_tokens` 0 leaves one answer")
+        raise RequestRefused(
+            "bad_request", f"`parallel_samples` is {samples}, but `max_new_tokens` 0 leaves one answer"
+        )
     if samples > 1 and event.session:
-        raise Refused("bad_request", f"`parallel_samples` is {samples}, but a turn of a `session` has one answer")
+        raise RequestRefused(
+            "bad_request", f"`parallel_samples` is {samples}, but a turn of a `session` has one answer"
+        )
     if event.token_type_ids and event.session:
-        raise Refused("bad_request", "`token_type_ids` cannot say of what type the tokens of a `session` are")
+        raise RequestRefused("bad_request", "`token_type_ids` cannot say of what type the tokens of a `session` are")
     if event.grammar is not None and not most:
-        raise Refused("bad_request", "`grammar` constrains output, but `max_new_tokens` is 0")
+        raise RequestRefused("bad_request", "`grammar` constrains output, but `max_new_tokens` is 0")
     if len(event.stop_token_ids) > STOP_TOKENS_MAX:
         given = len(event.stop_token_ids)
-        raise Refused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")
+        raise RequestRefused("bad_request", f"`stop_token_ids` has {given} ids, at most {STOP_TOKENS_MAX} are allowed")
     for token in event.stop_token_ids:
         if not 0 <= token < TOKEN_IDS:
-            raise Refused("bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})")
+            raise RequestRefused(
+                "bad_request", f"`stop_token_ids` holds {token}, which is no token id (0 to {TOKEN_IDS - 1})"
+            )
 
 
 def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig) -> None:
     """What must agree with the prompt's length: logprob_start, token types, spans."""
     start = event.logprob_start
     if start is not None and not 0 <= start <= length:
-        raise Refused("bad_request", f"`logprob_start` must be between 0 and {length}, got {start}")
+        raise RequestRefused("bad_request", f"`logprob_start` must be between 0 and {length}, got {start}")
     if event.token_type_ids and len(event.token_type_ids) != length:
         given = len(event.token_type_ids)
-        raise Refused("bad_request", f"`token_type_ids` has {given} bytes for a prompt of {length} tokens")
+        raise RequestRefused("bad_request", f"`token_type_ids` has {given} bytes for a prompt of {length} tokens")
     if event.spans:
         refuse_spans(event.spans, length, config)
 
@@ -217,17 +225,21 @@ def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig
     for span in spans:
         where = f"`spans` has [{span.start}:{span.stop})"
         if not at <= span.start < span.stop <= length:
-            raise Refused("bad_request", f"{where}, but spans are in order, apart and within [0:{length})")
+            raise RequestRefused("bad_request", f"{where}, but spans are in order, apart and within [0:{length})")
         if len(span.digest) != sha256().digest_size:
-            raise Refused("bad_request", f"{where} with a digest of {len(span.digest)} bytes, expected a SHA-256")
+            raise RequestRefused(
+                "bad_request", f"{where} with a digest of {len(span.digest)} bytes, expected a SHA-256"
+            )
         if span.encoder_tokens < 0 or (span.encoder_tokens and span.kind == "embedding"):
-            raise Refused("bad_request", f"{where}, a given {span.kind} with {span.encoder_tokens} encoder tokens")
+            raise RequestRefused(
+                "bad_request", f"{where}, a given {span.kind} with {span.encoder_tokens} encoder tokens"
+            )
         if sizes.setdefault(span.digest, span.encoder_tokens) != span.encoder_tokens:
-            raise Refused("bad_request", f"{where} and another span of its digest with other encoder tokens")
+            raise RequestRefused("bad_request", f"{where} and another span of its digest with other encoder tokens")
         at = span.stop
     room, needed = config.encoder_cache_tokens, sum(sizes.values())
     if room is not None and needed > room:
-        raise Refused("too_long", f"`spans` need {needed} encoder tokens, more than encoder_cache_tokens {room}")
+        raise RequestRefused("too_long", f"`spans` need {needed} encoder tokens, more than encoder_cache_tokens {room}")
 
 
 def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> int:
@@ -253,11 +265,11 @@ def refuse_too_long(tokens: int, answers: bool, config: SchedConfig, spans: tupl
         has += f" ({taken} of them placeholders of {len(spans)} span{'s' if len(spans) > 1 else ''})"
     if config.max_input_tokens is not None and tokens > config.max_input_tokens:
         message = f"{has}, more than max_input_tokens {config.max_input_tokens}"
-        raise Refused("too_long", message)
+        raise RequestRefused("too_long", message)
     pool = config.pool_tokens
     if answers:
         pool_binds, needs = config.request_tokens_max != config.context_tokens_max, " and needs room for one more"
     else:
         pool_binds, needs = pool < config.context_tokens_max, ""
     limit = f"the KV pool of {pool} tokens" if pool_binds else f"the context of {config.context_tokens_max} tokens"
-    raise Refused("too_long", f"{has}{needs}, more than {limit} holds")
+    raise RequestRefused("too_long", f"{has}{needs}, more than {limit} holds")

@@ -24,10 +24,10 @@ import numpy as np
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, LaunchBatch, PageDeltas, Step, StreamTokens
 from lockstep.core.contract.digest import step_digest
 from lockstep.core.contract.events import BatchFinished, LaneReady
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.retraction import members_growing
 from lockstep.core.requests.table import ONE, Int32s
-from lockstep.core.scheduler.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from lockstep.core.scheduler.retraction import members_growing
 
 RUN_LAUNCHES_MAX = 256
 
@@ -38,7 +38,7 @@ class DecodeRun:
     def __init__(self, engine: Engine, launches: int) -> None:
         self.left = launches
         self._engine = engine
-        self._cohort = engine.cohort
+        self._running_batch = engine.running_batch
         self._positions = engine.positions
         self._sampled_at: Int32s = engine.in_flight[0].sampled_at
         self._digests = engine.digests
@@ -61,13 +61,15 @@ class DecodeRun:
 
     def finished(self, event: BatchFinished) -> Step:
         """The Step of the oldest batch's result: its tokens are streamed."""
-        cohort = self._cohort
+        running_batch = self._running_batch
         tokens = np.frombuffer(event.tokens, np.int32)
         self._tokens.append(tokens)
-        newest = self._sampled_at - cohort.prompts
+        newest = self._sampled_at - running_batch.prompts
         self._sampled_at = self._sampled_at + ONE
         step = Step(
-            commands=[StreamTokens(cohort.request_ids, newest, cohort.ones, tokens, cohort.ids_digest)],
+            commands=[
+                StreamTokens(running_batch.request_ids, newest, running_batch.ones, tokens, running_batch.ids_digest)
+            ],
             time_us=event.time_us,
         )
         if self._digests:
@@ -76,18 +78,18 @@ class DecodeRun:
 
     def launched(self, event: LaneReady) -> Step:
         """The Step of a free slot: one more token for everybody."""
-        cohort, starts = self._cohort, self._positions
+        running_batch, starts = self._running_batch, self._positions
         step = Step(time_us=event.time_us)
         plan = BatchPlan(
             batch_id=self._next_batch_id,
             mode="decode",
-            rows=cohort.rows,
-            request_ids=cohort.request_ids,
+            rows=running_batch.rows,
+            request_ids=running_batch.request_ids,
             starts=starts,
             stops=starts + ONE,
-            sample_rows=cohort.everyone,
+            sample_rows=running_batch.everyone,
             deltas=self._open_pages(starts, step),
-            ids_digest=cohort.ids_digest,
+            ids_digest=running_batch.ids_digest,
             generation=self._engine.generation,
         )
         if self._engine.memory.hybrid is not None:
@@ -110,15 +112,15 @@ class DecodeRun:
         engine, done = self._engine, self._launches
         if not done:
             return
-        cohort = self._cohort
-        first = engine.in_flight[0].sampled_at - cohort.prompts
+        running_batch = self._running_batch
+        first = engine.in_flight[0].sampled_at - running_batch.prompts
         numbers = np.arange(done, dtype=np.int32)[:, None] + first
-        engine.memory.table.outputs[cohort.rows, numbers] = np.array(self._tokens)  # [launches, members]
+        engine.memory.table.outputs[running_batch.rows, numbers] = np.array(self._tokens)  # [launches, members]
         for _ in range(done):
             engine.ratio.decoded()
         for plan in self._plans:
             engine.in_flight.popleft()
-            engine.in_flight.append(InFlight(plan, cohort.requests, cohort, []))
+            engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
         engine.positions = self._positions
         engine.horizon -= done
         engine.decode_launches += done
@@ -132,12 +134,12 @@ class DecodeRun:
         engine, growing = self._engine, self._growing
         if not growing.size:
             return NO_DELTAS
-        rows, at = self._cohort.rows.take(growing), starts.take(growing)
+        rows, at = self._running_batch.rows.take(growing), starts.take(growing)
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
         if engine.memory.hybrid is not None:
-            engine.memory.hybrid.open_in_run(self._cohort, starts, pages, step)
+            engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
@@ -158,12 +160,12 @@ def _steady_launches(engine: Engine) -> int:
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
     a timer, or is leaving a row. Pages are looked after launch by launch.
     """
-    cohort, config, adapters = engine.cohort, engine.config, engine.memory.adapters
+    running_batch, config, adapters = engine.running_batch, engine.config, engine.memory.adapters
     if (
         len(engine.in_flight) != config.overlap_depth + 1
-        or engine.in_flight[0].samplers is not cohort  # the most frequent reason
-        or not cohort.steady
-        or cohort.constrained
+        or engine.in_flight[0].samplers is not running_batch  # the most frequent reason
+        or not running_batch.steady
+        or running_batch.constrained
         or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
         or engine.prefilling is not None
         or engine.paused
@@ -176,19 +178,19 @@ def _steady_launches(engine: Engine) -> int:
         or (engine.transfers is not None and not engine.transfers.quiet)
         or engine.ranks is not None
         or engine.microbatches is not None
-        or engine.memory.leases
-        or engine.memory.fenced_pages
+        or engine.memory.deferred_frees
+        or engine.memory.deferred_pages
         or engine.memory.rewrites
         or (engine.memory.tiers is not None and engine.memory.tiers.timed)
         or (engine.memory.hybrid is not None and not engine.memory.hybrid.by_one)
-        or cohort.stops.shape[1]
+        or running_batch.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1
         or config.decode_steps_per_launch > 1
     ):
         return 0
     for batch in engine.in_flight:
-        if batch.plan.mode != "decode" or batch.samplers is not cohort or batch.ending or batch.dead:
+        if batch.plan.mode != "decode" or batch.samplers is not running_batch or batch.ending or batch.dead:
             return 0
     launches = min(engine.horizon - 1, RUN_LAUNCHES_MAX)
     if engine.waiting and config.waiting_prefix_refresh:

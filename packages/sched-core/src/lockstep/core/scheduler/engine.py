@@ -73,22 +73,20 @@ from lockstep.core.contract.events import (
     TransferAdvanced,
     WeightsSwapped,
 )
-from lockstep.core.features import grammars, jump_forward, speculation
-from lockstep.core.features.adapters import LOOKAHEAD_REQUESTS, Adapters
+from lockstep.core.features import grammars, jump_forward, prerequisites, speculation
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.media import EncoderCache, Placeholders
 from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.features.sessions import Sessions
+from lockstep.core.kv.adapters import LOOKAHEAD_REQUESTS, Adapters
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.tiers import Tiers
-from lockstep.core.requests import extras, prerequisites
-from lockstep.core.requests.table import BASE, EMPTY_COHORT, NOBODY, ONE, Cohort, Int32s, Request, RequestState
-from lockstep.core.requests.validation import Accepted, Refused, accepted, sample_of, samples_asked, stop_tokens_of
-from lockstep.core.scheduler import delivery, preemption
-from lockstep.core.scheduler.admission import (
+from lockstep.core.requests import delivery, extras
+from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
+from lockstep.core.requests.budget import (
     NewTokenRatio,
     PrefillBudget,
     aligned,
@@ -97,12 +95,21 @@ from lockstep.core.scheduler.admission import (
     lasts_with,
     reserve_by_ratio,
 )
-from lockstep.core.scheduler.batching import InFlight, Part, new_tokens_of
+from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
+from lockstep.core.requests.table import BASE, EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
+from lockstep.core.requests.validation import (
+    Accepted,
+    RequestRefused,
+    accepted,
+    sample_of,
+    samples_asked,
+    stop_tokens_of,
+)
+from lockstep.core.scheduler import preemption
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering, refresh_prefixes
-from lockstep.core.scheduler.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 
-OWN_OBSTACLES: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
+OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
@@ -110,7 +117,7 @@ KV_STAYS_GOOD: frozenset[RetractReason] = frozenset({"pages", "forced", "pause",
 """Reasons to retract that say nothing about the KV itself, so that it may be kept for whoever begins alike."""
 
 
-class Obstacle(NamedTuple):
+class Deferral(NamedTuple):
     """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
 
     reason: DeferReason
@@ -120,10 +127,10 @@ class Obstacle(NamedTuple):
     @property
     def own(self) -> bool:
         """Whether it concerns this request only, so that those behind it may pass. Shortage stops the whole line."""
-        return self.reason in OWN_OBSTACLES
+        return self.reason in OWN_DEFERRALS
 
 
-class Fit(NamedTuple):
+class ExtendShare(NamedTuple):
     """How a waiting request joins an extend. Tokens, all of them."""
 
     match: Match | None
@@ -136,7 +143,7 @@ class Fit(NamedTuple):
 class Decodes(Struct, frozen=True):
     """One more token for each member of a cohort."""
 
-    cohort: Cohort
+    running_batch: RunningBatch
     starts: Int32s
     stops: Int32s
     deltas: PageDeltas
@@ -144,7 +151,7 @@ class Decodes(Struct, frozen=True):
     verifying: speculation.Verifying | None = None  # the same with drafts to verify
 
 
-NO_DECODES = Decodes(EMPTY_COHORT, NO_ROWS, NO_ROWS, NO_DELTAS, [])
+NO_DECODES = Decodes(EMPTY_BATCH, NO_ROWS, NO_ROWS, NO_DELTAS, [])
 
 
 class Engine:
@@ -177,7 +184,9 @@ class Engine:
         self.expert_loads: ExpertLoads | None = None  # None: nobody reported any
         self.followers: dict[RequestId, list[Request]] = {}  # held samples, by the one whose prompt they wait for
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
-        self.cohort: Cohort = EMPTY_COHORT  # those that decode; the rest of RUNNING ends with a batch in flight
+        self.running_batch: RunningBatch = (
+            EMPTY_BATCH  # those that decode; the rest of RUNNING ends with a batch in flight
+        )
         self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
         self.transfers = Transfers(config) if config.hands_over else None
@@ -347,11 +356,11 @@ class Engine:
         return found_nothing
 
     @property
-    def everybody(self) -> tuple[Cohort, Int32s]:
+    def everybody(self) -> tuple[RunningBatch, Int32s]:
         """Those that decode, of all microbatches where there are several, and the next position of each."""
         if self.microbatches is not None:
             return self.microbatches.together(self)
-        return self.cohort, self.positions
+        return self.running_batch, self.positions
 
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
         """The same for one of several ranks: what it runs next, in flight from here on, to be launched when all are.
@@ -401,7 +410,7 @@ class Engine:
         config = self.config
         if self.microbatches is not None and self.microbatches.owes_elsewhere():
             return True
-        if not self.cohort.size:
+        if not self.running_batch.size:
             return False
         return (
             self.decode_owed
@@ -435,7 +444,7 @@ class Engine:
                 self.transfers.check(event, samples)
             if event.grammar is not None:
                 self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
-        except Refused as refused:
+        except RequestRefused as refused:
             for number in range(samples):
                 if self.transfers is not None and event.transfer_room is not None:  # who waits for its other half ...
                     step.commands.append(CancelTransfer(event.request_id + number))  # ... must know
@@ -444,7 +453,7 @@ class Engine:
         if event.spans:
             taken = taken._replace(tokens=self.placeholders.laid(taken.tokens, event.spans))
         for number in range(samples):
-            self._accept(sample_of(event, number), taken, event.request_id if number else NOBODY, step)
+            self._accept(sample_of(event, number), taken, event.request_id if number else NO_REQUEST, step)
 
     def _accept(self, event: RequestArrived, taken: Accepted, leader: RequestId, step: Step) -> None:
         """Let an accepted request wait: in the line, or held first. `leader` is the first sample of its prompt."""
@@ -472,17 +481,17 @@ class Engine:
 
     def _refuse_newcomers(self, event: RequestArrived, samples: int) -> None:
         if self.draining:
-            raise Refused("draining", "the engine is draining and takes no new requests")
+            raise RequestRefused("draining", "the engine is draining and takes no new requests")
         limit = self.config.max_queued_requests
         if limit is None:
             return
         waiting, held = len(self.waiting), len(self.held)
         more = f", {samples} more are too many" if samples > 1 else ""
         if waiting + samples > limit:
-            raise Refused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
+            raise RequestRefused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
         held_first = event.session or event.spans or event.transfer_room is not None
         if (held_first or samples > 1) and held + samples > limit:
-            raise Refused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
+            raise RequestRefused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         """Answer an id with an error; end its request, if there is one already. It never ran."""
@@ -740,7 +749,7 @@ class Engine:
         if self.prefilling is None and not admitting:
             return None
         budget = self._prefill_budget()
-        parts: list[Part] = []
+        parts: list[ExtendPart] = []
         preempted: list[Request] = []
         if self.prefilling is not None:
             if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
@@ -758,23 +767,23 @@ class Engine:
         if admitting and not self.batch_is_full:
             for request in self.ordering.turn(self):
                 if self.prefilling is not None and preemption.stays_behind(self, request):
-                    self._defer(request, Obstacle("window"), step)
+                    self._defer(request, Deferral("window"), step)
                     break
                 writer = self.ordering.writer_of_prefix(request, self)
                 if writer is not None:
                     self._put_off(request, writer, step)
                     continue
                 found = self._examine(request, budget, len(parts))
-                while isinstance(found, Obstacle) and self.sessions.give_way(self, request, found, budget, step):
+                while isinstance(found, Deferral) and self.sessions.give_way(self, request, found, budget, step):
                     found = self._examine(request, budget, len(parts))
-                if isinstance(found, Fit) and self._loads_first(request, found, budget, step):
+                if isinstance(found, ExtendShare) and self._loads_first(request, found, budget, step):
                     continue
-                if isinstance(found, Obstacle):
+                if isinstance(found, Deferral):
                     victims = preemption.make_room(self, request, found.reason, budget, len(parts), step)
                     if victims:
                         preempted += victims
                         found = self._examine(request, budget, len(parts))
-                if isinstance(found, Fit):
+                if isinstance(found, ExtendShare):
                     self._admit(request, found, budget, parts, step)
                     continue
                 self._defer(request, found, step)
@@ -794,12 +803,12 @@ class Engine:
 
     def _prefill_budget(self) -> PrefillBudget:
         """What this extend may take, beside what the running requests will want and what decodes along with it."""
-        config, cohort = self.config, self.cohort
+        config, running_batch = self.config, self.running_batch
         reserve = self._reserved() if self.waiting and (self.active or self.transfers is not None) else 0
         budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
-        decodes = cohort.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
+        decodes = running_batch.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
-            budget.share_with(decodes, self.set_aside(cohort, self.positions))
+            budget.share_with(decodes, self.set_aside(running_batch, self.positions))
         if config.chunk_target_us is not None:
             context = self.prefilling.computed if self.prefilling is not None else 0
             beside = int(self.positions.sum()) if decodes else 0
@@ -819,26 +828,30 @@ class Engine:
             reserved += self.transfers.promised_pages(self) * self.config.page_size
         return reserved
 
-    def reserve_of(self, cohort: Cohort, positions: Int32s) -> int:
+    def reserve_of(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Tokens that `reserve` leaves to a cohort at these positions."""
         config = self.config
-        if not cohort.size:
+        if not running_batch.size:
             return 0
         if config.reserve == "full":
-            return pages_to_come(positions, cohort.limits, config.page_size) * config.page_size
+            return pages_to_come(positions, running_batch.limits, config.page_size) * config.page_size
         if config.reserve == "on_demand":
-            return self.next_pages(cohort, positions) * config.page_size
-        return reserve_by_ratio(cohort.limits - positions - ONE, cohort.ignores_eos, self.ratio.value)
+            return self.next_pages(running_batch, positions) * config.page_size
+        return reserve_by_ratio(running_batch.limits - positions - ONE, running_batch.ignores_eos, self.ratio.value)
 
     def counts_on_ends(self, request: Request) -> bool:
         """Whether a request is admitted by when everybody will end: it ignores end tokens, and nothing is cached."""
         return request.ignore_eos and self.memory.radix is None and self.config.reserve == "ratio"
 
-    def set_aside(self, cohort: Cohort, positions: Int32s) -> int:
+    def set_aside(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
-        return self.next_pages(cohort, positions) if self.config.batching == "running_first" and cohort.size else 0
+        return (
+            self.next_pages(running_batch, positions)
+            if self.config.batching == "running_first" and running_batch.size
+            else 0
+        )
 
-    def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
+    def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[ExtendPart], step: Step) -> None:
         """The next chunk of the split prompt, if there is a page for it."""
         take = self._next_chunk(request, budget)
         if self.sessions.open:
@@ -876,30 +889,30 @@ class Engine:
         for request in self.ordering.turn(self):
             if self.ordering.writer_of_prefix(request, self) is None:
                 found = self._examine(request, budget, 0)
-                answer = isinstance(found, Fit)
-                if answer or (isinstance(found, Obstacle) and not found.own):
+                answer = isinstance(found, ExtendShare)
+                if answer or (isinstance(found, Deferral) and not found.own):
                     break
         self.ordering.close(self)
         return answer
 
-    def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> Fit | Obstacle:
+    def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
         """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
         config = self.config
         if self.active - self.sending >= config.max_running_requests:
-            return Obstacle("running_limit")
+            return Deferral("running_limit")
         if self.microbatches is not None and not self.microbatches.has_place():
-            return Obstacle("microbatch")
+            return Deferral("microbatch")
         if not self.memory.table.row_available():
-            return Obstacle("rows")
+            return Deferral("rows")
         if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
-            return Obstacle("prefill_budget")
+            return Deferral("prefill_budget")
         verdict = budget.verdict()
         if verdict != "continue":
-            return Obstacle("kv_budget" if verdict == "no_tokens" else "prefill_budget")
+            return Deferral("kv_budget" if verdict == "no_tokens" else "prefill_budget")
         if self.memory.adapters is not None and not self.memory.adapters.has_place_for(request.adapter):
-            return Obstacle("adapter")
+            return Deferral("adapter")
         if self.memory.tiers is not None and (awaited := self.memory.tiers.holds_back(request, self.now_us)):
-            return Obstacle(awaited)
+            return Deferral(awaited)
 
         page_size = config.page_size
         tokens = len(request.tokens) // 4
@@ -915,23 +928,23 @@ class Engine:
             free = budget.current - ceil_to(new_tokens, page_size)
             joining = [*budget.newcomers, request]
             if not lasts_with(*self.everybody, joining, self.ratio.value, free):
-                return Obstacle("kv_budget", wanted, max(free, 0))
+                return Deferral("kv_budget", wanted, max(free, 0))
         elif not alone and not budget.has(wanted, locking * page_size):
-            return Obstacle("kv_budget", wanted, budget.total - locking * page_size)
+            return Deferral("kv_budget", wanted, budget.total - locking * page_size)
         take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=self.prefilling is None)
         if take <= 0:
-            return Obstacle("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
+            return Deferral("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
         room = self.memory.available_pages - budget.set_aside - locking
         if -(-take // page_size) > room:
-            return Obstacle("pages", take, room * page_size)
+            return Deferral("pages", take, room * page_size)
         if self.memory.hybrid is not None:
             path = self.memory.path_of(match)
             if self.memory.hybrid.lacks_state(path):
-                return Obstacle("state")
+                return Deferral("state")
             take = self._seen_by_windows(request, cached, take, path, budget, may_split=self.prefilling is None)
             if take <= 0:
-                return Obstacle("window", new_tokens, self.memory.hybrid.window_tokens_available)
-        return Fit(match, cached, new_tokens, take, locking * page_size)
+                return Deferral("window", new_tokens, self.memory.hybrid.window_tokens_available)
+        return ExtendShare(match, cached, new_tokens, take, locking * page_size)
 
     def _seen_by_windows(
         self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget, *, may_split: bool
@@ -943,15 +956,17 @@ class Engine:
         room = window.room(everybody(self), request, start, take, path, budget)
         return take if take <= room else aligned(start, room, budget.align) if may_split else 0
 
-    def _loads_first(self, request: Request, fit: Fit, budget: PrefillBudget, step: Step) -> bool:
+    def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
         tiers = self.memory.tiers
         if tiers is None or fit.match is None or not tiers.begin_load(self, request, fit.match, budget, step):
             return False
-        self._defer(request, Obstacle("load"), step)
+        self._defer(request, Deferral("load"), step)
         return True
 
-    def _admit(self, request: Request, fit: Fit, budget: PrefillBudget, parts: list[Part], step: Step) -> None:
+    def _admit(
+        self, request: Request, fit: ExtendShare, budget: PrefillBudget, parts: list[ExtendPart], step: Step
+    ) -> None:
         """Give a waiting request its row and its first part of this extend."""
         row = self.memory.take_row(request, fit.match, step)
         if not request.ran:
@@ -978,10 +993,10 @@ class Engine:
         budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
-    def _defer(self, request: Request, obstacle: Obstacle, step: Step) -> None:
+    def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
         """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
-        reason, needed, available = obstacle
-        if obstacle.own:
+        reason, needed, available = deferral
+        if deferral.own:
             if request.deferred != reason:
                 request.deferred = reason
                 step.decided.append(AdmissionDeferred(self.now_us, request.request_id, reason))
@@ -1002,7 +1017,7 @@ class Engine:
     def put_off_line(self, step: Step) -> None:
         """Say that the head of the line waits for prompts of other ranks, once."""
         for request in self.ordering.first(self, 1):
-            self._defer(request, Obstacle("proposal_undone"), step)
+            self._defer(request, Deferral("proposal_undone"), step)
 
     def _put_off(self, request: Request, writer: Request, step: Step) -> None:
         """Let a request wait alone until another has computed what it is about to need; say so once."""
@@ -1011,14 +1026,14 @@ class Engine:
             deferred = AdmissionDeferred(self.now_us, request.request_id, "prefix", behind=writer.request_id)
             step.decided.append(deferred)
 
-    def _extend_to(self, request: Request, stop: int, parts: list[Part], step: Step) -> None:
+    def _extend_to(self, request: Request, stop: int, parts: list[ExtendPart], step: Step) -> None:
         """Give the request pages up to `stop` and make that its part of the extend."""
         start = request.computed
         self.memory.reach(request, stop, step)
         request.computed = stop
         request.chunks += 1
         self.prefilled_tokens += stop - start
-        parts.append(Part(request, start, stop))
+        parts.append(ExtendPart(request, start, stop))
         if stop < extend_stop(request):
             self.prefilling = request
             return
@@ -1028,7 +1043,9 @@ class Engine:
         request.advance(completed)
         step.decided.append(completed)
 
-    def _extend_batch(self, parts: list[Part], step: Step, kind: Literal["extend", "prebuilt"] = "extend") -> InFlight:
+    def _extend_batch(
+        self, parts: list[ExtendPart], step: Step, kind: Literal["extend", "prebuilt"] = "extend"
+    ) -> InFlight:
         """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
@@ -1038,12 +1055,12 @@ class Engine:
         done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
         pooled = [i for i in done if requests[i].prefill_only]
         sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
-        prefilled, sample_rows = EMPTY_COHORT, NO_ROWS
+        prefilled, sample_rows = EMPTY_BATCH, NO_ROWS
         if sampling:
-            prefilled, sample_rows = Cohort.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
+            prefilled, sample_rows = RunningBatch.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
         mixes = kind == "prebuilt" or self.config.batching != "prefill_first"
         decodes = self._decodes_along(requests, step, wanted=mixes)
-        along = decodes.cohort
+        along = decodes.running_batch
         mode: Mode = "mixed" if along.size and kind == "extend" else kind
         if along.size:
             rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
@@ -1073,13 +1090,13 @@ class Engine:
             plan = speculation.verified(plan, decodes.verifying, self.config)
         if self.memory.hybrid is not None:
             plan = self.memory.hybrid.completed(plan, step)
-        ending = self._join_cohort(prefilled, stops[sampling]) if sampling else []
+        ending = self._join_running_batch(prefilled, stops[sampling]) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
             return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)
         return InFlight(plan, requests, prefilled, ending)
 
-    def _join_cohort(self, prefilled: Cohort, positions: Int32s) -> list[int]:
+    def _join_running_batch(self, prefilled: RunningBatch, positions: Int32s) -> list[int]:
         """Whose prompt ends here decodes next, from this position on. Returns those who end with their first token."""
         ends = positions + ONE >= prefilled.limits
         ending: list[int] = ends.nonzero()[0].tolist()
@@ -1089,7 +1106,9 @@ class Engine:
         if prefilled.size:
             for request in prefilled.requests:
                 request.decodes = True
-            self._set_cohort(self.cohort.joined_by(prefilled), np.concatenate((self.positions, positions)))
+            self._set_running_batch(
+                self.running_batch.joined_by(prefilled), np.concatenate((self.positions, positions))
+            )
         return ending
 
     def _decodes_along(self, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
@@ -1097,7 +1116,7 @@ class Engine:
 
         Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
         """
-        if not wanted or not self.cohort.size:
+        if not wanted or not self.running_batch.size:
             return NO_DECODES
         if any(request.needs_plain_extend for request in extending):
             self.decode_owed = True
@@ -1109,27 +1128,27 @@ class Engine:
             step.decided.append(skipped)
             return NO_DECODES
         advanced = self._advance(growing, step)
-        self.decode_launches += bool(advanced.cohort.size)
+        self.decode_launches += bool(advanced.running_batch.size)
         return advanced
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
     def _plan_decode(self, step: Step) -> InFlight | None:
         """One more token for the whole cohort, after retracting whom it takes to make that fit."""
-        if not self.cohort.size:
+        if not self.running_batch.size:
             self.decode_owed = False
             return None
         config = self.config
-        if config.retract_every and self._forced_retraction_due() and self.cohort.size > 1:
+        if config.retract_every and self._forced_retraction_due() and self.running_batch.size > 1:
             self.forced_at = self.decode_launches
-            victim = choose_victim(config, self.cohort, self.positions)
-            self.retract(self.cohort.requests[victim], "forced", step)
+            victim = choose_victim(config, self.running_batch, self.positions)
+            self.retract(self.running_batch.requests[victim], "forced", step)
         growing = members_growing(self.positions, self.page_mask)
         made_room = self._short_of_pages(growing, step)
         if made_room:
             if not self._make_room(step):
-                return None if self.cohort.size else self._plan_extend(step)
-            if not self.cohort.size:
+                return None if self.running_batch.size else self._plan_extend(step)
+            if not self.running_batch.size:
                 return None  # all gave way to those of other microbatches
             growing = members_growing(self.positions, self.page_mask)
 
@@ -1138,8 +1157,8 @@ class Engine:
             advanced = self._advance(growing, step)
         else:
             advanced = self._advance_by(steps, step)
-        cohort = advanced.cohort
-        if not cohort.size:
+        running_batch = advanced.running_batch
+        if not running_batch.size:
             return None  # all may have ended with what is in flight
         self.decode_owed = False
         self.decode_launches += 1
@@ -1149,22 +1168,22 @@ class Engine:
         plan = BatchPlan(
             batch_id=self.next_number(),
             mode="decode",
-            rows=cohort.rows,
-            request_ids=cohort.request_ids,
+            rows=running_batch.rows,
+            request_ids=running_batch.request_ids,
             starts=advanced.starts,
             stops=advanced.stops,
-            sample_rows=cohort.everyone,
+            sample_rows=running_batch.everyone,
             rows_taken=taken,
             deltas=deltas,
             generation=self.generation,
             steps=steps,
-            ids_digest=cohort.ids_digest,
+            ids_digest=running_batch.ids_digest,
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
         if self.memory.hybrid is not None:
             plan = self.memory.hybrid.completed(plan, step)
-        return InFlight(plan, cohort.requests, cohort, advanced.ending)
+        return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
@@ -1172,32 +1191,34 @@ class Engine:
             verifying = speculation.verify_next(self, step)
             if verifying is None:
                 return NO_DECODES
-            return Decodes(verifying.cohort, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
+            return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
         if self.forced and (jumped := speculation.jump_next(self, step)) is not None:
             verifying, ending = jumped
-            return Decodes(verifying.cohort, verifying.starts, verifying.stops, verifying.deltas, ending, verifying)
-        cohort, starts = self.cohort, self.positions
+            return Decodes(
+                verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, ending, verifying
+            )
+        running_batch, starts = self.running_batch, self.positions
         deltas = NO_DELTAS
         if growing.size:
-            rows, at = cohort.rows.take(growing), starts.take(growing)
+            rows, at = running_batch.rows.take(growing), starts.take(growing)
             deltas = self.memory.open_pages(rows, at >> self.page_shift, step)
         stops = self.positions = starts + ONE
         self.horizon -= 1
-        ending = self.end_of_horizon(cohort, stops) if self.horizon <= 0 else []
-        return Decodes(cohort, starts, stops, deltas, ending)
+        ending = self.end_of_horizon(running_batch, stops) if self.horizon <= 0 else []
+        return Decodes(running_batch, starts, stops, deltas, ending)
 
     def _advance_by(self, steps: int, step: Step) -> Decodes:
         """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
-        cohort, starts, page_size = self.cohort, self.positions, np.int32(self.config.page_size)
-        stops: Int32s = np.minimum(starts + np.int32(steps), cohort.limits - ONE)
+        running_batch, starts, page_size = self.running_batch, self.positions, np.int32(self.config.page_size)
+        stops: Int32s = np.minimum(starts + np.int32(steps), running_batch.limits - ONE)
         first = -(-starts // page_size)
         opening = -(-stops // page_size) - first
-        self.memory.table.reserve(int((first + opening).max()), int((stops - cohort.prompts).max()) + 2)
+        self.memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
         deltas = NO_DELTAS
         if opening.any():
             index = first.repeat(opening) + delivery.step_numbers(opening)
-            deltas = self.memory.open_pages(cohort.rows.repeat(opening), index, step)
-        return Decodes(cohort, starts, stops, deltas, self.end_of_horizon(cohort, stops))
+            deltas = self.memory.open_pages(running_batch.rows.repeat(opening), index, step)
+        return Decodes(running_batch, starts, stops, deltas, self.end_of_horizon(running_batch, stops))
 
     def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
@@ -1216,8 +1237,8 @@ class Engine:
     def _pages_needed(self) -> int:
         """Pages without which the cohort does not decode."""
         if self.ahead_hoped == 1:
-            return self.next_pages(self.cohort, self.positions)
-        return pages_ahead(self.cohort, self.positions, self.config.page_size, self.ahead)
+            return self.next_pages(self.running_batch, self.positions)
+        return pages_ahead(self.running_batch, self.positions, self.config.page_size, self.ahead)
 
     @property
     def tokens_per_decode(self) -> int:
@@ -1229,11 +1250,11 @@ class Engine:
         """Positions by which a launch moves each member of the cohort, at most."""
         return self.config.decode_steps_per_launch * self.tokens_per_decode
 
-    def next_pages(self, cohort: Cohort, positions: Int32s) -> int:
+    def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Pages that a cohort at these positions decodes with, drafts included."""
         if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
-        return pages_ahead(cohort, positions, self.config.page_size, self.ahead_hoped)
+        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped)
 
     def _forced_retraction_due(self) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
@@ -1256,10 +1277,10 @@ class Engine:
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             split = self.prefilling
-            cohort, positions = self.everybody
-            if cohort.size > 1 and not (split is not None and goes_before(split, cohort, config)):
+            running_batch, positions = self.everybody
+            if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
                 chosen = self.microbatches.victim(self) if self.microbatches is not None else None
-                victim = chosen or cohort.requests[choose_victim(config, cohort, positions)]
+                victim = chosen or running_batch.requests[choose_victim(config, running_batch, positions)]
                 self.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self.retract(split, "pages", step, pages=(needed, available))
@@ -1274,37 +1295,37 @@ class Engine:
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             else:
-                self.finish(self.cohort.requests[0], "out_of_kv", step, flush=True)
+                self.finish(self.running_batch.requests[0], "out_of_kv", step, flush=True)
                 return False
             retracted += 1
             self.decode_owed = True
         if retracted:
-            cohort, positions = self.everybody
-            outputs = int((positions - cohort.prompts).sum()) + cohort.size
-            max_new = int((cohort.limits - cohort.prompts).sum())
-            self.ratio.retracted(outputs, max_new, cohort.size)
+            running_batch, positions = self.everybody
+            outputs = int((positions - running_batch.prompts).sum()) + running_batch.size
+            max_new = int((running_batch.limits - running_batch.prompts).sum())
+            self.ratio.retracted(outputs, max_new, running_batch.size)
         return needed <= available
 
-    def end_of_horizon(self, cohort: Cohort, stops: Int32s) -> list[int]:
+    def end_of_horizon(self, running_batch: RunningBatch, stops: Int32s) -> list[int]:
         """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
-        ended = stops + ONE >= cohort.limits
+        ended = stops + ONE >= running_batch.limits
         ending: list[int] = ended.nonzero()[0].tolist()
         for i in ending:
-            cohort.requests[i].computed = int(stops[i])
-            cohort.requests[i].decodes = False
+            running_batch.requests[i].computed = int(stops[i])
+            running_batch.requests[i].decodes = False
         if ending:
             staying = (~ended).nonzero()[0]
-            cohort, stops = cohort.only(staying), stops.take(staying)
-        self._set_cohort(cohort, stops)
+            running_batch, stops = running_batch.only(staying), stops.take(staying)
+        self._set_running_batch(running_batch, stops)
         return ending
 
-    def _set_cohort(self, cohort: Cohort, positions: Int32s) -> None:
-        self.cohort = cohort
+    def _set_running_batch(self, running_batch: RunningBatch, positions: Int32s) -> None:
+        self.running_batch = running_batch
         self.positions = positions
-        if not cohort.size:
+        if not running_batch.size:
             return
         table = self.memory.table
-        outputs_had, to_come = positions - cohort.prompts, cohort.limits - positions
+        outputs_had, to_come = positions - running_batch.prompts, running_batch.limits - positions
         # finding the greatest is a quarter of the cost of reducing to it
         furthest, outputs = int(positions[positions.argmax()]), int(outputs_had[outputs_had.argmax()])
         table.reserve(furthest // self.config.page_size + 1, outputs + 2)
@@ -1363,10 +1384,12 @@ class Engine:
             for i, request in batch.alive():
                 if i < plan.extend_rows:
                     self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
-        if (self.memory.leases or self.memory.fenced_pages) and self.memory.lift_fences(plan.batch_id, step):
+        if (self.memory.deferred_frees or self.memory.deferred_pages) and self.memory.release_deferred(
+            plan.batch_id, step
+        ):
             self.batch_is_full = False
-        if self.media.fenced:
-            prerequisites.lift_fences(self, plan.batch_id, step)
+        if self.media.deferred:
+            prerequisites.release_deferred(self, plan.batch_id, step)
         if self.sessions.unsettled:
             self.sessions.settle(self, plan.batch_id)
         if samplers.constrained:
@@ -1411,15 +1434,18 @@ class Engine:
         """The device could not run the batch: its requests end with an error, the others do not notice."""
         failed = batch.plan.rows.tolist()
         memory = self.memory
-        memory.leases = [lease._replace(publish=lease.publish and lease.row not in failed) for lease in memory.leases]
+        memory.deferred_frees = [
+            deferred._replace(publish=deferred.publish and deferred.row not in failed)
+            for deferred in memory.deferred_frees
+        ]
         if memory.hybrid is not None:
             memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step, flush=True)
-        banished = memory.banish_pending(batch.plan.batch_id)
-        for request in list(self.requests.values()) if banished else []:
-            if request.handle is not None and request.handle.number in banished:
+        invalidated = memory.invalidate_pending(batch.plan.batch_id)
+        for request in list(self.requests.values()) if invalidated else []:
+            if request.handle is not None and request.handle.number in invalidated:
                 self.retract(request, "prefix_failed", step)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
@@ -1468,23 +1494,23 @@ class Engine:
         if not leaving:
             return  # as always when they end by length: they left with their last launch
         if self.microbatches is None:
-            self._leave_cohort(leaving)
+            self._leave_running_batch(leaving)
             return
         here = self.microbatches.at
         for number in self.microbatches.whose(requests):
             self.microbatches.turn_to(self, number)
-            self._leave_cohort(leaving)
+            self._leave_running_batch(leaving)
         self.microbatches.turn_to(self, here)
 
-    def _leave_cohort(self, leaving: list[int]) -> None:
+    def _leave_running_batch(self, leaving: list[int]) -> None:
         """Those who decode in these rows leave the cohort, all at once."""
-        cohort, positions = self.cohort, self.positions
-        goes = cohort.rows == leaving[0] if len(leaving) == 1 else np.isin(cohort.rows, leaving)
+        running_batch, positions = self.running_batch, self.positions
+        goes = running_batch.rows == leaving[0] if len(leaving) == 1 else np.isin(running_batch.rows, leaving)
         for i in goes.nonzero()[0].tolist():
-            cohort.requests[i].computed = int(positions[i])
-            cohort.requests[i].decodes = False
+            running_batch.requests[i].computed = int(positions[i])
+            running_batch.requests[i].decodes = False
         staying = (~goes).nonzero()[0]
-        self._set_cohort(cohort.only(staying), positions.take(staying))
+        self._set_running_batch(running_batch.only(staying), positions.take(staying))
 
     # ---------------------------------------------------------------------------------------------- where a request is
 
@@ -1493,7 +1519,7 @@ class Engine:
         if request.decodes and self.microbatches is not None:
             return self.microbatches.stands_at(self, request)
         if request.decodes:
-            return int(self.positions[(self.cohort.rows == request.row).argmax()])
+            return int(self.positions[(self.running_batch.rows == request.row).argmax()])
         return request.computed
 
     def tokens_of(self, request: Request, outputs: int) -> bytes:

@@ -1,8 +1,8 @@
 """The waiting line: in which order requests are considered for admission, and who may pass whom.
 
 The *line* is `Engine.waiting`: requests as they came, retracted ones where they were requeued. A *policy* is a pure
-function of a `WaitingLine`, which shows the line as columns, and returns positions in the order in which they are to be
-considered. Those of the core are at the end of this file; installed packages bring others (docs/policies.md).
+function of a `WaitingQueue`, which shows the line as columns, and returns positions in the order in which they are to
+be considered. Those of the core are at the end of this file; installed packages bring others (docs/policies.md).
 
 What holds under every policy:
 
@@ -34,7 +34,7 @@ import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import PolicyError
-from lockstep.core.requests.table import Cohort, Request, RequestState
+from lockstep.core.requests.table import Request, RequestState, RunningBatch
 
 if TYPE_CHECKING:
     from lockstep.core.kv.radix import Found, RadixCache
@@ -89,7 +89,7 @@ class RequestColumns:
         return tuple([request.routing_key for request in self._requests])
 
 
-class WaitingLine(RequestColumns):
+class WaitingQueue(RequestColumns):
     """What a policy sees of an engine: the requests that wait, in line order, the time, and the requests that run.
 
     It notes what was looked at beyond the requests themselves, so that the order is made again when that changes.
@@ -169,7 +169,7 @@ class WaitingLine(RequestColumns):
         return [matched(request, radix) for request in self._requests] if radix is not None else []
 
 
-Policy = Callable[[WaitingLine], Sequence[int]]
+Policy = Callable[[WaitingQueue], Sequence[int]]
 
 
 def matched(request: Request, radix: RadixCache) -> Found:
@@ -216,7 +216,7 @@ class Ordering:
         # the order of the last pass, and what it was made from
         self._order: list[Request] = []
         self._line: list[Request] = []
-        self._view: WaitingLine | None = None
+        self._view: WaitingQueue | None = None
         self._made_from: tuple[object, ...] = ()
         self._epoch = -1
 
@@ -322,7 +322,7 @@ class Ordering:
         """The line in the order to be considered: as the last pass had it, if nothing has changed since."""
         if not self._stands(engine):
             line = engine.waiting.copy()
-            view = WaitingLine(line, engine)
+            view = WaitingQueue(line, engine)
             positions = self._asked(view) if self._brought else self._policy(view)
             order = [line[position] for position in positions]
             if self._lasts and len(line) <= LPM_FALLBACK_WAITING:
@@ -343,12 +343,12 @@ class Ordering:
         )
 
     @staticmethod
-    def _beside(view: WaitingLine, engine: Engine) -> tuple[object, ...]:
+    def _beside(view: WaitingQueue, engine: Engine) -> tuple[object, ...]:
         """What the policy looked at beside line and tree, as it is now."""
         return (
             engine.now_us if view._saw_time else None,
             engine.prefilled_tokens if view._saw_work else None,
-            (_cohorts(engine), engine.prefilling) if view._saw_running else None,
+            (_running_batches(engine), engine.prefilling) if view._saw_running else None,
         )
 
     def _matches_stand(self, radix: RadixCache) -> bool:
@@ -364,7 +364,7 @@ class Ordering:
         self._epoch = radix.epoch
         return same
 
-    def _asked(self, view: WaitingLine) -> list[int]:
+    def _asked(self, view: WaitingQueue) -> list[int]:
         """What a policy of an installed package says. Raises PolicyError unless it names each position once."""
         name = f"policy `{self._config.schedule_policy}` {self._config.schedule_policy_version}"
         waiting = len(view)
@@ -384,7 +384,7 @@ class Ordering:
             )
         return order
 
-    def _duplicates_last(self, order: list[Request], view: WaitingLine) -> list[Request]:
+    def _duplicates_last(self, order: list[Request], view: WaitingQueue) -> list[Request]:
         """Those that begin like one ahead of them in the line go behind everybody, in line order."""
         span = DUPLICATE_SHARED_TOKENS_MIN * TOKEN_BYTES
         seen: dict[tuple[str, bytes], Request] = {}
@@ -453,26 +453,26 @@ def _running(engine: Engine) -> list[Request]:
     return decoding if split is None else [*decoding, split]
 
 
-def _cohorts(engine: Engine) -> tuple[Cohort, ...]:
-    return (engine.cohort,) if engine.microbatches is None else engine.microbatches.cohorts(engine)
+def _running_batches(engine: Engine) -> tuple[RunningBatch, ...]:
+    return (engine.running_batch,) if engine.microbatches is None else engine.microbatches.running_batches(engine)
 
 
 # ------------------------------------------------------------------------------------------------------- the policies
 
 
-def fcfs(line: WaitingLine) -> Sequence[int]:
+def fcfs(line: WaitingQueue) -> Sequence[int]:
     """First come, first served: the line as it stands."""
     return range(len(line))
 
 
-def lpm(line: WaitingLine) -> Sequence[int]:
+def lpm(line: WaitingQueue) -> Sequence[int]:
     """Longest cached prefix first, ties as they wait; fcfs when the line is long (LPM_FALLBACK_WAITING)."""
     if len(line) > LPM_FALLBACK_WAITING:
         return fcfs(line)
     return _highest_first(line.cached_tokens)
 
 
-def dfs_weight(line: WaitingLine) -> Sequence[int]:
+def dfs_weight(line: WaitingQueue) -> Sequence[int]:
     """Branch by branch of the radix tree, those for whom most requests wait first; deepest first inside a branch.
 
     Ties as the first of each branch waits. Whoever has nothing cached comes last.
@@ -502,18 +502,18 @@ def dfs_weight(line: WaitingLine) -> Sequence[int]:
     return backwards
 
 
-def lof(line: WaitingLine) -> Sequence[int]:
+def lof(line: WaitingQueue) -> Sequence[int]:
     """Longest output first, by what the request may produce."""
     return _highest_first(line.max_new_tokens)
 
 
-def shuffled(line: WaitingLine) -> Sequence[int]:
+def shuffled(line: WaitingQueue) -> Sequence[int]:
     """In an order drawn from `schedule_seed` and each request's id, the same for as long as it waits."""
     order: list[int] = _mixed(line.request_ids, line.config.schedule_seed).argsort(kind="stable").tolist()
     return order
 
 
-def routing_key(line: WaitingLine) -> Sequence[int]:
+def routing_key(line: WaitingQueue) -> Sequence[int]:
     """Keys that most running requests have first, then all others, alphabetically, so that equal ones are neighbours.
 
     As the line stands if no running request has a key.
@@ -525,7 +525,7 @@ def routing_key(line: WaitingLine) -> Sequence[int]:
     return sorted(range(len(line)), key=keys.__getitem__)
 
 
-def priority(line: WaitingLine) -> Sequence[int]:
+def priority(line: WaitingQueue) -> Sequence[int]:
     """Highest priority first, or lowest if `schedule_low_priority_values_first`; ties as they wait.
 
     A request without a priority has `default_priority_value`; if that is unset, it comes after all others.
@@ -537,7 +537,7 @@ def priority(line: WaitingLine) -> Sequence[int]:
     return sorted(range(len(line)), key=keys.__getitem__)
 
 
-def hrrn(line: WaitingLine) -> Sequence[int]:
+def hrrn(line: WaitingQueue) -> Sequence[int]:
     """Highest response ratio next: tokens prefilled for others since it arrived, per token it lacks; else as they wait.
 
     Short ones go first, and long ones age until they do. Falls back to fcfs when the line is long, like lpm.
@@ -548,7 +548,7 @@ def hrrn(line: WaitingLine) -> Sequence[int]:
     return _highest_first([age / tokens for age, tokens in zip(ages, lacking, strict=True)])
 
 
-def shortest_prefill_first(line: WaitingLine) -> Sequence[int]:
+def shortest_prefill_first(line: WaitingQueue) -> Sequence[int]:
     """Fewest uncached tokens first, ties as they wait."""
     return sorted(range(len(line)), key=line.uncached_tokens.__getitem__)
 

@@ -26,9 +26,9 @@ from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
 from lockstep.core.kv.radix import Match
-from lockstep.core.requests.table import ONE, Cohort, Int32s, Request
-from lockstep.core.scheduler.admission import PrefillBudget, aligned, chunk_tokens, lasts_with
-from lockstep.core.scheduler.retraction import importance
+from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.requests.retraction import importance
+from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 if TYPE_CHECKING:
     from lockstep.core.kv.hybrid import Hybrid
@@ -40,12 +40,12 @@ SHORTAGES: frozenset[DeferReason] = frozenset(
 """What a request may lack that others can give it."""
 
 
-def candidates(request: Request, cohort: Cohort, config: SchedConfig) -> list[int]:
+def candidates(request: Request, running_batch: RunningBatch, config: SchedConfig) -> list[int]:
     """Members of the cohort that may have to make room for the request: the least important first, then the newest."""
     least = importance(request, config) - config.priority_preemption_threshold
     ranked = [
         (rank, -member.request_id, i)
-        for i, member in enumerate(cohort.requests)
+        for i, member in enumerate(running_batch.requests)
         if (rank := importance(member, config)) < least
     ]
     return [i for _, _, i in sorted(ranked)]
@@ -95,7 +95,7 @@ def make_room(
         return []
     if memory.tiers is not None and memory.tiers.holds_back(request, engine.now_us):
         return []
-    need = Need.of(engine, request, budget, parts)
+    need = AdmissionNeed.of(engine, request, budget, parts)
     if need is None or need.is_met(engine, budget, []):
         return []
     if engine.microbatches is not None and not engine.microbatches.has_place_for_newcomer(
@@ -111,7 +111,7 @@ def make_room(
         engine.retract(victim, "preempted", step, beneficiary=request.request_id)
     back = (memory.available_pages - available) * config.page_size
     unreserved = reserved - tokens_kept_free(engine)
-    budget.regain(back, unreserved, engine.set_aside(engine.cohort, engine.positions))
+    budget.regain(back, unreserved, engine.set_aside(engine.running_batch, engine.positions))
     return victims
 
 
@@ -127,18 +127,20 @@ def make_room_for_split(
         return []
     if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
         return []
-    span, (cohort, positions) = (request.computed, take), engine.everybody
+    span, (running_batch, positions) = (request.computed, take), engine.everybody
 
     def enough(leaving: list[int]) -> bool:
-        back = engine.memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], None)
-        staying = np.delete(np.arange(cohort.size), leaving)
-        then = np.minimum(positions[staying] + back.launches * engine.moves_by, cohort.limits[staying] - ONE)
+        back = engine.memory.back_once_delivered(
+            [(running_batch.requests[i], int(positions[i])) for i in leaving], None
+        )
+        staying = np.delete(np.arange(running_batch.size), leaving)
+        then = np.minimum(positions[staying] + back.launches * engine.moves_by, running_batch.limits[staying] - ONE)
         return _goes_on(hybrid, engine, request, span, NO_ROWS, budget, leaving, then)
 
-    ranked = candidates(request, cohort, config)
+    ranked = candidates(request, running_batch, config)
     if not ranked or enough([]):
         return []
-    victims = [cohort.requests[i] for i in fewest(ranked, enough)]
+    victims = [running_batch.requests[i] for i in fewest(ranked, enough)]
     engine.break_ranks(victims)
     for victim in victims:
         engine.retract(victim, "preempted", step, beneficiary=request.request_id)
@@ -175,7 +177,7 @@ def _goes_on(
 
 def tokens_kept_free(engine: Engine) -> int:
     """Tokens of the total budget that those who decode take: their reserve, and what decodes in the same pass."""
-    return engine.reserve_of(*engine.everybody) + _tokens_along(engine, engine.cohort.size)
+    return engine.reserve_of(*engine.everybody) + _tokens_along(engine, engine.running_batch.size)
 
 
 def _tokens_along(engine: Engine, members: int) -> int:
@@ -185,7 +187,7 @@ def _tokens_along(engine: Engine, members: int) -> int:
     return members * engine.tokens_per_decode if along else 0
 
 
-class Need(NamedTuple):
+class AdmissionNeed(NamedTuple):
     """What a request needs to start, in the terms of its admission."""
 
     request: Request
@@ -197,7 +199,7 @@ class Need(NamedTuple):
     span: tuple[int, int]  # of that: where it begins, and how many tokens
 
     @staticmethod
-    def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> Need | None:
+    def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> AdmissionNeed | None:
         """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
         config = engine.config
         page_size = config.page_size
@@ -213,24 +215,24 @@ class Need(NamedTuple):
             return None
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         pages = -(-take // page_size)
-        return Need(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
+        return AdmissionNeed(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
 
     def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
         """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
 
         Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
         """
-        config, memory, (cohort, positions) = engine.config, engine.memory, engine.everybody
+        config, memory, (running_batch, positions) = engine.config, engine.memory, engine.everybody
         page_size, several = config.page_size, engine.microbatches
-        back = memory.back_once_delivered([(cohort.requests[i], int(positions[i])) for i in leaving], self.match)
+        back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
         active = engine.active - back.places - len(leaving)
         if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
             return False
-        if several is not None and several.free_places(engine, [cohort.requests[i] for i in leaving]) <= 0:
+        if several is not None and several.free_places(engine, [running_batch.requests[i] for i in leaving]) <= 0:
             return False
-        stay = np.ones(cohort.size, np.bool_)
+        stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
-        staying, now = cohort.only(stay.nonzero()[0]), positions[stay]
+        staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
         then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
         along, along_then = staying, then  # those of the same pass
         if several is not None:

@@ -26,11 +26,11 @@ from lockstep.sim.cost import CalibrationError, RooflineModel, decode_shape, ext
 from lockstep.sim.cost.calibration import (
     UNSEEN_MODELS,
     Calibration,
+    CalibrationSource,
     Correction,
     Metric,
     Population,
     Residuals,
-    Source,
 )
 from lockstep.sim.cost.fit import correction_of, fit_weights, left_out, relative_shift
 from lockstep.sim.cost.tables import BaseModel, MeasuredModel, OperatorTables
@@ -48,7 +48,7 @@ BATCHES_MIN = 50  # of a journal
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class PointTrials:
     """Points, and each of them simulated without correction under every client its source leaves possible."""
 
     points: Sequence[ServingPoint]
@@ -56,7 +56,7 @@ class Trial:
     base: str = "roofline"  # kind of the cost model
 
     @classmethod
-    def of(cls, points: Sequence[ServingPoint], *, operators: Path | None = None) -> Trial:
+    def of(cls, points: Sequence[ServingPoint], *, operators: Path | None = None) -> PointTrials:
         """Simulate on the roofline, or with a folder of operator tables on the measured model."""
         played: dict[str, list[Played]] = {name: [] for name in CLIENTS}
         for point in points:
@@ -96,18 +96,18 @@ class PointFit:
     correction: Correction
     client: str
 
-    def tpot_us(self, trial: Trial, rows: Rows) -> Float64s:
+    def tpot_us(self, trial: PointTrials, rows: Rows) -> Float64s:
         """Predict the mean TPOT of points."""
         predicted: Float64s = trial.parts("tpot_parts", rows, self.client) @ np.array(self.correction.weights)
         return predicted
 
-    def ttft_us(self, trial: Trial, rows: Rows) -> Float64s:
+    def ttft_us(self, trial: PointTrials, rows: Rows) -> Float64s:
         """Predict the mean TTFT of points."""
         predicted: Float64s = trial.parts("ttft_parts", rows, self.client) @ np.array(self.correction.weights)
         return predicted + self.correction.frontend_us
 
 
-def fit_points(trial: Trial, rows: Rows) -> PointFit:
+def fit_points(trial: PointTrials, rows: Rows) -> PointFit:
     """Fit the correction to TPOT, then what TTFT has besides; choose the client that leaves the smaller errors."""
     best: tuple[float, PointFit] | None = None
     tpot_us, ttft_us = trial.measured_us("tpot_us", rows), trial.measured_us("ttft_us", rows)
@@ -127,7 +127,7 @@ def median_error(predicted_us: Float64s, measured_us: Float64s) -> float:
     return float(np.median(np.abs(predicted_us / measured_us - 1.0)))
 
 
-def left_out_ratios(trial: Trial, rows: Rows, groups: Sequence[object]) -> dict[Metric, Float64s]:
+def left_out_ratios(trial: PointTrials, rows: Rows, groups: Sequence[object]) -> dict[Metric, Float64s]:
     """Return measured / predicted of each row by a fit that had no row of its group, for time (TPOT) and TTFT."""
     time, ttft = np.empty(len(rows)), np.empty(len(rows))
     for mask, _ in left_out(groups):
@@ -139,7 +139,7 @@ def left_out_ratios(trial: Trial, rows: Rows, groups: Sequence[object]) -> dict[
 
 
 def calibration_of_points(
-    trial: Trial, engine: str, *, date: str, rows: Rows | None = None, sources: Sequence[Source] = ()
+    trial: PointTrials, engine: str, *, date: str, rows: Rows | None = None, sources: Sequence[CalibrationSource] = ()
 ) -> Calibration:
     """Fit an engine's points, and say how wrong that is by leaving out rows, and models where there are three.
 
@@ -267,7 +267,7 @@ def calibration_of_batches(
     engine_version: str,
     base: BaseModel,
     date: str,
-    source: Source,
+    source: CalibrationSource,
     notes: Sequence[str] = (),
 ) -> Calibration:
     """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine.
@@ -356,7 +356,7 @@ def calibration_of_tables(
         correction=correction_of(weights * [1.0, 1.0, 0.0, 0.0, 0.0]),
         residuals=tuple(residuals),
         sources=tuple(
-            Source(kind="operator_tables", file=t.file, sha256=t.sha256, rows_used=len(t.latency_us))
+            CalibrationSource(kind="operator_tables", file=t.file, sha256=t.sha256, rows_used=len(t.latency_us))
             for t in tables.files
         ),
         notes=("kernels and collectives alone: what an engine does around them is not in it",),

@@ -232,7 +232,7 @@ answered first tokens after 0.75 s: all were admitted at once, which KV in bf16 
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class LoadGenerator:
     """What a load generator did that its report does not say."""
 
     name: str
@@ -244,8 +244,8 @@ class Client:
 CLIENTS = {
     client.name: client
     for client in (
-        Client("spread", 10, 0.2, "outputs vary by a fifth, so its users get out of step"),
-        Client("waves", 10, 0.0, "requests are all equally long, so its users stay in step"),
+        LoadGenerator("spread", 10, 0.2, "outputs vary by a fifth, so its users get out of step"),
+        LoadGenerator("waves", 10, 0.0, "requests are all equally long, so its users stay in step"),
     )
 }
 """Ten requests per user is what InferenceX sends. Whether users stay in step decides TTFT: a wave of prompts that come
@@ -283,7 +283,7 @@ class _Recorder:
 
 def play(
     point: ServingPoint,
-    client: Client,
+    client: LoadGenerator,
     calibration: Calibration | None = None,
     *,
     operators: Path | None = None,
@@ -326,7 +326,7 @@ def _fields(config: SchedConfig) -> dict[str, Any]:
     return {field: getattr(config, field) for field in config.__struct_fields__}
 
 
-def turns_of(point: ServingPoint, client: Client, seed: int) -> list[Turn]:
+def turns_of(point: ServingPoint, client: LoadGenerator, seed: int) -> list[Turn]:
     """The requests of all users: the n-th of a user follows on the answer to the one before."""
     rng = np.random.Generator(np.random.Philox(seed))
     users = point.concurrency

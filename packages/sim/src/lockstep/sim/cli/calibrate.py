@@ -134,11 +134,11 @@ def points(
     Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
     """
     with refusals():
-        from lockstep.sim.calibrate.calibrate import POINTS_MIN, Trial, calibration_of_points, sha256_of
+        from lockstep.sim.calibrate.calibrate import POINTS_MIN, PointTrials, calibration_of_points, sha256_of
         from lockstep.sim.calibrate.serving_points import read_serving_points
         from lockstep.sim.catalogue import load_gpu
         from lockstep.sim.cost import CalibrationError
-        from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.calibration import CalibrationSource
 
         date = _checked_date(date)
         check_file(out)
@@ -156,9 +156,9 @@ def points(
                 "hint: measure at more lengths or concurrencies"
             )
         click.echo(f"simulating {len(found)} points", err=True)
-        trial = Trial.of(found, operators=operators)
+        trial = PointTrials.of(found, operators=operators)
         reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in left_out.items())
-        source = Source(
+        source = CalibrationSource(
             kind="serving_points",
             file=file.name,
             sha256=sha256_of(file),
@@ -207,7 +207,7 @@ def journal(
         from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
-        from lockstep.sim.cost.calibration import Source
+        from lockstep.sim.cost.calibration import CalibrationSource
         from lockstep.sim.cost.stages import PipelineModel
         from lockstep.sim.cost.tables import base_cost_model
         from lockstep.sim.results.batch_times import of_journal, read_batch_times
@@ -258,7 +258,7 @@ def journal(
                 "hint: calibrate with a run on one stage"
             )
         timed = timed_batches(times or of_journal(run), base, run)
-        source = Source(
+        source = CalibrationSource(
             kind="journal" if times is None else "batch_times",
             file=run.name,
             sha256=sha256_of(file),

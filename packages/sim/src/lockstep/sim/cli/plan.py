@@ -17,7 +17,7 @@ from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cli.simulate import (
     EXIT_INTERRUPTED,
-    Duration,
+    DurationType,
     adapter_options,
     check_router_options,
     cluster_options,
@@ -33,7 +33,7 @@ from lockstep.sim.cli.simulate import (
 )
 
 if TYPE_CHECKING:
-    from lockstep.sim.plan.answer import Answer
+    from lockstep.sim.plan.answer import PlanAnswer
     from lockstep.sim.plan.question import Load
     from lockstep.sim.plan.search import Progress
 
@@ -71,7 +71,7 @@ EXIT_NONE_FOUND = 3
 @parallel_options
 @click.option("--prefill-decode", default="mixed", help="engines by role: mixed, PREFILL:DECODE as 2:6, or auto")
 @click.option("--link-bandwidth", "link_gbs", type=click.FLOAT, help="GB/s per GPU between these  [default: 40]")
-@click.option("--link-latency", "link_latency_us", type=Duration(), help="from host to host  [default: 15us]")
+@click.option("--link-latency", "link_latency_us", type=DurationType(), help="from host to host  [default: 15us]")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
@@ -128,8 +128,8 @@ def plan(
         from lockstep.sim.cluster.cluster import parse_scaling
         from lockstep.sim.host.adapters import USUAL
         from lockstep.sim.metrics.metrics import Slo
-        from lockstep.sim.plan.answer import Answer
-        from lockstep.sim.plan.ledger import Ledger
+        from lockstep.sim.plan.answer import PlanAnswer
+        from lockstep.sim.plan.ledger import TrialStore
         from lockstep.sim.plan.question import (
             FULL,
             LINK_KEYS,
@@ -206,7 +206,7 @@ def plan(
                 check_file(path, option)
         if json_path is not None and report_path is not None and json_path.resolve() == report_path.resolve():
             raise ConfigError(f"--json and --report both name `{json_path}`\nhint: give each its own file")
-        ledger = Ledger(out)
+        ledger = TrialStore(out)
         try:
             candidates, opened = prepare(question)
             line = workload_line(opened, closed=question.load == "sessions")
@@ -216,7 +216,7 @@ def plan(
                 showing_progress(ledger) as progress,
             ):
                 run_plan(question, candidates, crew, ledger, progress)
-            answer = Answer(question=question, candidates=candidates, workload_line=line)
+            answer = PlanAnswer(question=question, candidates=candidates, workload_line=line)
             show(answer)
             write_answer(answer, [*_given(json_path), *_given(out, "plan.json")])
             write_report(answer, [*_given(report_path), *_given(out, "plan.html")])
@@ -246,7 +246,7 @@ def _given(path: Path | None, *names: str) -> list[Path]:
     return [] if path is None else [path.joinpath(*names)]
 
 
-def write_answer(answer: Answer, paths: list[Path]) -> None:
+def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
     """The answer as JSON."""
     from lockstep.sim.run.simulate import whole
 
@@ -255,7 +255,7 @@ def write_answer(answer: Answer, paths: list[Path]) -> None:
             part.write_text(answer.to_json(), encoding="utf-8", newline="\n")
 
 
-def write_report(answer: Answer, paths: list[Path]) -> None:
+def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
     """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
     from lockstep.sim.report.plan_page import render_plan
     from lockstep.sim.run.simulate import whole

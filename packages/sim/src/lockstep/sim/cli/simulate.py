@@ -78,7 +78,7 @@ class _Or(ParamType):
         return self.name.upper()
 
 
-class Duration(ParamType):
+class DurationType(ParamType):
     """A time with its unit, in whole microseconds."""
 
     name = "duration"
@@ -104,15 +104,15 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("max_running_requests", click.INT, "requests that hold a row and are not finished"),
     ("request_rows", _Or(click.INT, none=NONE), "rows of the request table"),
     ("max_queued_requests", _Or(click.INT, none=NONE), "waiting requests beyond this are rejected"),
-    ("waiting_timeout_us", _Or(Duration(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
-    ("running_timeout_us", _Or(Duration(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
+    ("waiting_timeout_us", _Or(DurationType(), none=NONE), "a request not admitted by then is rejected, e.g. 30s"),
+    ("running_timeout_us", _Or(DurationType(), none=NONE), "a request not finished by then is ended, e.g. 10min"),
     (
         "schedule_policy",
         click.STRING,
         "order of the waiting line: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md",
     ),
     ("schedule_conservativeness", click.FLOAT, "scales the output that running requests are expected to want"),
-    ("chunk_target_us", _Or(Duration(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
+    ("chunk_target_us", _Or(DurationType(), none=NONE), "shorten chunks so that a pass stays under this, e.g. 20ms"),
     ("max_prefill_tokens", click.INT, "new tokens one extend may take in all"),
     ("chunked_prefill_size", _Or(click.INT, none=NONE), "new tokens of one extend before a prompt is split"),
     ("chunk_unit", click.STRING, "what these two count in, and where a prompt may be split: page or token"),
@@ -140,7 +140,11 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("bypass_limit", _Or(click.INT, none=NONE), "requests from behind that may go before one that waits"),
     ("session_kv", click.STRING, "KV of sessions between turns: hold (until pages lack) or evictable"),
     ("max_sessions", click.INT, "sessions open at once"),
-    ("grammar_timeout_us", _Or(Duration(), none=NONE), "a request whose grammar is not compiled by then is rejected"),
+    (
+        "grammar_timeout_us",
+        _Or(DurationType(), none=NONE),
+        "a request whose grammar is not compiled by then is rejected",
+    ),
     ("max_input_tokens", _Or(click.INT, none=NONE), "the longest prompt, in tokens"),
     ("truncate_input", click.STRING, "which end a longer prompt loses: left, right, or no (it is rejected)"),
     ("isolate_tenants", click.BOOL, "no tenant ever hits a prefix of another one"),
@@ -162,11 +166,11 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("transfer_failure", click.STRING, "a request whose KV does not come: fail or recompute  [default: fail]"),
     ("num_reserved_decode_tokens", click.INT, "left to each request that decodes when pages are given  [default: 512]"),
     ("transfer_slots", _Or(click.INT, none=NONE), "metadata slots  [default: twice max-running-requests]"),
-    ("bootstrap_timeout_us", _Or(Duration(), none=NONE), "without a word of the other half  [default: 300s]"),
-    ("transfer_timeout_us", _Or(Duration(), none=NONE), "until a transfer has ended  [default: 300s]"),
+    ("bootstrap_timeout_us", _Or(DurationType(), none=NONE), "without a word of the other half  [default: 300s]"),
+    ("transfer_timeout_us", _Or(DurationType(), none=NONE), "until a transfer has ended  [default: 300s]"),
     ("prefill_delayer", click.BOOL, "of ranks: prompts wait until every rank has some  [default: no]"),
     ("prefill_delayer_max_delay_passes", click.INT, "but for so many passes at most  [default: 30]"),
-    ("prefill_delayer_max_delay_us", Duration(), "and for so long  [default: 5s]"),
+    ("prefill_delayer_max_delay_us", DurationType(), "and for so long  [default: 5s]"),
     (
         "prefill_delayer_token_usage_low_watermark",
         _Or(click.FLOAT, none=NONE),
@@ -267,21 +271,23 @@ def _with_cluster_options(command: Callable[..., Any], *, engines: bool) -> Call
             click.option("--decode-engines", type=click.INT, help="engines that go on from there"),
             click.option("--link-bandwidth", "link_gbs", type=click.FLOAT, help="GB/s per GPU, each way  [default 40]"),
             click.option(
-                "--link-latency", "link_latency_us", type=Duration(), help="from host to host  [default: 15us]"
+                "--link-latency", "link_latency_us", type=DurationType(), help="from host to host  [default: 15us]"
             ),
         ]
     options += [
         click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {defaults['policy']}]"),
-        click.option("--router-hop", "router_hop_us", type=Duration(), help="router to engine, and back  [default: 0]"),
+        click.option(
+            "--router-hop", "router_hop_us", type=DurationType(), help="router to engine, and back  [default: 0]"
+        ),
     ]
     if engines:
         options += [
             click.option(
-                "--router-report-interval", "router_report_interval_us", type=Duration(),
+                "--router-report-interval", "router_report_interval_us", type=DurationType(),
                 help="under total_requests and total_tokens: between two reports of an engine  [default: none]",
             ),
             click.option(
-                "--router-report-delay", "router_report_delay_us", type=Duration(),
+                "--router-report-delay", "router_report_delay_us", type=DurationType(),
                 help="how old a report is when it comes  [default: 0]",
             ),
             click.option(
@@ -408,7 +414,7 @@ TIER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
     ("load_tokens_min", click.INT, "fewer tokens that only the host has are computed rather than loaded"),
     ("storage_gb", click.FLOAT, "storage below the host, in gigabytes; 0: none"),
     ("storage_gbs", click.FLOAT, "GB/s of storage, each way, for all GPUs of an engine"),
-    ("storage_latency_us", Duration(), "until the first byte from storage comes"),
+    ("storage_latency_us", DurationType(), "until the first byte from storage comes"),
     ("prefetch_policy", click.STRING, "how long a request waits for storage: timeout, wait_complete or best_effort"),
     ("prefetch_tokens_min", click.INT, "fewer tokens are not asked of storage"),
     ("hybrid_memory", click.STRING, "on: sliding windows and states of linear attention have pools of their own"),
@@ -469,7 +475,9 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
 @click.option("--seed", default=7, help="of a generated workload, and of random durations")
 @click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
-@click.option("--grammar-compile", "grammar_compile_us", type=Duration(), default="50ms", help="time for one grammar")
+@click.option(
+    "--grammar-compile", "grammar_compile_us", type=DurationType(), default="50ms", help="time for one grammar"
+)
 @click.option("--receive-interval", default=1, help="decodes between two looks at the socket, at most; 1: always look")
 @click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")

@@ -57,18 +57,18 @@ from lockstep.host.admission_options import admission_word, pairs
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import DECODE_ROUTER, HandoverCluster
-from lockstep.sim.cluster.lane import Feed, Lane, LaneClock
-from lockstep.sim.cluster.metrics import Refused, balance, combine
+from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock
+from lockstep.sim.cluster.metrics import RefusedRequest, balance, combine
 from lockstep.sim.cluster.ranks import check_cluster_of_ranks
 from lockstep.sim.cluster.shared_clock import report_of
 from lockstep.sim.cost import Calibration
 from lockstep.sim.cost.capacity_estimate import estimate_capacity
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import COUNTS
-from lockstep.sim.fast.fast_path import PlainRun, obstacle, pays
+from lockstep.sim.fast.fast_path import FastRun, pays, unsupported_by
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.encoding import encoder_tp, encoder_tp_mode
-from lockstep.sim.host.host import NEVER_US, JournalSink, Witness
+from lockstep.sim.host.host import NEVER_US, JournalSink, Observer
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.metrics.metrics import MetricsFold, RunData
 from lockstep.sim.run.simulate import (
@@ -669,7 +669,7 @@ def simulate_cluster(
     on_finish: Callable[[int], None] | None = None,
     give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
-    witnesses: Sequence[Witness] = (),
+    witnesses: Sequence[Observer] = (),
     on_route: Callable[[RequestRouted], None] | None = None,
     compiled: bool | None = None,
 ) -> ClusterRun:
@@ -754,7 +754,7 @@ class Cluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
         eager: bool = False,
-        witnesses: Sequence[Witness] = (),
+        witnesses: Sequence[Observer] = (),
         on_route: Callable[[RequestRouted], None] | None = None,
     ) -> None:
         scenario = setup.scenario.base
@@ -765,7 +765,7 @@ class Cluster:
         self._dispatcher = None if line is None else Dispatcher(line, setup.scenario.router, setup.shares)
         self._by_priority = line is not None and line.order == "priority"
         self.router = Router(setup.scenario.router, setup.shares) if line is None else self._line.router
-        self.lanes: list[Lane] = []
+        self.lanes: list[EngineLane] = []
         self.metrics: list[MetricsFold] = []
         self.routed_by_reason: Counter[str] = Counter()
         self._journal = router_journal
@@ -788,7 +788,7 @@ class Cluster:
         self.waited_us: dict[RequestId, int] = {}
         self.sent: list[RequestId] = []  # by the number under which an engine knows a request, where some may wait
         self._sent_turns: dict[RequestId, Turn] = {}  # the same of those that are open
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedRequest] = []
         self._report_interval_us = setup.scenario.report_interval_us
         self._report_us = self._report_interval_us or NEVER_US  # when engines report next
         self._reports: deque[LoadReported] = deque()  # on their way
@@ -815,7 +815,7 @@ class Cluster:
                 check_every=check_every,
                 witness=witnesses[engine] if witnesses else None,
             )
-            self.lanes.append(Lane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
+            self.lanes.append(EngineLane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)
         if self._scaler is not None:
             for replica, state in enumerate(self._scaler.state):
@@ -954,7 +954,7 @@ class Cluster:
         if routed.engine is None:
             turn = self.arrivals.open_turns[event.request_id]
             self.refused.append(
-                Refused(event.request_id, event.time_us, now_us, turn.prompt_tokens, turn.label, event.tenant)
+                RefusedRequest(event.request_id, event.time_us, now_us, turn.prompt_tokens, turn.label, event.tenant)
             )
             self.arrivals.broke_off(event.request_id, now_us)
             return
@@ -1130,14 +1130,14 @@ class PlainCluster:
     """A cluster whose run is a plain one: the same as machine code."""
 
     def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
-        """From the beginning. `obstacle_of_cluster(setup)` was empty."""
+        """From the beginning. `unsupported_by_cluster(setup)` was empty."""
         self.setup = setup
         self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
         router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
         given = []
         if router.policy == "follow_bootstrap_room":
             given = [engine_of_room(room_of(seed, number), len(setup.engines)) for number in range(len(turns))]
-        self.plain = PlainRun(setup.engines, self.metrics, on_finish)
+        self.plain = FastRun(setup.engines, self.metrics, on_finish)
         self.plain.route(router, setup.shares, setup.scenario.hop_us, given)
 
     @property
@@ -1189,7 +1189,7 @@ class PlainCluster:
         )
 
 
-def obstacle_of_cluster(setup: ClusterSetup) -> str:
+def unsupported_by_cluster(setup: ClusterSetup) -> str:
     """What of a cluster only the core can do, in a word or two; empty: nothing that is known in advance."""
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
@@ -1203,14 +1203,14 @@ def obstacle_of_cluster(setup: ClusterSetup) -> str:
         if is_there:
             return name
     different = {id(engine): engine for engine in setup.engines}  # those of a group share theirs
-    return next(filter(None, map(obstacle, different.values())), "")
+    return next(filter(None, map(unsupported_by, different.values())), "")
 
 
 def _run_compiled(
     setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
 ) -> ClusterRun | None:
     """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
-    if not is_available() or obstacle_of_cluster(setup) or not (always or pays(len(setup.workload.turns))):
+    if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
         return None
     return PlainCluster(setup, on_finish).run(give_up)
 

@@ -57,7 +57,7 @@ from lockstep.sim.host.host import (
     state_copies,
 )
 from lockstep.sim.host.pipeline import StageNotes, Stages, with_stages
-from lockstep.sim.host.speculation import Drafter
+from lockstep.sim.host.speculation import DraftCost
 from lockstep.sim.metrics.metrics import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn
@@ -227,7 +227,7 @@ def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
 
 
 @dataclass(eq=False)
-class Pass:
+class SharedPass:
     """What all ranks have handed over, behind the passes before."""
 
     shares: Sequence[Share]
@@ -257,7 +257,7 @@ class Pass:
 class RankDevice(Device):
     """One rank's GPUs. A pass begins when all ranks have handed theirs over and have sampled in the one before."""
 
-    group: RankGroup
+    group: SimulatedRanks
     rank: int
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
@@ -312,11 +312,11 @@ class RankDevice(Device):
             self.group.may_sample(self.rank, batch_id, at_us)
 
 
-class RankGroup:
+class SimulatedRanks:
     """The ranks of one engine: who has proposed what, who is there, and how long a pass takes."""
 
     def __init__(
-        self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str, drafter: Drafter | None = None
+        self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str, drafter: DraftCost | None = None
     ) -> None:
         self.env = env
         self.role = "mixed"
@@ -331,7 +331,7 @@ class RankGroup:
         self._encoded_us = 0  # in the first stage
         self._proposals: dict[int, tuple[ProposeBatch, int]] = {}
         self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # handed over, the others not yet
-        self._passes: deque[Pass] = deque()  # handed over by all, and not at their end, as far as is known
+        self._passes: deque[SharedPass] = deque()  # handed over by all, and not at their end, as far as is known
         self._sampled_us: dict[tuple[int, BatchId], int] = {}  # ranks that wait with sampling: when they need not
         self._begun = 0
 
@@ -381,7 +381,7 @@ class RankGroup:
         if any(share.plan.sample_after is not None for share in shares):
             sampling_us = expected.mean_us - self._cost.batch_us(replace(together, sampled_rows=0)).mean_us
         self._passes.append(
-            Pass(shares, took_us, sampling_us, self._held_us, self._encoded_us, together, draft_us, copies)
+            SharedPass(shares, took_us, sampling_us, self._held_us, self._encoded_us, together, draft_us, copies)
         )
         self._time()
 
@@ -441,7 +441,7 @@ class RankGroup:
                 self._left(one, self.stages)
             self._passes.popleft()
 
-    def _begin(self, one: Pass) -> int:
+    def _begin(self, one: SharedPass) -> int:
         """When a pass begins behind those before it, which are timed; in stages, find out how long it takes."""
         there_us = max(share.handed_over_us for share in one.shares)
         if self.stages is None:
@@ -466,7 +466,7 @@ class RankGroup:
                 port.device.notes.add(share.plan, send_us, spans)
         return begun_us
 
-    def _left(self, one: Pass, stages: Stages) -> None:
+    def _left(self, one: SharedPass, stages: Stages) -> None:
         """A pass has left the last stage: its tokens go back to the first one."""
         assert one.shape is not None
         if one.sampling_us:
@@ -490,7 +490,7 @@ class RankPort:
     host: EngineHost
     device: RankDevice
 
-    def __init__(self, group: RankGroup, rank: int, feed: SharedFeed) -> None:
+    def __init__(self, group: SimulatedRanks, rank: int, feed: SharedFeed) -> None:
         self.group, self.rank, self.feed = group, rank, feed
         self.next_us = NEVER_US
         self._heard: deque[tuple[int, RanksAgreed | None]] = deque()
@@ -550,7 +550,7 @@ class Ranked:
 
     def __init__(self, env: Environment) -> None:
         self.env = env
-        self.groups: list[RankGroup] = []
+        self.groups: list[SimulatedRanks] = []
 
     def host_of(
         self,
@@ -569,7 +569,7 @@ class Ranked:
         if rank == 0:
             drafter = setup.drafting.drafter if setup.drafting is not None else None
             seed, of = setup.scenario.seed, f"engine{len(self.groups)}"
-            self.groups.append(RankGroup(self.env, setup.cost, ranks, seed=seed, name=of, drafter=drafter))
+            self.groups.append(SimulatedRanks(self.env, setup.cost, ranks, seed=seed, name=of, drafter=drafter))
             self.groups[-1].role = str(setup.config.role) if setup.config.hands_over else "mixed"
         group = self.groups[-1]
         exchange = RankPort(group, rank, feed)

@@ -1,7 +1,8 @@
 """One engine of a cluster on a clock of its own, which runs ahead as far as nobody else can matter to it.
 
 Engines meet at the router only: it sends a request, it sees an answer end. So between two of these an engine needs no
-interleaving with the others. A `Lane` stands still until somebody must know what it did, and then catches up in one go:
+interleaving with the others. A `EngineLane` stands still until somebody must know what it did, and then catches up in
+one go:
 
     others   --------a-----------a-----a-----------------a------>   arrivals that went elsewhere
     lane     ====================================|                  nothing of it could end before: not looked at once
@@ -95,7 +96,7 @@ class Feed:
         self._ended(self._engine, request_id, now_us, False)
 
 
-class Lane:
+class EngineLane:
     """One engine of a cluster.
 
     Args:
@@ -164,20 +165,20 @@ class Lane:
         if self._draws:
             return queue[-1].finished_us if known else now_us
         launch_us = self._least_us
-        if known and further and not self._overlaps and engine.in_flight[-1].samplers is engine.cohort:
+        if known and further and not self._overlaps and engine.in_flight[-1].samplers is engine.running_batch:
             launch_us = LATER_SHARE * (queue[-1].finished_us - queue[-1].started_us)  # later contexts are longer
         return (queue[-1].finished_us if known else now_us) + int((further + 1) * launch_us)
 
     def _launches_without_end(self) -> int:
         """Launches to come, at least, none of which is the last of anybody; 0 if nothing can be said."""
         engine = self.host.engine
-        config, cohort = engine.config, engine.cohort
+        config, running_batch = engine.config, engine.running_batch
         alone = not engine.waiting or (engine.batch_is_full and not config.enable_priority_preemption)
         if (
             not alone
             or engine.held
             or engine.prefilling is not None
-            or not cohort.size
+            or not running_batch.size
             or config.decode_steps_per_launch > 1
             or config.speculates
             or config.jumps
@@ -187,5 +188,5 @@ class Lane:
         ):
             return 0
         # A retraction makes the cohort smaller and lets others in: count only launches whose pages are sure to be had.
-        fitting = (engine.memory.available_pages // cohort.size - 1) * config.page_size
+        fitting = (engine.memory.available_pages // running_batch.size - 1) * config.page_size
         return max(min(engine.horizon, fitting) - 1, 0)

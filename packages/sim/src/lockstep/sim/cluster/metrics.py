@@ -38,7 +38,7 @@ LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")
 AMOUNTS = ("prefill_tokens", "decode_tokens")
 
 
-class Refused(NamedTuple):
+class RefusedRequest(NamedTuple):
     """A request that a router turned away."""
 
     request_id: int
@@ -49,7 +49,7 @@ class Refused(NamedTuple):
     tenant: str
 
 
-NOT_REFUSED: Sequence[Refused] = ()
+NOT_REFUSED: Sequence[RefusedRequest] = ()
 
 
 def combine(
@@ -58,7 +58,7 @@ def combine(
     hop_us: int,
     slos: Sequence[Slo],
     waited_us: Mapping[int, int] | None = None,
-    refused: Sequence[Refused] = NOT_REFUSED,
+    refused: Sequence[RefusedRequest] = NOT_REFUSED,
     sent: Sequence[int] = (),
     encoders: Sequence[int] = (),
 ) -> RunData:
@@ -160,7 +160,7 @@ def _requests(
     datas: Sequence[RunData],
     hop_us: int,
     waited_us: Mapping[int, int],
-    refused: Sequence[Refused],
+    refused: Sequence[RefusedRequest],
     sent: Sequence[int],
 ) -> Requests:
     """All requests by id, which is by arrival."""
@@ -185,8 +185,8 @@ def _requests(
     return Requests(**columns)
 
 
-def _with_refused(columns: dict[str, NDArray[Any]], refused: Sequence[Refused]) -> dict[str, NDArray[Any]]:
-    known: dict[str, list[Any]] = {name: [getattr(one, name) for one in refused] for name in Refused._fields}
+def _with_refused(columns: dict[str, NDArray[Any]], refused: Sequence[RefusedRequest]) -> dict[str, NDArray[Any]]:
+    known: dict[str, list[Any]] = {name: [getattr(one, name) for one in refused] for name in RefusedRequest._fields}
     known["finish_reason"] = ["rejected_queue_full"] * len(refused)
     known["output_tokens"] = known["retractions"] = [0] * len(refused)
     out = {}

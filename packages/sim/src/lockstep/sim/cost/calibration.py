@@ -145,7 +145,7 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return np.exp(logs)
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CalibrationSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file that a calibration was made of."""
 
     kind: Literal["serving_points", "operator_tables", "journal", "batch_times"]
@@ -171,7 +171,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     correction: Correction = Correction()
     spread: float = 0.0  # of single batches around the systematic error: a standard deviation, as a share of the mean
     residuals: tuple[Residuals, ...]
-    sources: tuple[Source, ...] = ()
+    sources: tuple[CalibrationSource, ...] = ()
     notes: tuple[str, ...] = ()  # what must be known to use it, one sentence each
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ SMALL_KERNELS_PER_LAYER = 4  # two norms with residual, rope or position, activa
 ALL_REDUCES_PER_LAYER = 2
 
 
-class Content(NamedTuple):
+class MediaContent(NamedTuple):
     """What an encoder sees of one image, video or sound."""
 
     kind: MediaKind
@@ -171,15 +171,15 @@ class Encoders:
         """Of one token in the embedding cache."""
         return ACTIVATION_BYTES * max((t.out for t in (self.vision, self.audio) if t is not None), default=0)
 
-    def image(self, width: int, height: int) -> Content:
+    def image(self, width: int, height: int) -> MediaContent:
         """An image of so many pixels. Raises CatalogueError for one that the processor refuses."""
         self.tower("image")
         if self.processor is None:
-            return Content("image", self.image_tokens)
+            return MediaContent("image", self.image_tokens)
         rows, columns = self._grid(width, height, self.processor.image)
-        return Content("image", rows * columns)
+        return MediaContent("image", rows * columns)
 
-    def video(self, width: int, height: int, seconds: float) -> Content:
+    def video(self, width: int, height: int, seconds: float) -> MediaContent:
         """A video, of which some frames are sampled. Raises CatalogueError likewise."""
         self.tower("video")
         assert self.processor is not None
@@ -191,9 +191,9 @@ class Encoders:
             frames = pairs * self.frames
             pixels = Pixels(ceil_div(pixels.least, frames), max(pixels.most // frames, 1), pixels.source)
         rows, columns = self._grid(width, height, pixels)
-        return Content("video", pairs * rows * columns, pairs)
+        return MediaContent("video", pairs * rows * columns, pairs)
 
-    def sound(self, seconds: float) -> Content:
+    def sound(self, seconds: float) -> MediaContent:
         """A sound. Raises CatalogueError for one that is longer than the encoder hears."""
         self.tower("audio")
         if not 0.0 < seconds <= AUDIO_SECONDS_MAX:
@@ -201,7 +201,7 @@ class Encoders:
                 f"{self.model} hears sounds of up to {AUDIO_SECONDS_MAX:g} s, got `{seconds:g}s`\nhint: cut them"
             )
         positions = (int(seconds * MEL_FRAMES_PER_SECOND) - 1) // 2 + 1  # the second convolution has stride 2
-        return Content("audio", max((positions - 2) // 2 + 1, 1))
+        return MediaContent("audio", max((positions - 2) // 2 + 1, 1))
 
     def _grid(self, width: int, height: int, pixels: Pixels) -> tuple[int, int]:
         """Rows and columns of tokens: whole squares of patches, within the bounds, of about the same shape."""
@@ -220,7 +220,7 @@ class Encoders:
             rows, columns = (math.ceil(length * stretch / square) for length in (height, width))
         return rows, columns
 
-    def positions(self, content: Content) -> int:
+    def positions(self, content: MediaContent) -> int:
         """What its tower computes for it. Sound is padded to the stretch that the encoder hears."""
         if content.kind == "audio":
             return round(AUDIO_SECONDS_MAX * MEL_FRAMES_PER_SECOND) // 2
@@ -273,13 +273,13 @@ class EncoderCost:
         self.constants[name] = achieved(self.gpu, name)
         return self.constants[name].value
 
-    def group_us(self, contents: Sequence[Content]) -> float:
+    def group_us(self, contents: Sequence[MediaContent]) -> float:
         """Contents that are begun together, on all GPUs; with `data` each is on one of them."""
         if not contents:
             return 0.0
         if self.mode == "weights" or self.tp == 1:
             return self.factor * self._pass_us(contents, self.tp)
-        ranks: list[list[Content]] = [[] for _ in range(self.tp)]
+        ranks: list[list[MediaContent]] = [[] for _ in range(self.tp)]
         loads = [0] * self.tp
         for content in sorted(contents, key=self.encoders.positions, reverse=True):  # the longest to the least loaded
             rank = loads.index(min(loads))
@@ -288,7 +288,7 @@ class EncoderCost:
         gathered = sum(content.tokens for content in contents) * self.encoders.embedding_bytes
         return self.factor * (max(self._pass_us(rank, 1) for rank in ranks) + self._gather_us(gathered))
 
-    def single_us(self, content: Content) -> float:
+    def single_us(self, content: MediaContent) -> float:
         """One content on one GPU that has the encoder whole."""
         return self.factor * self._pass_us([content], 1)
 
@@ -296,13 +296,13 @@ class EncoderCost:
         """On each GPU."""
         return self.encoders.weights_bytes if self.mode == "data" else ceil_div(self.encoders.weights_bytes, self.tp)
 
-    def _pass_us(self, contents: Sequence[Content], tp: int) -> float:
+    def _pass_us(self, contents: Sequence[MediaContent], tp: int) -> float:
         """What towers take for these, one pass each, split over so many GPUs."""
         seen = [content for content in contents if content.kind != "audio"]
         heard = [content for content in contents if content.kind == "audio"]
         return sum(self._tower_us(part, tp) for part in (seen, heard) if part)
 
-    def _tower_us(self, contents: Sequence[Content], tp: int) -> float:
+    def _tower_us(self, contents: Sequence[MediaContent], tp: int) -> float:
         """Contents of one tower, laid end to end."""
         tower = self.encoders.tower(contents[0].kind)
         lengths = [(self.encoders.positions(content), content.segments) for content in contents]
@@ -372,22 +372,24 @@ def encoders_from_config(config: Mapping[str, Any], name: str, where: str) -> En
     inner = config.get("text_config")
     text = inner if isinstance(inner, dict) else config
     if family == "qwen2_5_vl":
-        return _qwen(name, source, _Fields(where, "vision_config", vision), "qwen2_5_vl")
+        return _qwen(name, source, _EncoderFields(where, "vision_config", vision), "qwen2_5_vl")
     if family.startswith(("qwen3_vl", "qwen3_5")):
-        return _qwen(name, source, _Fields(where, "vision_config", vision), "qwen3_vl")
+        return _qwen(name, source, _EncoderFields(where, "vision_config", vision), "qwen3_vl")
     if family == "gemma3":
-        fields = _Fields(where, "vision_config", vision)
-        return _siglip(name, source, fields, _Fields(where, "", config), _Fields(where, "text_config", text))
+        fields = _EncoderFields(where, "vision_config", vision)
+        return _siglip(
+            name, source, fields, _EncoderFields(where, "", config), _EncoderFields(where, "text_config", text)
+        )
     if family == "qwen2_audio":
-        audio_fields = _Fields(where, "audio_config", audio)
-        return _whisper(name, source, audio_fields, _Fields(where, "text_config", text).whole("hidden_size"))
+        audio_fields = _EncoderFields(where, "audio_config", audio)
+        return _whisper(name, source, audio_fields, _EncoderFields(where, "text_config", text).whole("hidden_size"))
     raise CatalogueError(
         f"{where}: the encoder of `model_type` `{family}` is not modelled\n"
         "hint: qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, gemma3 and qwen2_audio are"
     )
 
 
-class _Fields(NamedTuple):
+class _EncoderFields(NamedTuple):
     where: str
     section: str
     data: Any
@@ -410,7 +412,7 @@ class _Fields(NamedTuple):
         return len(value)
 
 
-def _qwen(name: str, source: str, f: _Fields, kind: str) -> Encoders:
+def _qwen(name: str, source: str, f: _EncoderFields, kind: str) -> Encoders:
     """Qwen2.5-VL: gated, windowed, RMS norms. Qwen3-VL: plain, full, layer norms, embeddings for several layers."""
     hidden, layers, ffn, out = (
         f.whole(field) for field in ("hidden_size", "depth", "intermediate_size", "out_hidden_size")
@@ -447,7 +449,7 @@ def _qwen(name: str, source: str, f: _Fields, kind: str) -> Encoders:
     )
 
 
-def _siglip(name: str, source: str, f: _Fields, config: _Fields, text: _Fields) -> Encoders:
+def _siglip(name: str, source: str, f: _EncoderFields, config: _EncoderFields, text: _EncoderFields) -> Encoders:
     """Gemma 3: SigLIP on pictures of one size, pooled, then one matrix to the width of the language model."""
     hidden, layers, ffn = (f.whole(field) for field in ("hidden_size", "num_hidden_layers", "intermediate_size"))
     patch, tokens, out = f.whole("patch_size"), config.whole("mm_tokens_per_image"), text.whole("hidden_size")
@@ -471,7 +473,7 @@ def _siglip(name: str, source: str, f: _Fields, config: _Fields, text: _Fields) 
     return Encoders(model=name, source=source, vision=tower, image_tokens=tokens, patch=patch)
 
 
-def _whisper(name: str, source: str, f: _Fields, out: int) -> Encoders:
+def _whisper(name: str, source: str, f: _EncoderFields, out: int) -> Encoders:
     """Qwen2-Audio: Whisper's encoder, two positions averaged into one, then one matrix to the language model."""
     hidden, layers, ffn = (f.whole(field) for field in ("d_model", "encoder_layers", "encoder_ffn_dim"))
     # Convolutions over three frames: the first over mel bins, the second over what came of it.

@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.core.cluster.expert_placement import balance, fetched, gpu_loads, settled
 from lockstep.sim.cost.experts import Float64s
-from lockstep.sim.cost.models import Experts
+from lockstep.sim.cost.models import ExpertShape
 from lockstep.sim.cost.parallel import Parallelism
 
 LAYERS_DRAWN = 64
@@ -41,7 +41,7 @@ class Spread:
     fetched: float = 0.0  # experts per layer that a GPU gets at each rebalancing, of the GPU with the most
 
 
-def spread_of(experts: Experts, split: Parallelism) -> Spread:
+def spread_of(experts: ExpertShape, split: Parallelism) -> Spread:
     """How the experts of a layer lie over `split.ep` ranks."""
     if not split.eplb:
         return Spread(slots=experts.count, load_cv=split.expert_cv, slot_cv=split.expert_cv)

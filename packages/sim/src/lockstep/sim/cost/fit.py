@@ -35,7 +35,7 @@ HUBER = 1.5  # typical errors beyond which a point counts less
 ROUNDS = 8  # of reweighting; the weights settle in four or five
 
 
-class Fit(Protocol):
+class Fitter(Protocol):
     """Anything that turns features and measured times into weights."""
 
     def __call__(self, features: Float64s, measured_us: Float64s) -> Float64s:

@@ -35,7 +35,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class WeightMatrix:
     """`count` equal weight matrices, as one rank holds them."""
 
     name: str
@@ -50,7 +50,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionShape:
     """Grouped-query attention; with window it reads at most `window` keys in sliding layers."""
 
     heads: int
@@ -106,7 +106,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertShape:
     """The mixture of experts of one layer."""
 
     count: int
@@ -139,9 +139,9 @@ class ModelSpec:
     full_layers: int
     sliding_layers: int
     linear_layers: int
-    attention: Attention | LatentAttention
+    attention: AttentionShape | LatentAttention
     delta: GatedDelta | None = None
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     norms_per_layer: int = 2
     checkpoint_dtype: WeightsDtype = "bf16"
     weights_only: bool = False  # a checkpoint in fp8 that does not say its activations are
@@ -156,7 +156,7 @@ class ModelSpec:
         """Layers that keep KV."""
         return self.full_layers + self.sliding_layers
 
-    def matrices(self, tp: int | Parallelism = 1) -> tuple[Matrix, ...]:
+    def matrices(self, tp: int | Parallelism = 1) -> tuple[WeightMatrix, ...]:
         """List the weight matrices one rank of `tp` holds, in the order they are used, as if it had all layers.
 
         Raises: CapacityError for a split that is not possible.
@@ -164,50 +164,52 @@ class ModelSpec:
         split = parallelism_of(tp)
         check_split(self, split)
         tp, attention_tp = split.tp, split.attention_tp
-        found: list[Matrix] = []
+        found: list[WeightMatrix] = []
         hidden, layers = self.hidden, self.attention_layers
-        found.append(Matrix("embedding", hidden, ceil_div(self.vocab, attention_tp), 1, "plain"))
+        found.append(WeightMatrix("embedding", hidden, ceil_div(self.vocab, attention_tp), 1, "plain"))
         a = self.attention
         if isinstance(a, LatentAttention):
             heads, query = a.heads // attention_tp, a.nope_dim + a.rope_dim
             # q_a and kv_a are one GEMM, whole on every rank; kv_b is applied to new tokens, or absorbed in decode.
-            found.append(Matrix("qkv_a", hidden, a.q_rank + a.kv_rank + a.rope_dim, layers))
-            found.append(Matrix("q_b", a.q_rank or hidden, heads * query, layers))
-            found.append(Matrix("kv_b", a.kv_rank, heads * (a.nope_dim + a.value_dim), layers))
-            found.append(Matrix("o", heads * a.value_dim, hidden, layers))
+            found.append(WeightMatrix("qkv_a", hidden, a.q_rank + a.kv_rank + a.rope_dim, layers))
+            found.append(WeightMatrix("q_b", a.q_rank or hidden, heads * query, layers))
+            found.append(WeightMatrix("kv_b", a.kv_rank, heads * (a.nope_dim + a.value_dim), layers))
+            found.append(WeightMatrix("o", heads * a.value_dim, hidden, layers))
         elif layers:
             query = a.heads // attention_tp * a.head_dim
             kv = 2 * ceil_div(a.kv_heads, attention_tp) * a.head_dim
-            found.append(Matrix("qkv", hidden, query * (2 if a.gated else 1) + kv, layers))
-            found.append(Matrix("o", query, hidden, layers))
+            found.append(WeightMatrix("qkv", hidden, query * (2 if a.gated else 1) + kv, layers))
+            found.append(WeightMatrix("o", query, hidden, layers))
         if self.delta is not None:
             d = self.delta
             values = d.value_heads * d.value_dim // attention_tp
             keys = d.key_heads * d.key_dim // attention_tp
-            found.append(Matrix("delta_qkvz", hidden, 2 * keys + 2 * values, self.linear_layers))
-            found.append(Matrix("delta_ba", hidden, 2 * d.value_heads // attention_tp, self.linear_layers, "plain"))
-            found.append(Matrix("delta_o", values, hidden, self.linear_layers))
+            found.append(WeightMatrix("delta_qkvz", hidden, 2 * keys + 2 * values, self.linear_layers))
+            found.append(
+                WeightMatrix("delta_ba", hidden, 2 * d.value_heads // attention_tp, self.linear_layers, "plain")
+            )
+            found.append(WeightMatrix("delta_o", values, hidden, self.linear_layers))
         if self.dense_layers:
-            found.append(Matrix("gate_up", hidden, 2 * ceil_div(self.ffn, tp), self.dense_layers))
-            found.append(Matrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
+            found.append(WeightMatrix("gate_up", hidden, 2 * ceil_div(self.ffn, tp), self.dense_layers))
+            found.append(WeightMatrix("down", ceil_div(self.ffn, tp), hidden, self.dense_layers))
         if self.experts is not None:
             e = self.experts
             ffn, total = (
                 ceil_div(e.ffn, split.expert_tp),
                 self.moe_layers * ((e.count + split.redundant_experts) // split.ep),
             )
-            found.append(Matrix("router", hidden, e.count, self.moe_layers, "plain"))
-            found.append(Matrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
-            found.append(Matrix("expert_down", ffn, hidden, total, "expert"))
+            found.append(WeightMatrix("router", hidden, e.count, self.moe_layers, "plain"))
+            found.append(WeightMatrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
+            found.append(WeightMatrix("expert_down", ffn, hidden, total, "expert"))
             if e.shared_ffn:
                 # With all-to-all a rank sees the rows of its own only, so it needs the shared expert whole.
                 shared = ceil_div(e.shared_ffn, 1 if split.moe_a2a else tp)
-                found.append(Matrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
-                found.append(Matrix("shared_down", shared, hidden, self.moe_layers))
+                found.append(WeightMatrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
+                found.append(WeightMatrix("shared_down", shared, hidden, self.moe_layers))
             if e.shared_gate:
-                found.append(Matrix("shared_gate", hidden, 1, self.moe_layers, "plain"))
+                found.append(WeightMatrix("shared_gate", hidden, 1, self.moe_layers, "plain"))
         if not self.tied_embedding:
-            found.append(Matrix("lm_head", hidden, ceil_div(self.vocab, tp), 1, "plain"))
+            found.append(WeightMatrix("lm_head", hidden, ceil_div(self.vocab, tp), 1, "plain"))
         return tuple(found)
 
     @property
@@ -330,7 +332,7 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
         if count % ranks:
             fits = ", ".join(str(n * split.attention_dp) for n in divisors(count))
             raise CapacityError(f"{named} does not divide `{field}` {count} of {model.name}\nhint: --tp {fits}")
-    kv_heads = model.attention.kv_heads if isinstance(model.attention, Attention) else ranks
+    kv_heads = model.attention.kv_heads if isinstance(model.attention, AttentionShape) else ranks
     if kv_heads % ranks and ranks % kv_heads:
         raise CapacityError(
             f"{named} and `num_key_value_heads` {kv_heads} of {model.name}: neither divides the other\n"
@@ -417,7 +419,7 @@ TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are ser
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _ConfigFields:
     """Typed access to a config: every complaint names the file, the field and the value."""
 
     where: str
@@ -459,8 +461,8 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     """
     if not isinstance(config, dict):
         raise CatalogueError(f"{where}: a config.json must be an object, got `{type(config).__name__}`")
-    inner = _Fields(where, config).table("text_config")
-    f = _Fields(where, {**config, **inner})  # a language model inside a multimodal one: its own fields win
+    inner = _ConfigFields(where, config).table("text_config")
+    f = _ConfigFields(where, {**config, **inner})  # a language model inside a multimodal one: its own fields win
     for field, meaning in REFUSED.items():
         if f.data.get(field):
             raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
@@ -497,7 +499,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     )
 
 
-def _attention(f: _Fields, family: Family, window: int) -> Attention:
+def _attention(f: _ConfigFields, family: Family, window: int) -> AttentionShape:
     heads = f.whole("num_attention_heads")
     if "head_dim" not in f.data and f.whole("hidden_size") % heads:
         raise f.complain("num_attention_heads", f"a divisor of `hidden_size` {f.whole('hidden_size')}")
@@ -505,7 +507,7 @@ def _attention(f: _Fields, family: Family, window: int) -> Attention:
     if heads % kv_heads:
         raise f.complain("num_key_value_heads", f"a divisor of `num_attention_heads` {heads}")
     bias = f.flag("attention_bias", False)
-    return Attention(
+    return AttentionShape(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=f.whole("head_dim", default=f.whole("hidden_size") // heads),
@@ -518,7 +520,7 @@ def _attention(f: _Fields, family: Family, window: int) -> Attention:
     )
 
 
-def _latent(f: _Fields) -> LatentAttention:
+def _latent(f: _ConfigFields) -> LatentAttention:
     return LatentAttention(
         heads=f.whole("num_attention_heads"),
         q_rank=f.whole("q_lora_rank", default=0, least=0),
@@ -529,7 +531,7 @@ def _latent(f: _Fields) -> LatentAttention:
     )
 
 
-def _delta(f: _Fields) -> GatedDelta:
+def _delta(f: _ConfigFields) -> GatedDelta:
     return GatedDelta(
         key_heads=f.whole("linear_num_key_heads"),
         value_heads=f.whole("linear_num_value_heads"),
@@ -539,12 +541,12 @@ def _delta(f: _Fields) -> GatedDelta:
     )
 
 
-def _experts(f: _Fields, family: Family) -> Experts:
+def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
     count, per_token = f.whole(family.experts), f.whole("num_experts_per_tok")
     if per_token > count:
         raise f.complain("num_experts_per_tok", f"at most `{family.experts}` {count}")
     ffn = f.whole(family.expert_ffn)
-    return Experts(
+    return ExpertShape(
         count=count,
         per_token=per_token,
         ffn=ffn,
@@ -555,7 +557,7 @@ def _experts(f: _Fields, family: Family) -> Experts:
     )
 
 
-def _moe_layers(f: _Fields, family: Family, layers: int) -> int:
+def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
     """Count the layers with experts: not the first few (DeepSeek), not those listed, every n-th (Qwen)."""
     if not family.experts:
         return 0
@@ -568,7 +570,7 @@ def _moe_layers(f: _Fields, family: Family, layers: int) -> int:
     return sum(1 for i in range(first, layers) if i not in listed and (i + offset) % step == 0)
 
 
-def _layer_kinds(f: _Fields, family: Family, layers: int) -> tuple[int, int]:
+def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, int]:
     """Return how many layers slide and how many are linear attention."""
     kinds = f.data.get("layer_types")
     if kinds is not None:
@@ -595,7 +597,7 @@ def _layer_kinds(f: _Fields, family: Family, layers: int) -> tuple[int, int]:
     raise CatalogueError(f"{f.where}: `sliding_window` {f.data['sliding_window']} without `layer_types`")
 
 
-def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
+def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
     method = f.table("quantization_config").get("quant_method")
     if method is not None:
         if method not in METHODS:
@@ -624,13 +626,13 @@ def _checkpoint_dtype(f: _Fields) -> WeightsDtype:
     return "bf16"
 
 
-def _weights_only(f: _Fields) -> bool:
+def _weights_only(f: _ConfigFields) -> bool:
     """Whether a checkpoint in fp8 wants its rows as they are, as the runtime reads it."""
     stored = read_weight_format(f.data, [])
     return stored is not None and stored.layout == "fp8" and not stored.activations
 
 
-def _context_tokens_max(f: _Fields, model_type: str) -> int:
+def _context_tokens_max(f: _ConfigFields, model_type: str) -> int:
     """Return the longest context the config allows.
 
     `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn counts

@@ -25,13 +25,13 @@ from lockstep.sim.cost.models import (
     DELTA_CHUNK,
     KV_BYTES,
     WEIGHT_BYTES,
-    Attention,
+    AttentionShape,
     Fp8Activations,
     GatedDelta,
     KvDtype,
     LatentAttention,
-    Matrix,
     ModelSpec,
+    WeightMatrix,
     WeightsDtype,
     ceil_div,
     checked_kv_dtype,
@@ -291,7 +291,7 @@ class RooflineModel:
 
     # --- projections, experts, norms, all-reduce: functions of the number of tokens -----------------------------------
 
-    def precision_of(self, m: Matrix) -> Precision:
+    def precision_of(self, m: WeightMatrix) -> Precision:
         """Return the precision a dense matrix is multiplied in: low-precision weights are widened where need be."""
         return "fp8" if self.fp8_products and m.kind == "linear" else "bf16"
 
@@ -336,7 +336,7 @@ class RooflineModel:
         """Work out, per matrix: layers, latency, us per token of compute, us of weights, us per token of memory."""
         weight_bytes = WEIGHT_BYTES[self.weights_dtype]
         low = self.fp8_products
-        self.gemm_matrices: list[Matrix] = []
+        self.gemm_matrices: list[WeightMatrix] = []
         self._gemms: dict[str, tuple[int, float, float, float, float]] = {}
         self._gemm_kernels: dict[str, int] = {}
         for m in self.matrices:
@@ -531,7 +531,7 @@ class RooflineModel:
         self._decode_latency_us = model.attention_layers * decode_latency_us
         self._extend_latency_us = model.attention_layers * self._rate("attention_prefill_latency_us")
         self._full, self._sliding = model.full_layers, model.sliding_layers
-        self._window = a.window if isinstance(a, Attention) else 0
+        self._window = a.window if isinstance(a, AttentionShape) else 0
         self._delta_row_us = 0.0
         if model.delta is not None:
             self._prepare_delta(model.delta)

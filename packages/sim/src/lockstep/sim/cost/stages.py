@@ -97,7 +97,7 @@ def _evenly(counts: Counter[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class StageLink:
     """From one stage to the next: every rank sends its share of the rows, which the receivers gather."""
 
     latency_us: Constant
@@ -108,7 +108,7 @@ class Link:
     row_bytes: int
 
     @classmethod
-    def of(cls, model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> Link:
+    def of(cls, model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> StageLink:
         """NVLink or PCIe if all stages are in one domain, else the network between nodes."""
         inside = split.gpus <= scale_up_gpus(gpu)
         line = all_gather_of(gpu, split.tp) if split.tp > 1 else None
@@ -136,7 +136,7 @@ class PipelineModel:
     def __init__(self, stages: Sequence[BaseModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
         self.stages, self.split, self.model, self.gpu = tuple(stages), split, model, gpu
         self.tp, self.shards = split.tp, split.attention_dp
-        self.link = Link.of(model, gpu, split)
+        self.link = StageLink.of(model, gpu, split)
         self.factor = 1.0
         self.collectives = sum(stage.collectives for stage in stages)
 

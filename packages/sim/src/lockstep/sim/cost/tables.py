@@ -35,7 +35,7 @@ from lockstep.sim.cost.lora import LoraCost, LoraSpec
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
-    Attention,
+    AttentionShape,
     Fp8Activations,
     KvDtype,
     LatentAttention,
@@ -246,7 +246,7 @@ class Ratios:
         return logs, far
 
 
-class Line:
+class RatioCurve:
     """A ratio along powers of two of one number, interpolated between them."""
 
     def __init__(self, ratio_of: Callable[[Float64s], tuple[Float64s, Bools]], octaves: int) -> None:
@@ -479,7 +479,7 @@ class MeasuredModel:
             self.without_table.append(name)
         return None
 
-    def _gemm_lines(self) -> dict[str, Line]:
+    def _gemm_lines(self) -> dict[str, RatioCurve]:
         lines = {}
         for m in self.base.gemm_matrices:
             precision = self.base.precision_of(m)
@@ -495,10 +495,10 @@ class MeasuredModel:
                 sizes = (np.full_like(tokens, m.outputs), np.full_like(tokens, m.inputs))
                 return ratios.at(np.column_stack([tokens, *sizes]))
 
-            lines[m.name] = Line(ratio_of, TOKEN_OCTAVES)
+            lines[m.name] = RatioCurve(ratio_of, TOKEN_OCTAVES)
         return lines
 
-    def _expert_line(self) -> Line | None:
+    def _expert_line(self) -> RatioCurve | None:
         e = self.model.experts
         if e is None:
             return None
@@ -526,9 +526,9 @@ class MeasuredModel:
         def ratio_of(tokens: Float64s) -> tuple[Float64s, Bools]:
             return ratios.at(np.column_stack([tokens, *(np.full_like(tokens, value) for value in own)]))
 
-        return Line(ratio_of, TOKEN_OCTAVES)
+        return RatioCurve(ratio_of, TOKEN_OCTAVES)
 
-    def _collective_lines(self) -> dict[tuple[str, int], Line]:
+    def _collective_lines(self) -> dict[tuple[str, int], RatioCurve]:
         """Ratios by operation and number of GPUs, along tokens; what has none is named."""
         if self.tp == 1:
             return {}
@@ -543,7 +543,7 @@ class MeasuredModel:
                 self.without_table.append(operation)
         return lines
 
-    def _collective_line(self, operation: str, gpus: int) -> Line | None:
+    def _collective_line(self, operation: str, gpus: int) -> RatioCurve | None:
         """Against the faster of the kernels that were measured for a size."""
         best: dict[float, float] = {}
         for operator in DTYPE_COLUMNS:
@@ -568,7 +568,7 @@ class MeasuredModel:
             assert self.base.exchange is not None
             line_us = [self.base.exchange.gather_us(size / token_bytes, gpus) for size in sizes]
         ratios = Ratios(sizes[:, None], np.array([best[size] for size in sizes]) / np.array(line_us))
-        return Line(lambda tokens: ratios.at((tokens * token_bytes)[:, None]), TOKEN_OCTAVES)
+        return RatioCurve(lambda tokens: ratios.at((tokens * token_bytes)[:, None]), TOKEN_OCTAVES)
 
     def _collective_ratio(self, operation: str, gpus: int, tokens: int) -> float:
         line = self._collectives.get((operation, gpus))
@@ -586,7 +586,7 @@ class MeasuredModel:
         latent = isinstance(a, LatentAttention)
         kv = TABLE_KV_DTYPES[self.base.kv_dtype]
         own: list[float] = [heads]
-        if isinstance(a, Attention):
+        if isinstance(a, AttentionShape):
             own += [max(1, a.kv_heads // heads_tp), a.head_dim]
 
         def shape_of(c: Columns) -> list[Float64s]:

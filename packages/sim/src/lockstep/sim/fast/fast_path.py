@@ -2,10 +2,10 @@
 
     run = simulate(setup)      # takes this way by itself where it may, and gives equal results
 
-It may where nobody asks for a journal, a check or every step, and once it `pays`. `obstacle` says what of a setup only
-the core can do. What turns up on the way (somebody has to be retracted) makes `PlainRun.run` return False: the run then
-begins anew, with the core. Batches are still priced by the setup's own cost model, one call each, so every model of
-cost is as good as any.
+It may where nobody asks for a journal, a check or every step, and once it `pays`. `unsupported_by` says what of a setup
+only the core can do. What turns up on the way (somebody has to be retracted) makes `FastRun.run` return False: the run
+then begins anew, with the core. Batches are still priced by the setup's own cost model, one call each, so every model
+of cost is as good as any.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.kv.memory import EVICT_AHEAD_SHARE
+from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.table import VERSION_MARK
-from lockstep.core.scheduler.admission import NewTokenRatio
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.fast import kernel as kernel
 from lockstep.sim.fast import machine_code
 from lockstep.sim.host.host import Device, standard_normal
 from lockstep.sim.host.pipeline import device_type_of
-from lockstep.sim.metrics.metrics import Measured, MeasuredRequests, MetricsFold
+from lockstep.sim.metrics.metrics import MeasuredRequests, MeasuredRows, MetricsFold
 
 if TYPE_CHECKING:
     from lockstep.sim.run.simulate import Setup
@@ -64,7 +64,7 @@ def pays(requests: int) -> bool:
     return _requests >= REQUESTS_MIN
 
 
-def obstacle(setup: Setup) -> str:
+def unsupported_by(setup: Setup) -> str:
     """What of one engine's setup only the core can do, in a word or two; empty: nothing that is known in advance."""
     config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
     plain = SchedConfig()
@@ -100,14 +100,14 @@ def obstacle(setup: Setup) -> str:
     return ""
 
 
-class PlainRun:
+class FastRun:
     """Engines that run plainly, one alone or several behind a router, each with a fold that measures it.
 
     `run` it once, and before that, where there is a router, say so by `route`; set `stop_requested` from a signal
     handler to end it early.
 
     Args:
-        setups: of the engines, which differ in what they are, not in what comes. `obstacle` of each was empty.
+        setups: of the engines, which differ in what they are, not in what comes. `unsupported_by` of each was empty.
         on_finish: called now and then with the number of requests that ended, and again from the beginning by the core
             where the run turns out not to be plain.
     """
@@ -143,7 +143,7 @@ class PlainRun:
             run=run,
             engines=self._state,
             requests=requests,
-            cohort=np.zeros((engines, rows), np.int64),
+            running_batch=np.zeros((engines, rows), np.int64),
             flights=np.zeros((engines, slots), kernel.FLIGHT),
             samplers=np.zeros((engines, slots, rows), np.int64),
             parts=np.zeros((engines, slots, rows, 3), np.int64),
@@ -241,7 +241,7 @@ class PlainRun:
         if warm_up := self._setups[0].scenario.warm_up:
             ended &= requests >= warm_up
         self.metrics[engine].take_measured(
-            Measured(
+            MeasuredRows(
                 batches=taken["launches"],
                 modes=MODES,
                 gauges=taken["gauges"],
@@ -251,7 +251,7 @@ class PlainRun:
                 itl_us=gaps[ended],
             )
         )
-        if int(arrays.run["unseen"][0]) + arrays.cohort.shape[1] > len(arrays.unseen):
+        if int(arrays.run["unseen"][0]) + arrays.running_batch.shape[1] > len(arrays.unseen):
             self._arrays = arrays._replace(unseen=np.concatenate((arrays.unseen, np.zeros_like(arrays.unseen))))
             self._addresses = machine_code.addresses(self._arrays)
 

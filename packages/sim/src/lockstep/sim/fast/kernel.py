@@ -199,7 +199,7 @@ class Arrays(NamedTuple):
     run: Array  # RUN [1]
     engines: Array  # ENGINE [engines]
     requests: Array  # REQUEST [requests], by arrival
-    cohort: Array  # int64 [engines, rows]: who decodes
+    running_batch: Array  # int64 [engines, rows]: who decodes
     flights: Array  # FLIGHT [engines, slots]: batches in flight
     samplers: Array  # int64 [engines, slots, rows]: who gets a token of each
     parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk in it
@@ -287,12 +287,12 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
 def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
     """Whether one more event finds room: for a launch, its gauge and its result, and for all that come with it."""
     return (
-        s.gaps + a.cohort.shape[1] <= a.gaps.shape[1]
+        s.gaps + a.running_batch.shape[1] <= a.gaps.shape[1]
         and s.works + 2 <= a.works.shape[1]
         and s.launches < a.launches.shape[1]
         and s.messages < a.messages.shape[1]
         and s.gauges < a.gauges.shape[1]
-        and run.unseen + a.cohort.shape[1] <= a.unseen.shape[0]
+        and run.unseen + a.running_batch.shape[1] <= a.unseen.shape[0]
     )
 
 
@@ -337,27 +337,27 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     Returns: PRICED if there was anything to launch, PAUSED if not, or LOST.
     """
     slot = (s.oldest + s.in_flight) % a.flights.shape[1]
-    cohort, flight, shape = a.cohort[engine], a.flights[engine, slot], a.shape[0]
+    running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
     samplers, parts = a.samplers[engine, slot], a.parts[engine, slot]
     taken = 0
-    growing = _growing(s, a.requests, cohort)
+    growing = _growing(s, a.requests, running_batch)
     if not s.decoding or not (
         s.decode_owed
         or (s.batching == RUNNING_FIRST and growing > s.free_pages + s.evictable_pages)
         or s.decode_launches - s.extended_at < s.prefill_decode_interval
     ):
-        taken = _extend(s, a.requests, cohort, parts, growing)
+        taken = _extend(s, a.requests, running_batch, parts, growing)
     launches = taken > 0 or s.decoding > 0
     if taken:
         flight.parts = taken
-        _extend_batch(s, a.requests, cohort, flight, samplers, parts, shape, growing)
+        _extend_batch(s, a.requests, running_batch, flight, samplers, parts, shape, growing)
         if s.same_step_sharing:
             _publish(s, a.requests, parts, taken)
         s.extended_at = s.decode_launches
     elif s.decoding:
         if growing > s.free_pages + s.evictable_pages:
             return LOST  # somebody is to be retracted
-        _decode_batch(s, a.requests, cohort, flight, samplers, shape, growing)
+        _decode_batch(s, a.requests, running_batch, flight, samplers, shape, growing)
     else:
         s.decode_owed = 0
     gauge = a.gauges[engine, s.gauges]
@@ -377,15 +377,15 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
     return PRICED
 
 
-def _growing(s: Record, requests: Array, cohort: Array) -> int:
+def _growing(s: Record, requests: Array, running_batch: Array) -> int:
     """Members of the cohort whose next token opens a page."""
     growing = 0
     for i in range(s.decoding):
-        growing += not requests[cohort[i]].position & (s.page_size - 1)
+        growing += not requests[running_batch[i]].position & (s.page_size - 1)
     return growing
 
 
-def _extend(s: Record, requests: Array, cohort: Array, parts: Array, growing: int) -> int:
+def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, growing: int) -> int:
     """The next chunk of the split prompt, then arrivals, as far as the budgets go: `Engine._plan_extend`.
 
     Args:
@@ -397,7 +397,7 @@ def _extend(s: Record, requests: Array, cohort: Array, parts: Array, growing: in
         return 0
     page_size = s.page_size
     current = (s.free_pages + s.evictable_pages) * page_size
-    total = current - (_reserved(s, requests, cohort) if s.waiting and s.active else 0)
+    total = current - (_reserved(s, requests, running_batch) if s.waiting and s.active else 0)
     tokens, chunk = s.max_prefill_tokens, s.chunked_prefill_size
     set_aside = 0
     if s.batching != PREFILL_FIRST and s.decoding:
@@ -508,7 +508,7 @@ def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) 
 def _extend_batch(
     s: Record,
     requests: Array,
-    cohort: Array,
+    running_batch: Array,
     flight: Record,
     samplers: Array,
     parts: Array,
@@ -533,10 +533,10 @@ def _extend_batch(
             s.decodes_skipped += 1
         else:
             along = s.decoding
-            decoded_tokens = _move_on(s, requests, cohort, samplers[sampling:], growing)
+            decoded_tokens = _move_on(s, requests, running_batch, samplers[sampling:], growing)
     for i in range(sampling):  # whose prompt ends decodes next
         if requests[samplers[i]].output_tokens > 1:
-            cohort[s.decoding] = samplers[i]
+            running_batch[s.decoding] = samplers[i]
             s.decoding += 1
     flight.mode = BOTH if along else EXTEND
     flight.rows = flight.parts + along
@@ -554,11 +554,11 @@ def _extend_batch(
 
 
 def _decode_batch(
-    s: Record, requests: Array, cohort: Array, flight: Record, samplers: Array, shape: Record, growing: int
+    s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
 ) -> None:
     """One more token for the whole cohort: `Engine._plan_decode`."""
     rows = s.decoding
-    context_tokens = _move_on(s, requests, cohort, samplers, growing)
+    context_tokens = _move_on(s, requests, running_batch, samplers, growing)
     s.decode_owed = 0
     s.ratio = max(s.ratio - s.ratio_decay, s.ratio_floor)
     flight.mode = DECODE
@@ -570,7 +570,7 @@ def _decode_batch(
     shape.decode_context_tokens = context_tokens
 
 
-def _move_on(s: Record, requests: Array, cohort: Array, samplers: Array, growing: int) -> int:
+def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array, growing: int) -> int:
     """Move the cohort on by one position: `Engine._advance`. Those that end with that leave it.
 
     Returns: the sum of the positions where it stood.
@@ -579,13 +579,13 @@ def _move_on(s: Record, requests: Array, cohort: Array, samplers: Array, growing
         s.evicted_by_decode += _alloc(s, requests, growing)
     context_tokens = staying = 0
     for i in range(s.decoding):
-        number = cohort[i]
+        number = running_batch[i]
         request = requests[number]
         samplers[i] = number
         context_tokens += request.position
         request.position += 1
         if request.position + 1 < request.prompt_tokens + request.output_tokens:
-            cohort[staying] = number
+            running_batch[staying] = number
             staying += 1
     s.decoding = staying
     s.decode_launches += 1
@@ -595,11 +595,11 @@ def _move_on(s: Record, requests: Array, cohort: Array, samplers: Array, growing
 # ------------------------------------------------------------------------------------------------------------ admission
 
 
-def _reserved(s: Record, requests: Array, cohort: Array) -> int:
+def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
     """Tokens that are not for newcomers: `Engine._reserved`."""
     page_size, reserved = s.page_size, 0
     for i in range(s.decoding):
-        request = requests[cohort[i]]
+        request = requests[running_batch[i]]
         limit = request.prompt_tokens + request.output_tokens
         if s.reserve == RATIO:
             reserved += min(limit - request.position - 1, CLIP_MAX_NEW_TOKENS)

@@ -57,11 +57,11 @@ class PageBytes(NamedTuple):
         return cls(rank * split.attention_tp, -(-rank // split.pp))
 
 
-NO_COMPANIONS: Mapping[str, PageBytes] = {}
+NO_BLOCKS: Mapping[str, PageBytes] = {}
 NOTHING: Mapping[bytes, int] = {}
 
 
-class Stored:
+class SimulatedStorage:
     """What a storage of so many bytes has under which key. What was used longest ago makes room."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -96,16 +96,16 @@ class TierLinks:
     """The lanes between the tiers of one engine, and what storage has."""
 
     def __init__(
-        self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, companions: Mapping[str, PageBytes] = NO_COMPANIONS
+        self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, blocks: Mapping[str, PageBytes] = NO_BLOCKS
     ) -> None:
-        """`companions`: what a window page and a state weigh, by kind, where there are any."""
+        """`blocks`: what a window page and a state weigh, by kind, where there are any."""
         gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
-        self.pages, self.companions = pages, companions
+        self.pages, self.blocks = pages, blocks
         self.down = Link(gbs, HOST_LINK_LATENCY_US)
         self.up = Link(gbs, HOST_LINK_LATENCY_US)
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
-        self.stored = Stored(int(tiers.storage_gb * 1e9))
+        self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))
         self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: when, count, answer, what it stores
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
@@ -134,25 +134,23 @@ class TierLinks:
             done_us = self.up.send(now_us, self._on_link(command))
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
         elif type(command) is PrefetchFromStorage:
-            found, companions = in_storage(command, self.stored.__contains__)
+            found, blocks = in_storage(command, self.stored.__contains__)
             self.stored.read(command.keys[:found])
             size = found * self.pages.on_host
-            orders = {one.kind: one for one in command.companions}
-            for one in companions:
+            orders = {one.kind: one for one in command.blocks}
+            for one in blocks:
                 self.stored.read(orders[one.kind].keys[index] for index in one.indices)
-                size += len(one.indices) * self.companions[one.kind].on_host
+                size += len(one.indices) * self.blocks[one.kind].on_host
             done_us = self.storage_out.send(now_us, size)
-            answer = PrefetchFinished(
-                done_us, command.prefetch_id, found, generation=command.generation, companions=companions
-            )
+            answer = PrefetchFinished(done_us, command.prefetch_id, found, generation=command.generation, blocks=blocks)
             self._prefetches[command.prefetch_id] = _Prefetch(answer, size, self.storage_out.free_us)
             self._answer(answer)
         elif type(command) is CancelPrefetch:
             self._cut_short(command.prefetch_id, now_us)
         elif type(command) is WriteToStorage:
             sizes = dict.fromkeys(command.keys, self.pages.on_host)
-            for beside in command.companions:
-                sizes |= dict.fromkeys(beside.keys, self.companions[beside.kind].on_host)
+            for beside in command.blocks:
+                sizes |= dict.fromkeys(beside.keys, self.blocks[beside.kind].on_host)
             done_us = self.storage_in.send(now_us, sum(sizes.values()))
             size = len(command.host_pages)
             self._answer(StorageWritten(done_us, command.write_id, size, generation=command.generation), sizes)
@@ -160,7 +158,7 @@ class TierLinks:
 
     def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
         """Bytes that the link of one GPU carries of a copy."""
-        beside = sum(len(one.host) * self.companions[one.kind].on_link for one in copy.companions)
+        beside = sum(len(one.host) * self.blocks[one.kind].on_link for one in copy.blocks)
         return len(copy.host_pages) * self.pages.on_link + beside
 
     def take(self, now_us: int) -> Answer:
@@ -185,7 +183,7 @@ class TierLinks:
         self.due = [entry for entry in self.due if entry[2] is not answer]
         heapify(self.due)
         done = min(gone // self.pages.on_host, answer.pages_done)
-        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, companions=()))
+        self._answer(msgspec.structs.replace(answer, time_us=now_us + 1, pages_done=done, blocks=()))
 
     def _answer(self, answer: Answer, sizes: Mapping[bytes, int] = NOTHING) -> None:
         heappush(self.due, (answer.time_us, self._count, answer, sizes))

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from lockstep.core.contract.commands import EncodeMedia
 from lockstep.core.contract.events import MediaEncoded, RequestId
-from lockstep.sim.cost.encoder import Content, EncoderCost
+from lockstep.sim.cost.encoder import EncoderCost, MediaContent
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 
 NEVER_US = 2**62
@@ -42,7 +42,7 @@ class MediaSink(Protocol):
 class EncoderLane:
     """What encodes for one engine. `gpus` of its own; 0: those of the engine."""
 
-    def __init__(self, cost: EncoderCost, contents: Mapping[bytes, Content], gpus: int, told: MediaSink) -> None:
+    def __init__(self, cost: EncoderCost, contents: Mapping[bytes, MediaContent], gpus: int, told: MediaSink) -> None:
         self.gpus = gpus
         self.told = told
         self.waiting: list[EncodeMedia] = []

@@ -10,7 +10,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
 from lockstep.sim.cost.capacity import StageBytes
-from lockstep.sim.cost.encoder import Content, EncoderCost, EncoderTpMode
+from lockstep.sim.cost.encoder import EncoderCost, EncoderTpMode, MediaContent
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.host.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
 from lockstep.sim.workload.media import parse_media
@@ -78,16 +78,16 @@ def encoder_tp_mode(scenario: Scenario) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoding:
+class EncoderSetup:
     """What encodes for an engine, and every content that may come."""
 
     cost: EncoderCost
     gpus: int
-    contents: Mapping[bytes, Content]
+    contents: Mapping[bytes, MediaContent]
     shared_with: str = "the engine's GPUs"  # where it has none of its own
 
     @classmethod
-    def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> Encoding:
+    def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> EncoderSetup:
         """Of a scenario that has media."""
         assert turns.media is not None
         return cls(
@@ -101,7 +101,7 @@ class Encoding:
         """A fresh one for one engine, whose metrics are told what it does."""
         return EncoderLane(self.cost, self.contents, self.gpus, told)
 
-    def slowed(self, factor: float) -> Encoding:
+    def slowed(self, factor: float) -> EncoderSetup:
         """The same with all times multiplied."""
         one = self.cost
         cost = EncoderCost(one.encoders, one.gpu, one.tp, one.mode, one.factor * factor)

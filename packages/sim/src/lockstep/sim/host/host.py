@@ -72,10 +72,10 @@ from lockstep.core.contract.events import (
     TokensForced,
     TransferAdvanced,
 )
-from lockstep.core.features.adapters import NO_SLOT
 from lockstep.core.features.microbatches import Microbatches
+from lockstep.core.kv.adapters import NO_SLOT
+from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.scheduler.decode_run import DecodeRun
-from lockstep.core.scheduler.delivery import step_numbers
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
@@ -83,7 +83,7 @@ from lockstep.sim.host.adapters import AdapterLane
 from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.host.forcing import ForcedRuns, Forcing
-from lockstep.sim.host.speculation import Speculation
+from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import OpenSamples, sample_first_token
 from lockstep.sim.workload.server_sessions import Conversations, changes_holding
 from lockstep.sim.workload.token_runs import TOKEN_IDS, runs_behind
@@ -129,7 +129,7 @@ class MetricsSink(Protocol):
         """Take in what the CPU lane did."""
 
 
-class Witness(Protocol):
+class Observer(Protocol):
     """Who sees each step and the engine behind it. Not told of uniform stretches of decodes, which decide nothing."""
 
     def observe(self, event: ObservedEvent, step: Step, engine: Engine) -> None:
@@ -316,7 +316,7 @@ class Device:
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         self._cost = cost
-        self.speculation: Speculation | None = None  # of an engine that verifies drafts
+        self.speculation: SpeculationModel | None = None  # of an engine that verifies drafts
         self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
         self.stages: Stages | None = None  # of a pipeline
         self.notes: StageNotes | None = None  # when each batch was in each of these ...
@@ -467,7 +467,7 @@ class Device:
             tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
         return tokens
 
-    def _verify(self, plan: BatchPlan, speculation: Speculation) -> BatchShape:
+    def _verify(self, plan: BatchPlan, speculation: SpeculationModel) -> BatchShape:
         """The shape of a plan of an engine that verifies drafts, which is where its rows stand by then."""
         extending = plan.extend_rows
         speculation.extended(plan.rows[:extending], plan.stops[:extending])
@@ -608,13 +608,13 @@ class EngineHost:
         adapter_load_us: int = ADAPTER_LOAD_US,
         device_type: type[Device] = Device,
         receive_interval: int = 1,
-        speculation: Speculation | None = None,
+        speculation: SpeculationModel | None = None,
         forcing: Forcing | None = None,
         tiers: TierLinks | None = None,
         state_copy_us: float = 0.0,
         port: TransferPort | None = None,
         exchange: RankExchange | None = None,
-        witness: Witness | None = None,
+        witness: Observer | None = None,
         encoder: EncoderLane | None = None,
         adapters: AdapterLane | None = None,
         conversations: Conversations | None = None,

@@ -21,7 +21,7 @@ from lockstep.sim.cost import GpuSpec, KvCapacity, KvDtype, ModelSpec
 from lockstep.sim.cost.capacity import UNBOUNDED_PAGES
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.hardware import achieved
-from lockstep.sim.cost.models import KV_BYTES, Attention, checked_kv_dtype
+from lockstep.sim.cost.models import KV_BYTES, AttentionShape, checked_kv_dtype
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host.cache_tiers import PageBytes
@@ -32,7 +32,7 @@ SLOTS_BY_ROW = 2  # of state, at least: what one request computes in, and a chec
 
 def window_tokens_of(model: ModelSpec) -> int:
     """Positions that its sliding layers see; 0: it has none."""
-    return model.attention.window if isinstance(model.attention, Attention) and model.sliding_layers else 0
+    return model.attention.window if isinstance(model.attention, AttentionShape) and model.sliding_layers else 0
 
 
 def check_hybrid(model: ModelSpec) -> None:
@@ -176,7 +176,7 @@ def state_copies_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> tuple
     return tuple(2.0 * stage.model.state_bytes_per_request(split) / bytes_per_us for stage in stages)
 
 
-def companion_bytes(
+def block_bytes(
     model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int
 ) -> tuple[PageBytes, dict[str, PageBytes]]:
     """What a page of full layers weighs in host memory and on a link to it, and a window page and a state beside it."""
@@ -192,8 +192,8 @@ def host_page_bytes(pages: int, hybrid: HybridMemory, page: PageBytes, beside: M
     """A page of host memory with its share of the host's windows and states: as many of them as the device has for
     each of its `pages`.
     """
-    companions = {"window": hybrid.window_pages, "state": hybrid.state_slots}
-    in_all = [sum(companions[kind] * one[where] for kind, one in beside.items()) for where in (0, 1)]
+    blocks = {"window": hybrid.window_pages, "state": hybrid.state_slots}
+    in_all = [sum(blocks[kind] * one[where] for kind, one in beside.items()) for where in (0, 1)]
     return PageBytes(*(own + -(-shared // pages) for own, shared in zip(page, in_all, strict=True)))
 
 

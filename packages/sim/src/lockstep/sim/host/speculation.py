@@ -112,14 +112,14 @@ class Acceptance:
         return {"rates": list(self.rates), "spread": self.spread, "source": self.source}
 
 
-class Drafter(Protocol):
+class DraftCost(Protocol):
     """What drafting costs."""
 
     def draft_us(self, shape: BatchShape, drafts: int) -> float:
         """The time beside a batch of this shape, of which a row verifies at most so many drafts."""
         ...
 
-    def slowed(self, factor: float) -> Drafter:
+    def slowed(self, factor: float) -> DraftCost:
         """The same with every time multiplied."""
         ...
 
@@ -129,7 +129,7 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
-class NgramDrafter:
+class NgramDraftCost:
     """Looks for the newest tokens in the text before them."""
 
     factor: float = 1.0
@@ -138,9 +138,9 @@ class NgramDrafter:
         """A look-up for each row."""
         return self.factor * (NGRAM_FIXED_US + NGRAM_ROW_US * shape.decode_rows) if drafts else 0.0
 
-    def slowed(self, factor: float) -> NgramDrafter:
+    def slowed(self, factor: float) -> NgramDraftCost:
         """The same with every time multiplied."""
-        return NgramDrafter(self.factor * factor)
+        return NgramDraftCost(self.factor * factor)
 
     def describe(self) -> dict[str, Any]:
         """For metrics.json."""
@@ -148,7 +148,7 @@ class NgramDrafter:
 
 
 @dataclass(frozen=True)
-class ModelDrafter:
+class ModelDraftCost:
     """Runs passes of a model, or of `1 / layers` of one."""
 
     cost: CostModel
@@ -172,9 +172,9 @@ class ModelDrafter:
         logits_us = self.cost.batch_us(shape).mean_us - layers_us if shape.sampled_rows else 0.0
         return layers_us / self.layers + logits_us + (DRAFT_PASS_US if self.layers > 1 else 0.0)
 
-    def slowed(self, factor: float) -> ModelDrafter:
+    def slowed(self, factor: float) -> ModelDraftCost:
         """The same with every time multiplied."""
-        return ModelDrafter(UNCALIBRATED.cost_model(self.cost, factor), self.layers, self.name)
+        return ModelDraftCost(UNCALIBRATED.cost_model(self.cost, factor), self.layers, self.name)
 
     def describe(self) -> dict[str, Any]:
         """For metrics.json."""
@@ -183,12 +183,12 @@ class ModelDrafter:
         return {"kind": "head", "layers": 1, "of_layers": self.layers, "pass_us": DRAFT_PASS_US, "source": "estimate"}
 
 
-def head_of(cost: CostModel, layers: int) -> ModelDrafter:
+def head_of(cost: CostModel, layers: int) -> ModelDraftCost:
     """A head of a model of so many layers, which costs `cost`; of one with stages it is on the last of them."""
     if isinstance(cost, PipelineModel):
         last = cost.stages[-1]
-        return ModelDrafter(last, last.model.layers)
-    return ModelDrafter(cost, layers)
+        return ModelDraftCost(last, last.model.layers)
+    return ModelDraftCost(cost, layers)
 
 
 def _tokens_on(shape: BatchShape, further: int) -> BatchShape:
@@ -206,11 +206,11 @@ class Drafting:
     """How a run's drafts turn out, and what they cost."""
 
     acceptance: Acceptance
-    drafter: Drafter
+    drafter: DraftCost
 
-    def for_engine(self, config: SchedConfig) -> Speculation:
+    def for_engine(self, config: SchedConfig) -> SpeculationModel:
         """What the device of one engine needs."""
-        return Speculation(self.acceptance, self.drafter, config.drafts_max, config.rows_max)
+        return SpeculationModel(self.acceptance, self.drafter, config.drafts_max, config.rows_max)
 
     def slowed(self, factor: float) -> Drafting:
         """The same with every time multiplied."""
@@ -221,10 +221,10 @@ class Drafting:
         return {"acceptance": self.acceptance.describe(), "drafter": self.drafter.describe()}
 
 
-class Speculation:
+class SpeculationModel:
     """What a device needs to verify drafts: how many are right, and what they cost. One for each engine."""
 
-    def __init__(self, acceptance: Acceptance, drafter: Drafter, drafts: int, rows_max: int) -> None:
+    def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int) -> None:
         self.acceptance, self.drafter, self.drafts = acceptance, drafter, drafts
         # By row: who has it, its chances, and the position of its newest token.
         self._requests = np.zeros(rows_max, np.uint64)

@@ -53,7 +53,7 @@ from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
-    CompanionsEvicted,
+    BlocksEvicted,
     DecidedEvent,
     DecodeSkipped,
     HostPagesEvicted,
@@ -448,7 +448,7 @@ def per_request(metric: SloMetric, requests: Requests) -> Float64s:
 # --------------------------------------------------------------------------------------------------------------- fold
 
 
-COMPANIONS = {
+BLOCKS = {
     "window": "window_pages",
     "state": "checkpoints",
     "host window": "host_window_pages",
@@ -456,14 +456,14 @@ COMPANIONS = {
 }
 
 
-WithCompanions = CopyToHost | LoadFromHost | WriteToStorage
+BlockUse = CopyToHost | LoadFromHost | WriteToStorage
 
 
 class TierCounts:
     """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
 
-    def __init__(self, page_bytes: int, companion_bytes: Mapping[str, int]) -> None:
-        self._page_bytes, self._companion_bytes = page_bytes, companion_bytes
+    def __init__(self, page_bytes: int, block_bytes: Mapping[str, int]) -> None:
+        self._page_bytes, self._block_bytes = page_bytes, block_bytes
         self._beside: dict[int, int] = {}  # bytes of companions, by the move under way
         self._bytes_beside: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()
@@ -481,14 +481,14 @@ class TierCounts:
         self._waited += event.load_wait_us > 0
         self._wait_us += event.load_wait_us
 
-    def began(self, move: WithCompanions) -> None:
+    def began(self, move: BlockUse) -> None:
         """Take in a move with companions."""
         number = move.write_id if isinstance(move, WriteToStorage) else move.copy_id
-        self._beside[number] = sum(len(one.host) * self._companion_bytes[one.kind] for one in move.companions)
+        self._beside[number] = sum(len(one.host) * self._block_bytes[one.kind] for one in move.blocks)
 
     def fetched(self, event: PrefetchFinished) -> None:
         """Take in what a prefetch brought."""
-        beside = sum(len(one.indices) * self._companion_bytes[one.kind] for one in event.companions)
+        beside = sum(len(one.indices) * self._block_bytes[one.kind] for one in event.blocks)
         self._beside[event.prefetch_id] = beside
 
     def learn(self, event: TierOperationEnded | HostPagesEvicted) -> None:
@@ -517,7 +517,7 @@ class TierCounts:
         }
 
 
-class Measured(NamedTuple):
+class MeasuredRows(NamedTuple):
     """What `observe`, `gauge` and `cpu_interval` would have come to, of a run that somebody else measures."""
 
     batches: Int64s  # [batches, len(BATCH_COLUMNS)], settled ones; modes are places in `modes`
@@ -560,7 +560,7 @@ class MetricsFold:
         kv_pages: int | None = None,
         warm_up: int = 0,
         host_page_bytes: int | None = None,
-        host_companion_bytes: Mapping[str, int] | None = None,
+        host_block_bytes: Mapping[str, int] | None = None,
         needs_media: bool = True,
     ) -> None:
         """Begin with nothing.
@@ -630,8 +630,8 @@ class MetricsFold:
         self._deferred: Counter[str] = Counter()
         self._evicted_pages: Counter[str] = Counter()
         self._drafts: Drafts | None = None  # of an engine that verifies any
-        self._tiers = TierCounts(host_page_bytes, host_companion_bytes or {}) if host_page_bytes is not None else None
-        self._companions_evicted = Counter[str]()  # by kind
+        self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
+        self._blocks_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
         self._needs_media = needs_media
         self._sessions: SessionCounts | None = None  # of a run with any of the server's
@@ -664,7 +664,7 @@ class MetricsFold:
                 self._adapters.requests[event.adapter] += samples_asked(event)
         elif type(event) is AdapterLoaded and self._adapters is not None:
             self._adapters.loaded(event)
-        elif type(event) is PrefetchFinished and event.companions and self._tiers is not None:
+        elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
             self._tiers.fetched(event)
         for command in step.commands:
             if type(command) is StreamTokens:
@@ -684,7 +684,7 @@ class MetricsFold:
             elif type(command) is LoadAdapter:
                 self._adapters = self._adapters or AdapterCounts()
                 self._adapters.ordered(command, step.time_us)
-            elif self._tiers is not None and isinstance(command, WithCompanions) and command.companions:
+            elif self._tiers is not None and isinstance(command, BlockUse) and command.blocks:
                 self._tiers.began(command)
         for decided in step.decided:
             self._learn(decided)
@@ -714,7 +714,7 @@ class MetricsFold:
         self._sessions = self._sessions or SessionCounts()
         self._sessions.held(time_us, pages)
 
-    def take_measured(self, measured: Measured) -> None:
+    def take_measured(self, measured: MeasuredRows) -> None:
         """Take in rows that somebody else measured."""
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, _MODE] = _coded(batches[:, _MODE], measured.modes, self._modes)
@@ -881,8 +881,8 @@ class MetricsFold:
                 self._decodes_skipped += 1
             case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
                 self._tiers.learn(decided)
-            case CompanionsEvicted():
-                self._companions_evicted[decided.kind] += decided.count
+            case BlocksEvicted():
+                self._blocks_evicted[decided.kind] += decided.count
             case AdapterEvicted() if self._adapters is not None:
                 self._adapters.evictions += 1
 
@@ -988,20 +988,20 @@ class MetricsFold:
         known, rows, until = known[order], rows[order], until[order]
 
         # Decodes in a row go to the same requests, in one and the same array.
-        cohorts: list[Int64s] = []
+        running_batches: list[Int64s] = []
         cohort_of: list[int] = []
         for message in self._sent_messages:
-            if not cohorts or message.request_ids is not cohorts[-1]:
-                cohorts.append(message.request_ids)
-            cohort_of.append(len(cohorts) - 1)
-        ids = np.concatenate(cohorts)
+            if not running_batches or message.request_ids is not running_batches[-1]:
+                running_batches.append(message.request_ids)
+            cohort_of.append(len(running_batches) - 1)
+        ids = np.concatenate(running_batches)
         found = np.searchsorted(known, ids).astype(np.min_scalar_type(len(known)))
         strangers = ids[np.append(known, -1)[found] != ids] if len(known) else ids
         if len(strangers):
             raise ContractError(_unknown(int(strangers[0])))
-        parts = np.split(found, np.cumsum([len(cohort) for cohort in cohorts])[:-1])
-        members = np.concatenate([parts[cohort] for cohort in cohort_of])
-        number = np.repeat(np.arange(len(cohort_of)), [len(parts[cohort]) for cohort in cohort_of])
+        parts = np.split(found, np.cumsum([len(running_batch) for running_batch in running_batches])[:-1])
+        members = np.concatenate([parts[running_batch] for running_batch in cohort_of])
+        number = np.repeat(np.arange(len(cohort_of)), [len(parts[running_batch]) for running_batch in cohort_of])
         late = np.flatnonzero(number >= until[members])
         if len(late):
             raise ContractError(_unknown(int(known[members[late[0]]])))
@@ -1153,7 +1153,7 @@ class MetricsFold:
             "hit_ratio": _ratio(cached_tokens, prompt_tokens),
             "pages_evicted": self._evicted_pages.total(),
             "pages_evicted_by_reason": dict(sorted(self._evicted_pages.items())),
-            **{f"{COMPANIONS[kind]}_evicted": count for kind, count in sorted(self._companions_evicted.items())},
+            **{f"{BLOCKS[kind]}_evicted": count for kind, count in sorted(self._blocks_evicted.items())},
             **(self._tiers.describe() if self._tiers is not None else {}),
         }
 

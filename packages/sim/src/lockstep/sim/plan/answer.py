@@ -258,7 +258,7 @@ def _set_words(settings: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanAnswer:
     """A finished plan."""
 
     question: Question

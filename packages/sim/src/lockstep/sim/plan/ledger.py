@@ -14,14 +14,14 @@ FOLDER = "simulations"
 MARK = "lockstep-plan"  # a file that says whose folder this is
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _TrialFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file: the trial beside its result, for people and against collisions."""
 
     trial: Trial
     result: TrialResult
 
 
-class Ledger:
+class TrialStore:
     """Where results are looked up before anything is run. A file that cannot be read counts as missing."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -50,7 +50,7 @@ class Ledger:
         if known is None and self._folder is not None:
             path = self._folder / f"{key}.json"
             try:
-                kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+                kept = msgspec.json.decode(path.read_bytes(), type=_TrialFile)
             except (OSError, msgspec.MsgspecError):
                 return None
             if kept.trial != trial:
@@ -67,5 +67,5 @@ class Ledger:
         if self._folder is not None:
             path = self._folder / f"{trial.key}.json"
             part = path.with_suffix(f".part-{os.getpid()}")
-            part.write_bytes(msgspec.json.encode(_Kept(trial=trial, result=result)))
+            part.write_bytes(msgspec.json.encode(_TrialFile(trial=trial, result=result)))
             part.replace(path)

@@ -20,7 +20,7 @@ from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.host.encoding import gpus_of_a_scheduler
 from lockstep.sim.host.tier_options import TIER_KEYS
 from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, Split, all_splits, parse_split
+from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, RoleSplit, all_splits, parse_split
 from lockstep.sim.workload.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
@@ -245,7 +245,7 @@ class Question:
         return [_meaningful({**chosen, PREFILL_DECODE: one}, parse_split(one)) for one in found]
 
 
-def _meaningful(chosen: dict[str, Any], split: Split | None) -> dict[str, Any]:
+def _meaningful(chosen: dict[str, Any], split: RoleSplit | None) -> dict[str, Any]:
     """Without `tp` where each side has its own, and without settings of transfers where there are none."""
     if split is None:
         return {name: value for name, value in chosen.items() if name not in TRANSFER_SETTINGS}

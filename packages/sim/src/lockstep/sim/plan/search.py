@@ -41,7 +41,7 @@ from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.host.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
-from lockstep.sim.plan.ledger import Ledger
+from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
     LINK_KEYS,
     LIVES,
@@ -54,9 +54,9 @@ from lockstep.sim.plan.question import (
     is_drawn,
     price_of,
 )
-from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, Split, parse_split
+from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, RoleSplit, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
-from lockstep.sim.plan.workers import Crew
+from lockstep.sim.plan.workers import WorkerPool
 from lockstep.sim.run.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
@@ -72,14 +72,14 @@ REPLICAS_MORE_MAX = 4  # times what one replica's short runs suggest, before a r
 Status = Literal["met", "missed", "undecided"]
 
 
-class Need(NamedTuple):
+class TrialNeed(NamedTuple):
     """Trials whose results a search waits for: all of them, or the first ones if those are enough."""
 
     trials: list[Trial]
     enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False
 
 
-Search = Generator[Need, list[TrialResult], None]
+Search = Generator[TrialNeed, list[TrialResult], None]
 
 
 # ------------------------------------------------------------------------------------------------------- one evaluation
@@ -191,7 +191,7 @@ class Candidate:
         return tp * pp if split is None else split.gpus(tp, pp)
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> RoleSplit | None:
         """How prefill and decode are shared out; None if all engines do both."""
         chosen, common = self.configuration.chosen, self.question.common
         return parse_split(chosen.get(PREFILL_DECODE, common.get(PREFILL_DECODE, MIXED)))
@@ -375,7 +375,7 @@ class Searcher:
         load = self.rounded(best_case * 0.6)
         for _ in range(NARROW_STEPS_MAX):
             trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
-            (result,) = yield Need([trial])
+            (result,) = yield TrialNeed([trial])
             status, _ = judge(self.question.slos, [_without_samples(result)], 0.5, systematic=False)
             if status == "met":
                 candidate.narrow_met = load
@@ -479,11 +479,11 @@ class Searcher:
         """Who misses the SLO under this load misses it always."""
         return self.rounded(candidate.estimated_load * candidate.replicas * NARROW_LOWEST)
 
-    def _lowest_load(self, candidate: Candidate) -> Generator[Need, list[TrialResult], None]:
+    def _lowest_load(self, candidate: Candidate) -> Generator[TrialNeed, list[TrialResult], None]:
         """What remains when hardly anybody comes: the best that can be had, bursts included. Sets impossible."""
         load = self.lowest(candidate)
         trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
-        (result,) = yield Need([msgspec.structs.replace(trial, give_up=False)])
+        (result,) = yield TrialNeed([msgspec.structs.replace(trial, give_up=False)])
         results = [_without_samples(result)]
         status, intervals = judge(self.question.slos, results, 0.5, systematic=False)
         candidate.impossible = Evaluation(
@@ -497,7 +497,7 @@ class Searcher:
 
     def _evaluate(
         self, candidate: Candidate, load: float, replicas: int
-    ) -> Generator[Need, list[TrialResult], Evaluation]:
+    ) -> Generator[TrialNeed, list[TrialResult], Evaluation]:
         """Run replications until the verdict is sure, or there are enough of them."""
         effort, question = self.question.effort, self.question
         replicated = candidate.drawn or self.systematic
@@ -505,7 +505,7 @@ class Searcher:
         results: list[TrialResult] = []
         while True:
             trials = [self.trial(candidate, load, replicas, i, short=False) for i in range(len(results), wanted)]
-            results += yield Need(trials, partial(self._settled, tuple(results), wanted))
+            results += yield TrialNeed(trials, partial(self._settled, tuple(results), wanted))
             status, intervals = judge(question.slos, results, question.confidence, systematic=self.systematic)
             if status != "undecided" or wanted >= effort.replications_max or not replicated:
                 break
@@ -693,7 +693,11 @@ class Progress:
 
 
 def run_plan(
-    question: Question, candidates: Sequence[Candidate], crew: Crew, ledger: Ledger, progress: Progress | None = None
+    question: Question,
+    candidates: Sequence[Candidate],
+    crew: WorkerPool,
+    ledger: TrialStore,
+    progress: Progress | None = None,
 ) -> None:
     """Search every configuration that `prepare` made. What is found is written into the candidates."""
     progress = progress or Progress()
@@ -727,14 +731,14 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
     return [round(float(draw), 6) for draw in draws]
 
 
-def drive(searches: Sequence[Search], crew: Crew, ledger: Ledger, progress: Progress, stage: str) -> None:
+def drive(searches: Sequence[Search], crew: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
     """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
 
     A hand that is free runs what a search waits for now; if there is nothing of that, what it may want next. So results
     come in any order, and some that nobody needed: what is sent depends on neither.
     """
     progress.stage(stage, len(searches))
-    waiting: dict[int, Need] = {}
+    waiting: dict[int, TrialNeed] = {}
 
     def go_on(number: int, results: list[TrialResult] | None) -> None:
         while True:
@@ -765,7 +769,7 @@ def drive(searches: Sequence[Search], crew: Crew, ledger: Ledger, progress: Prog
                 go_on(number, results)
 
 
-def _enough(need: Need, ledger: Ledger) -> list[TrialResult] | None:
+def _enough(need: TrialNeed, ledger: TrialStore) -> list[TrialResult] | None:
     """The shortest beginning of the results that will do, or all; None while it is not known yet."""
     found: list[TrialResult] = []
     for trial in need.trials:
@@ -778,7 +782,7 @@ def _enough(need: Need, ledger: Ledger) -> list[TrialResult] | None:
     return found
 
 
-def _to_run(needs: Sequence[Need], crew: Crew, ledger: Ledger) -> Iterator[Trial]:
+def _to_run(needs: Sequence[TrialNeed], crew: WorkerPool, ledger: TrialStore) -> Iterator[Trial]:
     """Trials that nobody has run or runs: first the next one of each search, then those that may not be needed."""
     unknown = ([trial for trial in need.trials if ledger.find(trial) is None] for need in needs)
     later: list[Trial] = []

@@ -36,7 +36,7 @@ class Side(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class RoleSplit:
     """So many prefill engines for so many decode engines."""
 
     prefill: Side
@@ -68,7 +68,7 @@ class Split:
         return prefill, decode
 
 
-def parse_split(text: str) -> Split | None:
+def parse_split(text: str) -> RoleSplit | None:
     """Read `mixed` (None), `2:6` or `1xtp8:2xtp4`. Raises ConfigError."""
     if text == MIXED:
         return None
@@ -85,10 +85,10 @@ def parse_split(text: str) -> Split | None:
                 f"`{PREFILL_DECODE}` cannot be `{text}`: each side has from 1 to {REPLICAS_MAX} engines, "
                 "of a tp of at least 1"
             )
-    return Split(*sides)
+    return RoleSplit(*sides)
 
 
-def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[Split]:
+def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[RoleSplit]:
     """Every split of so many GPUs that leaves no room for one more engine, with prefill engines of this `tp`.
 
     Args:
@@ -98,11 +98,11 @@ def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[S
         prefill_gpus, decode_gpus = tp * pp, decode_tp * pp
         for engines in range(1, (gpus - decode_gpus) // prefill_gpus + 1):
             left = gpus - engines * prefill_gpus
-            split = Split(Side(engines, tp), Side(left // decode_gpus, decode_tp))
+            split = RoleSplit(Side(engines, tp), Side(left // decode_gpus, decode_tp))
             if left % decode_gpus < prefill_gpus:
                 yield split if decode_tp != tp else _plain(split)
 
 
-def _plain(split: Split) -> Split:
+def _plain(split: RoleSplit) -> RoleSplit:
     """Without the tp that is the configuration's."""
     return replace(split, prefill=split.prefill._replace(tp=None), decode=split.decode._replace(tp=None))

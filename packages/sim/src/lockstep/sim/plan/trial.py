@@ -36,7 +36,7 @@ from lockstep.sim.host.encoding import gpus_of_a_scheduler
 from lockstep.sim.metrics.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
-from lockstep.sim.plan.split import Split, parse_split
+from lockstep.sim.plan.split import RoleSplit, parse_split
 from lockstep.sim.run.simulate import Scenario, open_load
 from lockstep.sim.workload.workload import Workload
 
@@ -105,7 +105,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> RoleSplit | None:
         """How prefill and decode are shared out; None if all engines do both."""
         return None if self.prefill_decode is msgspec.UNSET else parse_split(self.prefill_decode)
 

@@ -27,7 +27,7 @@ RAY_HINT = (
 )
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """Runs trials. A context manager: leaving it ends what still runs."""
 
     hands: int  # trials that run side by side
@@ -39,7 +39,7 @@ class Crew(Protocol):
     def next_result(self) -> tuple[Trial, TrialResult]:
         """Wait for any of the trials that were submitted. Raises what the trial raised."""
 
-    def __enter__(self) -> Crew: ...
+    def __enter__(self) -> WorkerPool: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None: ...
@@ -209,7 +209,7 @@ def _ray() -> Any:
     return ray
 
 
-def crew_of(jobs: int, ray_address: str | None) -> Crew:
+def crew_of(jobs: int, ray_address: str | None) -> WorkerPool:
     """Who runs the trials."""
     if ray_address is not None:
         return OnRay(ray_address)

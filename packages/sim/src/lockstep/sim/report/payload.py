@@ -130,7 +130,7 @@ def scatter(prompt_tokens: Ints, ttft_us: Ints) -> Json | None:
 # ------------------------------------------------------------------------------------------------------- timelines
 
 
-class Spans(NamedTuple):
+class ChartSpans(NamedTuple):
     """What one processor did: half-open spans [start:stop), by start, each in the lane of its kind."""
 
     start_us: Ints
@@ -147,7 +147,7 @@ def gpu_timeline(batches: Batches, spans_max: int) -> Json | None:
     order = measured[np.argsort(batches.started_us[measured], kind="stable")]
     start_us = batches.started_us[order]
     lane, lanes = lanes_of(batches.mode[order], MODES)
-    spans = Spans(start_us, np.maximum(batches.finished_us[order], start_us + 1), lane, lanes)
+    spans = ChartSpans(start_us, np.maximum(batches.finished_us[order], start_us + 1), lane, lanes)
     facts = {
         "batch_id": (batches.batch_id[order], "first"),
         "waited": (np.maximum(start_us - batches.launched_us[order], 0), "mean"),
@@ -165,7 +165,7 @@ def cpu_timeline(cpu: CpuIntervals, spans_max: int) -> Json | None:
     order = np.argsort(cpu.start_us, kind="stable")
     lane, lanes = lanes_of(cpu.what[order], most=CPU_LANES_MAX)
     start_us = cpu.start_us[order]
-    return timeline(Spans(start_us, np.maximum(cpu.stop_us[order], start_us + 1), lane, lanes), {}, spans_max)
+    return timeline(ChartSpans(start_us, np.maximum(cpu.stop_us[order], start_us + 1), lane, lanes), {}, spans_max)
 
 
 def lanes_of(kinds: NDArray[Any], order: Sequence[str] = (), most: int = 99) -> tuple[Ints, tuple[str, ...]]:
@@ -204,7 +204,7 @@ def heads_of_merged(start_us: Ints, stop_us: Ints, lane: Ints, most: int) -> Int
     return np.flatnonzero(place % -(-n // most) == 0)
 
 
-def timeline(spans: Spans, facts: Mapping[str, tuple[NDArray[Any], str]], most: int) -> Json:
+def timeline(spans: ChartSpans, facts: Mapping[str, tuple[NDArray[Any], str]], most: int) -> Json:
     """The spans and their facts as packed columns, merged to about `most`.
 
     Args:

@@ -17,13 +17,13 @@ from lockstep.sim.run.simulate import code_commit, code_version
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lockstep.sim.plan.answer import Answer
+    from lockstep.sim.plan.answer import PlanAnswer
     from lockstep.sim.plan.search import Candidate, Evaluation
 
 SPANS = SPANS_MAX // 4
 
 
-def render_plan(answer: Answer) -> str:
+def render_plan(answer: PlanAnswer) -> str:
     """The page as text. Simulates the winner's first long run once more, to show it whole."""
     question, winner = answer.question, answer.winner
     title = f"{question.model} on {', '.join(question.gpus)}"
@@ -61,7 +61,7 @@ def _load(candidate: Candidate) -> str:
     return show_load(candidate.question, best.load)
 
 
-def _configurations(answer: Answer, remarks: str) -> str:
+def _configurations(answer: PlanAnswer, remarks: str) -> str:
     """The table of the terminal, as HTML, and below it what must be known to read it."""
     sides = answer.sides_table()
     below = "" if sides is None else f"<h3>{escape(str(sides.title))}</h3>\n{_html(sides, 'Prefill and decode')}\n"

@@ -59,7 +59,7 @@ class BatchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return shape.decode_rows if self.mode == "decode" else shape.extend_tokens + shape.decode_rows
 
 
-class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BatchTimesHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What ran where: the first line of a file."""
 
     format: str = FORMAT
@@ -88,7 +88,7 @@ class BatchTimes:
 
     batches: Sequence[BatchTime]
     left_out: int = 0  # without times, sampled apart from their forward pass, or with drafts
-    measured: Measured | None = None  # of a file
+    measured: BatchTimesHeader | None = None  # of a file
 
 
 def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> BatchTime:
@@ -144,7 +144,7 @@ def of_journal(folder: Path) -> BatchTimes:
 # ---------------------------------------------------------------------------------------------------------------- file
 
 
-def line_of(one: Measured | BatchTime) -> bytes:
+def line_of(one: BatchTimesHeader | BatchTime) -> bytes:
     """A line of a file: first what was measured, then each batch."""
     return msgspec.json.encode(one) + b"\n"
 
@@ -155,7 +155,7 @@ def read_batch_times(path: str | Path) -> BatchTimes:
     number = 1
     try:
         with Path(path).open("rb") as file:
-            measured = msgspec.json.decode(next(file, b""), type=Measured)
+            measured = msgspec.json.decode(next(file, b""), type=BatchTimesHeader)
             batches = []
             for line in file:
                 number += 1

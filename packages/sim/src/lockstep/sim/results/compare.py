@@ -106,7 +106,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     """One figure of a run against that of the first."""
 
     ratio: float | None  # to the first; None if one is missing or the first is 0
@@ -123,7 +123,7 @@ class Figure:
     title: str
     kind: Kind
     values: tuple[float | None, ...]
-    changes: tuple[Change, ...]  # of the runs behind the first
+    changes: tuple[FigureChange, ...]  # of the runs behind the first
 
 
 @dataclass(frozen=True)
@@ -545,28 +545,32 @@ def _figures(runs: Sequence[StoredRun]) -> Iterator[Figure]:
         yield Figure(group, name, title, kind, values, changes)
 
 
-def change(first: float | None, other: float | None, kind: Kind = "us", better: str = "lower") -> Change:
+def change(first: float | None, other: float | None, kind: Kind = "us", better: str = "lower") -> FigureChange:
     """How a figure moved, in words: `4.0x lower`, `12 % higher`, `3.1 points higher`, `the same`."""
     if first is None or other is None:
         where = "" if first is other else " in the first" if first is None else " here"
-        return Change(None, f"nothing measured{where}", "unknown")
+        return FigureChange(None, f"nothing measured{where}", "unknown")
     ratio = other / first if first else None
     if first == other or (ratio is not None and abs(ratio - 1) < SAME):
-        return Change(1.0 if first == other else ratio, "the same" if first == other else "about the same", "same")
+        return FigureChange(
+            1.0 if first == other else ratio, "the same" if first == other else "about the same", "same"
+        )
     direction = "higher" if other > first else "lower"
     verdict: Verdict = "changed" if not better else "better" if direction == better else "worse"
     if kind == "share" and abs(other - first) < SAME_POINTS:
-        return Change(ratio, "about the same", "same")
+        return FigureChange(ratio, "about the same", "same")
     if kind == "share":
-        return Change(ratio, f"{100 * abs(other - first):.3g} points {direction}", verdict)
+        return FigureChange(ratio, f"{100 * abs(other - first):.3g} points {direction}", verdict)
     if kind == "count" and (ratio is None or max(first, other) < 100):
-        return Change(ratio, f"{abs(other - first):,.0f} {'more' if other > first else 'fewer'}", verdict)
+        return FigureChange(ratio, f"{abs(other - first):,.0f} {'more' if other > first else 'fewer'}", verdict)
     if ratio is None or ratio == 0:
-        return Change(ratio, "up from 0" if other > first else "down to 0", verdict)
+        return FigureChange(ratio, "up from 0" if other > first else "down to 0", verdict)
     times = max(ratio, 1 / ratio)
     if times >= TIMES_FROM:
-        return Change(ratio, f"{times:,.0f}x {direction}" if times >= 99.5 else f"{times:.1f}x {direction}", verdict)
-    return Change(ratio, f"{100 * abs(ratio - 1):.2g} % {direction}", verdict)
+        return FigureChange(
+            ratio, f"{times:,.0f}x {direction}" if times >= 99.5 else f"{times:.1f}x {direction}", verdict
+        )
+    return FigureChange(ratio, f"{100 * abs(ratio - 1):.2g} % {direction}", verdict)
 
 
 # ---------------------------------------------------------------------------------------------------------- intervals

@@ -10,10 +10,10 @@ from lockstep.core.contract.render import shown
 from lockstep.sim.report.report_run import unsure
 from lockstep.sim.report.text import setting
 from lockstep.sim.results.compare import (
-    Change,
     ChangedRequest,
     Comparison,
     Figure,
+    FigureChange,
     IntervalRow,
     Kind,
     Pairs,
@@ -88,7 +88,7 @@ def show_ratio(ratio: float | None) -> str:
     return f"{ratio:,.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x" if ratio >= 9.95 else f"{ratio:.2f}x"
 
 
-def words(change: Change) -> str:
+def words(change: FigureChange) -> str:
     """`4.0x lower: better`."""
     return f"{change.words}: {change.verdict}" if change.verdict in ("better", "worse") else change.words
 

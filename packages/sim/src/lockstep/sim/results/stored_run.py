@@ -58,7 +58,7 @@ class _Titled(Struct):
     title: str
 
 
-class _About(Struct):
+class _RunFacts(Struct):
     seed: int
     workload: dict[str, Any]
     calibration: _Titled
@@ -82,7 +82,7 @@ class _Slo(Struct):
     met: bool | None
 
 
-class _Intervals(Struct):
+class _StoredIntervals(Struct):
     calibration: str
     coverage: Number
     time_factors: tuple[Number, Number]
@@ -105,7 +105,7 @@ class _Pipeline(Struct):
     stage_bubble_us: list[Number] | UnsetType = UNSET  # by stage
 
 
-class _Device(Struct):
+class _StoredDevice(Struct):
     pipeline: _Pipeline | UnsetType = UNSET
 
 
@@ -116,14 +116,14 @@ class _Cache(Struct):
 class _Deeper(Struct):
     """Groups of metrics.json with a part that is more than numbers and numbers by name; see DEEPER."""
 
-    device: _Device
+    device: _StoredDevice
     cache: _Cache
 
 
 class _Metrics(Struct):
     """What metrics.json holds, as far as it is read here."""
 
-    about: _About
+    about: _RunFacts
     requests: Group
     latency: Group
     throughput: Group
@@ -133,7 +133,7 @@ class _Metrics(Struct):
     device: Group
     cpu: Group
     slos: list[_Slo]
-    intervals: _Intervals | UnsetType = UNSET
+    intervals: _StoredIntervals | UnsetType = UNSET
     router: _Router | UnsetType = UNSET
     balance: Group | UnsetType = UNSET
     adapters: Group | UnsetType = UNSET

@@ -66,7 +66,7 @@ from lockstep.sim.cost.models import Fp8Activations, check_split, checked_weight
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.cost.stages import Stage, stages_of
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.fast.fast_path import PlainRun, obstacle, pays
+from lockstep.sim.fast.fast_path import FastRun, pays, unsupported_by
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.adapters import (
     ALL_TARGETS,
@@ -81,7 +81,7 @@ from lockstep.sim.host.adapters import (
     with_adapters,
 )
 from lockstep.sim.host.cache_tiers import PageBytes, TierLinks
-from lockstep.sim.host.encoding import Encoding, beside_encoder, check_encoding
+from lockstep.sim.host.encoding import EncoderSetup, beside_encoder, check_encoding
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.host import (
     EOS_TOKEN_ID,
@@ -91,14 +91,14 @@ from lockstep.sim.host.host import (
     EngineHost,
     JournalSink,
     MetricsSink,
+    Observer,
     RankExchange,
     RequestSource,
     TransferPort,
-    Witness,
 )
 from lockstep.sim.host.hybrid_memory import (
+    block_bytes,
     check_hybrid,
-    companion_bytes,
     host_page_bytes,
     hybrid_settings,
     shared_out,
@@ -106,7 +106,7 @@ from lockstep.sim.host.hybrid_memory import (
     window_tokens_of,
 )
 from lockstep.sim.host.pipeline import device_type_of, with_stages
-from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDrafter, NgramDrafter, head_of
+from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, NgramDraftCost, head_of
 from lockstep.sim.host.tier_options import NO_TIERS, HostTiers, host_tiers, hybrid_shares
 from lockstep.sim.host.watch import LEVELS, WatchedMetrics
 from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
@@ -332,7 +332,7 @@ class Setup:
     overridden: tuple[str, ...] = ()  # settings that the environment decided
     drafting: Drafting | None = None  # where drafts are verified
     forcing: Forcing | None = None  # where tokens that grammars force are computed together
-    encoding: Encoding | None = None  # where requests have media
+    encoding: EncoderSetup | None = None  # where requests have media
     lora: LoraSpec | None = None  # where requests run on adapters
 
     @property
@@ -358,10 +358,10 @@ class Setup:
         page_size, kv_dtype = self.config.page_size, self.scenario.kv_dtype
         if self.config.hybrid is msgspec.UNSET:
             return PageBytes.of(self.model, self.split, kv_dtype, page_size), {}
-        return companion_bytes(self.model, self.split, kv_dtype, page_size)
+        return block_bytes(self.model, self.split, kv_dtype, page_size)
 
     @property
-    def host_companion_bytes(self) -> dict[str, int]:
+    def host_block_bytes(self) -> dict[str, int]:
         """What a window page and a state weigh on the host, by kind, where the model has any."""
         return {kind: one.on_host for kind, one in self._host_bytes[1].items()}
 
@@ -604,7 +604,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
         overridden=tuple(overridden),
         drafting=_drafting(scenario, config, model, gpu, cost, calibration),
         forcing=Forcing.of(scenario.grammar_forces, scenario.seed) if config.jumps else None,
-        encoding=Encoding.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
+        encoding=EncoderSetup.of(scenario, gpu, workload.turns) if scenario.media is not None else None,
         lora=lora_of(scenario, config),
     )
 
@@ -642,12 +642,12 @@ def _drafting(
         return None
     acceptance = Acceptance.of(method, scenario.acceptance, scenario.acceptance_spread, scenario.seed)
     if method == "ngram":
-        return Drafting(acceptance, NgramDrafter())
+        return Drafting(acceptance, NgramDraftCost())
     if scenario.draft_model is None:
         return Drafting(acceptance, head_of(cost, model.layers))
     small = load_model(scenario.draft_model)
     base = base_cost_model(small, gpu, replace(scenario.parallelism, pp=1), kv_dtype=scenario.kv_dtype)
-    return Drafting(acceptance, ModelDrafter(calibration.cost_model(base), name=small.name))
+    return Drafting(acceptance, ModelDraftCost(calibration.cost_model(base), name=small.name))
 
 
 def check_load(scenario: Scenario) -> None:
@@ -839,7 +839,7 @@ def _with_pools(
     pages = config.pages if kv is None else kv.pages
     below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
-        page, beside = companion_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
+        page, beside = block_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
         of_engine = tiers.settings(host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside))
         assert of_engine is not msgspec.UNSET
         below["tiers"] = msgspec.structs.replace(of_engine, host_pages=max(of_engine.host_pages // ranks, 1))
@@ -1046,7 +1046,7 @@ def simulate(
     folder: Path | None = None,
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
-    witness: Witness | None = None,
+    witness: Observer | None = None,
     compiled: bool | None = None,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
@@ -1093,7 +1093,7 @@ def host_of(
     exchange: RankExchange | None = None,
     device_type: type[Device] | None = None,
     tells: Callable[[MetricsSink], MetricsSink] | None = None,
-    witness: Witness | None = None,
+    witness: Observer | None = None,
 ) -> tuple[EngineHost, MetricsFold]:
     """One engine's host and what measures it, alone or among others: whoever simulates an engine asks here for it.
 
@@ -1115,7 +1115,7 @@ def host_of(
             kv_pages=setup.config.pages,
             warm_up=scenario.warm_up,
             host_page_bytes=setup.host_page_bytes,
-            host_companion_bytes=setup.host_companion_bytes,
+            host_block_bytes=setup.host_block_bytes,
             needs_media=setup.config.role != "decode",
         )
     tiers = setup.tier_links()
@@ -1158,7 +1158,7 @@ def _run(
     journal: JournalSink,
     check_every: int,
     on_finish: Callable[[int], None] | None,
-    witness: Witness | None,
+    witness: Observer | None,
 ) -> Run:
     arrivals, env = arrivals_of(setup), Environment()
     host, metrics = host_of(
@@ -1185,11 +1185,11 @@ def _run(
 
 def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
     """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
-    if not is_available() or obstacle(setup) or not (always or pays(len(setup.workload.turns))):
+    if not is_available() or unsupported_by(setup) or not (always or pays(len(setup.workload.turns))):
         return None
     began_s = time.process_time()
     metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
-    plain = PlainRun([setup], [metrics], on_finish)
+    plain = FastRun([setup], [metrics], on_finish)
     with stopping_on_interrupt(plain), collecting_seldom():
         if not plain.run():
             return None

@@ -147,7 +147,7 @@ def write_model(path: Path, model: WorkloadModel) -> None:
         part.unlink(missing_ok=True)
 
 
-class ModelSpec(NamedTuple):
+class FittedSpec(NamedTuple):
     """What `gen:file=FILE,n=500,rate=4` asks for."""
 
     file: str
@@ -155,7 +155,7 @@ class ModelSpec(NamedTuple):
     rate: float | None
 
 
-def parse_model_spec(text: str) -> ModelSpec | None:
+def parse_model_spec(text: str) -> FittedSpec | None:
     """Read a spec that names a model file; None if it names none. Raises: WorkloadError."""
     items = [item.partition("=") for item in text.removeprefix("gen:").split(",") if item]
     if not any(key == "file" for key, _, _ in items):
@@ -175,7 +175,7 @@ def parse_model_spec(text: str) -> ModelSpec | None:
     except ValueError as error:
         key = "n" if turns is None and "n" in values else "rate"
         raise WorkloadError(text, f"`{key}` cannot be `{values[key]}`: {error}", f"for example {key}=4") from None
-    return ModelSpec(values["file"], turns, rate)
+    return FittedSpec(values["file"], turns, rate)
 
 
 def is_model(data: bytes) -> bool:

@@ -38,7 +38,7 @@ class SharedPrefix(NamedTuple):
     prompts: int  # how many different ones
 
 
-class Grammars(NamedTuple):
+class GrammarSpec(NamedTuple):
     share: float  # of the turns, whose output must follow a grammar
     grammars: int  # how many different ones
 
@@ -59,7 +59,7 @@ class GeneratorSpec:
     turns: Distribution = field(default=Fixed(1))
     think: Distribution = field(default=LogNormal(5_000_000, 1.0))  # microseconds
     max_total: int = LENGTH_TOKENS_MAX  # prompt and output tokens of one turn together
-    grammars: Grammars | None = None
+    grammars: GrammarSpec | None = None
 
 
 def parse_spec(text: str) -> GeneratorSpec:
@@ -133,11 +133,11 @@ def _parse_shared_prefix(text: str) -> SharedPrefix:
     return shared
 
 
-def _parse_grammars(text: str) -> Grammars:
+def _parse_grammars(text: str) -> GrammarSpec:
     share, times, number = text.partition("x")
     if not times or not 0 < _number(share) <= 1:
         raise ValueError("expected SHARExGRAMMARS, the share of turns above 0 and at most 1")
-    return Grammars(_number(share), parse_tokens(number))
+    return GrammarSpec(_number(share), parse_tokens(number))
 
 
 def _parse_prefix_choice(text: str) -> float:
@@ -288,7 +288,7 @@ def _draw_lengths(
     raise WorkloadError(PREFIX, problem, "raise max_total, or shorten input and output")
 
 
-def _draw_grammar(grammars: Grammars, random: Random) -> str:
+def _draw_grammar(grammars: GrammarSpec, random: Random) -> str:
     number = random.randrange(grammars.grammars)
     return f"grammar{number}" if random.random() < grammars.share else ""
 

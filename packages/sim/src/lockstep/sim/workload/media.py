@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cost.encoder import KINDS, Content, Encoders, MediaKind
+from lockstep.sim.cost.encoder import KINDS, Encoders, MediaContent, MediaKind
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.lengths import parse_duration_us
 from lockstep.sim.workload.servegen import QUESTION_TOKENS
@@ -56,7 +56,7 @@ class MediaSpec(NamedTuple):
     contents: int = 0  # different ones, up to CONTENTS_MAX; 0: no two are equal
     exponent: float = 0.0  # content k (from 1) is taken with weight 1 / k**exponent
 
-    def content(self, encoders: Encoders) -> Content:
+    def content(self, encoders: Encoders) -> MediaContent:
         """What a model's encoder makes of it. Raises CatalogueError if it makes nothing."""
         if self.kind == "image":
             return encoders.image(self.width, self.height)
@@ -238,7 +238,7 @@ def _expanded(
     text: Sequence[int],
     items: Sequence[_Item],
     ids: Sequence[int],
-    seen: Sequence[Content],
+    seen: Sequence[MediaContent],
     columns: list[tuple[int, int, int]],
 ) -> tuple[list[int], int]:
     """The runs of a prompt with its placeholders, and how many there are; where each stands goes to `columns`."""

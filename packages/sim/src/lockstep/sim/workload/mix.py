@@ -29,13 +29,13 @@ _SOURCE = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]+)=)?(?P<workload>.*?)(?:@(?P<r
 _EXAMPLE = "mix:chat=conversation.jsonl.gz@3;code=azure.csv@1.5"
 
 
-class Source(NamedTuple):
+class MixSource(NamedTuple):
     workload: str
     name: str | None  # of its tenant; None: the workload's own name
     rate: float | None  # requests per second; None: as recorded, or as its spec says
 
 
-def parse_mix(text: str) -> tuple[Source, ...]:
+def parse_mix(text: str) -> tuple[MixSource, ...]:
     """Read `mix:SOURCE;SOURCE;...`. Raises: WorkloadError."""
     return tuple(_parse_source(text, source) for source in text.removeprefix(MIX_PREFIX).split(SEPARATOR))
 
@@ -53,7 +53,7 @@ def mix_of(workloads: Sequence[str]) -> str:
     return MIX_PREFIX + SEPARATOR.join(workloads)
 
 
-def _parse_source(text: str, source: str) -> Source:
+def _parse_source(text: str, source: str) -> MixSource:
     found = _SOURCE.fullmatch(source.strip())
     if found is None or not found["workload"]:
         raise WorkloadError(text, f"the source `{source}` names no workload", f"for example {_EXAMPLE}")
@@ -61,7 +61,7 @@ def _parse_source(text: str, source: str) -> Source:
     if workload.startswith(MIX_PREFIX):
         raise WorkloadError(text, f"the source `{source}` is a mix itself", "name its sources here")
     if rate_text is None:
-        return Source(workload, name, None)
+        return MixSource(workload, name, None)
     try:
         rate = float(rate_text)
     except ValueError:
@@ -69,7 +69,7 @@ def _parse_source(text: str, source: str) -> Source:
     if not rate >= RATE_MIN:
         hint = "requests per second, such as @1.5, or @inf for all at once"
         raise WorkloadError(text, f"the source `{source}` has the rate `{rate_text}`", hint)
-    return Source(workload, name, rate)
+    return MixSource(workload, name, rate)
 
 
 def seed_of_source(seed: int, place: int) -> int:

@@ -66,7 +66,7 @@ class Histogram(NamedTuple):
         return self.tokens[np.searchsorted(self.cumulated, random.random_sample(count), side="right")]
 
 
-class Part(NamedTuple):
+class MediaPart(NamedTuple):
     """Tokens of media among the parts of the input."""
 
     part: int
@@ -74,15 +74,15 @@ class Part(NamedTuple):
     counts: Histogram | None  # how many a request has; None: not recorded, so one
 
 
-class Client(NamedTuple):
+class ServeGenClient(NamedTuple):
     number: int
     windows: tuple[Window, ...]
     lengths: Mapping[float, tuple[tuple[Histogram, ...], Histogram]]  # by start in s: parts of the input, output
-    media: Mapping[float, tuple[Part, ...]] = {}  # by start in s: which of the parts are media
+    media: Mapping[float, tuple[MediaPart, ...]] = {}  # by start in s: which of the parts are media
 
 
 class ServeGen(NamedTuple):
-    clients: tuple[Client, ...]
+    clients: tuple[ServeGenClient, ...]
     notes: tuple[str, ...]
 
 
@@ -106,7 +106,7 @@ def read_servegen(source: str, files: Mapping[str, bytes]) -> ServeGen:
             if dataset not in files:
                 raise WorkloadError(f"{source}: {dataset}", "no such file", f"it has the lengths of {name}")
             windows = _windows(f"{source}: {name}", files[name])
-            clients.append(Client(int(found[2]), windows, *_lengths(f"{source}: {dataset}", files[dataset])))
+            clients.append(ServeGenClient(int(found[2]), windows, *_lengths(f"{source}: {dataset}", files[dataset])))
     if not clients:
         hint = "expected chunk-N-trace.csv and chunk-N-dataset.json, as ServeGen publishes them"
         raise WorkloadError(source, "no file of a ServeGen client in it", hint)
@@ -174,7 +174,7 @@ def _cell(where: str, column: str, text: str, what: str, most: float) -> float:
 
 def _lengths(
     where: str, data: bytes
-) -> tuple[dict[float, tuple[tuple[Histogram, ...], Histogram]], dict[float, tuple[Part, ...]]]:
+) -> tuple[dict[float, tuple[tuple[Histogram, ...], Histogram]], dict[float, tuple[MediaPart, ...]]]:
     """The histograms of a client by the start of their window; a window without requests has none. And their media."""
     try:
         content: Any = msgspec.json.decode(data)
@@ -198,7 +198,7 @@ def _lengths(
         if output is not None and all(inputs):
             lengths[start_s] = (tuple(histogram for histogram in inputs if histogram is not None), output)
             media[start_s] = tuple(
-                Part(names.index(f"{kind}_tokens"), number, _count(f"{where}, window {start}", kind, columns))
+                MediaPart(names.index(f"{kind}_tokens"), number, _count(f"{where}, window {start}", kind, columns))
                 for number, kind in enumerate(KINDS)
                 if f"{kind}_tokens" in names
             )
@@ -285,7 +285,7 @@ def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool 
     return replace(turns, media=_media_of(turns, np.concatenate(spans)[order], f"servegen/{seed}"))
 
 
-def _draw_media(client: Client, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
+def _draw_media(client: ServeGenClient, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
     """int64 [requests, kinds, 2]: tokens of each kind, the same as are in the input, and of how many contents."""
     found = np.zeros((len(arrivals_us), len(KINDS), 2), np.int64)
     starts_s = np.array(sorted(client.lengths))
@@ -413,7 +413,7 @@ def _gaps(window: Window, count: int, random: np.random.RandomState) -> Floats:
     return draw(window.shape, count) / _moments(window)[0]
 
 
-def _draw_lengths(where: str, client: Client, arrivals_us: Int64s, seed: int) -> tuple[Int64s, Int64s]:
+def _draw_lengths(where: str, client: ServeGenClient, arrivals_us: Int64s, seed: int) -> tuple[Int64s, Int64s]:
     """Input and output tokens of each request, from the histograms of the last window that began before it."""
     if len(arrivals_us) and not client.lengths:
         raise WorkloadError(where, "it sends requests, but all its histograms are empty", "remove its two files")

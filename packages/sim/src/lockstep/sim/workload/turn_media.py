@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.cost.encoder import KINDS, Content, MediaKind
+from lockstep.sim.cost.encoder import KINDS, MediaContent, MediaKind
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -72,12 +72,12 @@ class MediaColumns:
         """SHA-256 by which a content is known."""
         return sha256(f"{self.salt}/{content}".encode()).digest()
 
-    def contents(self) -> dict[bytes, Content]:
+    def contents(self) -> dict[bytes, MediaContent]:
         """Every content by its digest: what an encoder has to know of it."""
         _, first = np.unique(self.content, return_index=True)
         columns = (self.content, self.kind, self.tokens, self.segments)
         rows = zip(*(column[first].tolist() for column in columns), strict=True)
-        return {self.digest(number): Content(KINDS[kind], tokens, parts) for number, kind, tokens, parts in rows}
+        return {self.digest(number): MediaContent(KINDS[kind], tokens, parts) for number, kind, tokens, parts in rows}
 
     def take(self, rows: Int64s) -> MediaColumns:
         """Those of some turns, in that order."""

@@ -8,10 +8,10 @@ import numpy as np
 from msgspec import Struct
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan
-from lockstep.core.requests.table import ONE, Cohort, Int32s, Request
+from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 
-class Part(Struct, frozen=True):
+class ExtendPart(Struct, frozen=True):
     """One request's share of an extend: positions [start:stop)."""
 
     request: Request
@@ -35,7 +35,7 @@ class InFlight:
         "verifies",
     )
 
-    def __init__(self, plan: BatchPlan, requests: list[Request], samplers: Cohort, ending: list[int]) -> None:
+    def __init__(self, plan: BatchPlan, requests: list[Request], samplers: RunningBatch, ending: list[int]) -> None:
         self.plan = plan
         self.requests = requests  # by position in the plan
         self.samplers = samplers  # the rows that sample, as columns
@@ -116,7 +116,7 @@ class InFlight:
         return bool(np.count_nonzero(self.plan.rows == row))
 
 
-def new_tokens_of(parts: list[Part]) -> Int32s:
+def new_tokens_of(parts: list[ExtendPart]) -> Int32s:
     """The ids that the parts compute, end to end."""
     ids = [np.frombuffer(p.request.tokens, np.int32, p.stop - p.start, 4 * p.start) for p in parts]
     return ids[0] if len(ids) == 1 else np.concatenate(ids)

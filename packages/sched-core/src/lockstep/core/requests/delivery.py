@@ -11,8 +11,8 @@ import numpy as np
 from lockstep.core.contract.commands import StreamTokens
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, FinishReason
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import ONE, Int32s, Request
-from lockstep.core.scheduler.batching import InFlight
 
 
 def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:

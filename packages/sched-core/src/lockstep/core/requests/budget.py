@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.requests.table import ONE, Cohort, Int32s, Request
+from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
 NEW_TOKEN_RATIO_MIN_FACTOR = 0.14  # the floor, as a share of the initial ratio
@@ -87,7 +87,7 @@ def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool
     return bool((free + before - left * running > IGNORE_EOS_RESERVE_TOKENS * running).all())
 
 
-def lasts_with(cohort: Cohort, positions: Int32s, joining: list[Request], ratio: float, free: int) -> bool:
+def lasts_with(running_batch: RunningBatch, positions: Int32s, joining: list[Request], ratio: float, free: int) -> bool:
     """Whether `free` tokens of KV last for a cohort and those who join it, see `lasts`.
 
     Who ignores end tokens runs to its limit; of all others' outputs the share `ratio` is expected.
@@ -95,11 +95,13 @@ def lasts_with(cohort: Cohort, positions: Int32s, joining: list[Request], ratio:
     Args:
         positions: int32 [members], where each member of the cohort decodes next.
     """
-    outputs = positions + ONE - cohort.prompts
-    expected = (cohort.limits - cohort.prompts) * np.where(cohort.ignores_eos, 1.0, ratio)
+    outputs = positions + ONE - running_batch.prompts
+    expected = (running_batch.limits - running_batch.prompts) * np.where(running_batch.ignores_eos, 1.0, ratio)
     left = [one.max_new_tokens * (1.0 if one.ignore_eos else ratio) - one.outputs for one in joining]
     held = np.array([len(one.tokens) // 4 for one in joining], np.int32)
-    return lasts(np.concatenate((expected - outputs, left)), np.concatenate((cohort.prompts + outputs, held)), free)
+    return lasts(
+        np.concatenate((expected - outputs, left)), np.concatenate((running_batch.prompts + outputs, held)), free
+    )
 
 
 class PrefillBudget:

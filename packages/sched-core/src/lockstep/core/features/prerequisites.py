@@ -22,8 +22,8 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdmissionDeferred, BatchId, MediaEncoded, RequestId
 from lockstep.core.requests import extras
-from lockstep.core.requests.table import NOBODY, Extras, Request, RequestState
-from lockstep.core.scheduler.batching import InFlight
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.table import NO_REQUEST, Extras, Request, RequestState
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
@@ -34,7 +34,7 @@ def hold(engine: Engine, request: Request, leader: RequestId, step: Step) -> boo
 
     Returns whether it was held for that. It may be in the line by then.
     """
-    if leader != NOBODY and _has_to_share(engine, request):
+    if leader != NO_REQUEST and _has_to_share(engine, request):
         request.extras = request.extras or Extras()
         request.extras.leader = leader
         engine.hold(request)
@@ -83,7 +83,7 @@ def ended(engine: Engine, request: Request, step: Step) -> None:
     """A request ended: what others waited for it goes on."""
     if request.request_id in engine.followers:
         _hand_over(engine, request, step)
-    if request.extras is not None and request.extras.leader != NOBODY:
+    if request.extras is not None and request.extras.leader != NO_REQUEST:
         others = engine.followers[request.extras.leader]
         others.remove(request)
         if not others:
@@ -103,7 +103,7 @@ def _hand_over(engine: Engine, leader: Request, step: Step) -> None:
 
 def _let_in(engine: Engine, follower: Request, step: Step) -> None:
     assert follower.extras is not None
-    follower.extras.leader = NOBODY
+    follower.extras.leader = NO_REQUEST
     if follower.extras.media and not comes_by_transfer(engine, follower):
         await_media(engine, follower, step)
     engine.join_line(follower)
@@ -128,7 +128,7 @@ def await_media(engine: Engine, request: Request, step: Step) -> None:
 def lost_media(engine: Engine, request: Request) -> bool:
     """Whether it waits for its turn, and has media that nobody keeps for it."""
     has = request.extras
-    if has is None or not has.media or has.leader != NOBODY or request.state is not RequestState.WAITING:
+    if has is None or not has.media or has.leader != NO_REQUEST or request.state is not RequestState.WAITING:
         return False
     if request.session and engine.sessions.open[request.session].turn != request.request_id:
         return False  # it asks when its turn comes
@@ -180,9 +180,9 @@ def _refuse(engine: Engine, request: Request, event: MediaEncoded, step: Step) -
             engine.reject(one.request_id, "media", message, step)
 
 
-def lift_fences(engine: Engine, batch_id: BatchId, step: Step) -> None:
+def release_deferred(engine: Engine, batch_id: BatchId, step: Step) -> None:
     """A batch was collected: what only it read for somebody who has left may go."""
-    engine.media.lift_fences(batch_id)
+    engine.media.release_deferred(batch_id)
     _serve(engine, step)
 
 

@@ -25,7 +25,7 @@ from lockstep.core.contract.commands import ControlAnswered, LoadAdapter, RowTak
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdapterEvicted, AdapterLoaded, LoadAdapterControl
 from lockstep.core.requests.table import BASE, VERSION_MARK, Adapter
-from lockstep.core.requests.validation import Refused
+from lockstep.core.requests.validation import RequestRefused
 
 LOOKAHEAD_REQUESTS = 64
 """Of the waiting line, those whose adapters are loaded ahead of their turn."""
@@ -71,9 +71,9 @@ class Adapters:
         if not name:
             return BASE
         if name in self.withdrawals:
-            raise Refused("bad_request", f"`adapter` {name!r} is being unloaded")
+            raise RequestRefused("bad_request", f"`adapter` {name!r} is being unloaded")
         if name not in self.registered:
-            raise Refused("bad_request", f"`adapter` {name!r} is not loaded; load it first")
+            raise RequestRefused("bad_request", f"`adapter` {name!r} is not loaded; load it first")
         return Adapter(name, self.registered[name].version)
 
     def register(self, control: LoadAdapterControl) -> str:

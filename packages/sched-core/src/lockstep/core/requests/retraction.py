@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.requests.table import ZERO, Cohort, Int32s, Request
+from lockstep.core.requests.table import ZERO, Int32s, Request, RunningBatch
 
 LEAST = -(2**63)
 """The importance of a request without a priority."""
@@ -20,7 +20,7 @@ def importance(request: Request, config: SchedConfig) -> int:
     return -value if config.schedule_low_priority_values_first else value
 
 
-def choose_victim(config: SchedConfig, cohort: Cohort, positions: Int32s) -> int:
+def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: Int32s) -> int:
     """The member to retract. Index into the cohort, which must have at least two members: one always runs on.
 
     length    fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
@@ -28,23 +28,25 @@ def choose_victim(config: SchedConfig, cohort: Cohort, positions: Int32s) -> int
     priority  the least important first, and of these as under length
     """
     if config.retraction_policy == "newest":
-        return cohort.size - 1
-    by_length: list[int] = np.lexsort((-cohort.request_ids, -cohort.prompts, positions - cohort.prompts)).tolist()
+        return running_batch.size - 1
+    by_length: list[int] = np.lexsort(
+        (-running_batch.request_ids, -running_batch.prompts, positions - running_batch.prompts)
+    ).tolist()
     if config.retraction_policy == "length":
         return by_length[0]
-    return min(by_length, key=lambda i: importance(cohort.requests[i], config))
+    return min(by_length, key=lambda i: importance(running_batch.requests[i], config))
 
 
-def goes_before(split: Request, cohort: Cohort, config: SchedConfig) -> bool:
+def goes_before(split: Request, running_batch: RunningBatch, config: SchedConfig) -> bool:
     """Whether the request whose prompt is split is to be retracted before any member of the cohort."""
     if config.retraction_policy == "priority":
-        return importance(split, config) < min(importance(member, config) for member in cohort.requests)
+        return importance(split, config) < min(importance(member, config) for member in running_batch.requests)
     return config.retraction_policy == "newest"
 
 
-def pages_ahead(cohort: Cohort, positions: Int32s, page_size: int, steps: int) -> int:
+def pages_ahead(running_batch: RunningBatch, positions: Int32s, page_size: int, steps: int) -> int:
     """Pages that the next `steps` decodes open, of each member only as far as its last token needs."""
-    reach = np.minimum(positions + steps, cohort.limits - 1)
+    reach = np.minimum(positions + steps, running_batch.limits - 1)
     return int((-(-reach // page_size) + (-positions // page_size)).sum())
 
 
