@@ -1029,7 +1029,7 @@ def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def on_its_own(self: Rounds, engine: Engine, event: RanksAgreed, step: Any) -> bool:
         found_nothing = fold(self, engine, event, step)
-        if engine.microbatches is not None and not engine.microbatches.has_work(engine, self.slot):
+        if engine.microbatches.several and not engine.has_work(self.slot):
             self.slot = (self.slot + 1) % self.slots
         return found_nothing
 

@@ -183,7 +183,7 @@ def forgotten_by_the_line(engine: Engine) -> None:
 
 
 def horizon_beyond_the_end(engine: Engine) -> None:
-    engine.horizon += 100
+    engine.microbatches.current.horizon += 100
 
 
 def row_without_new_positions(engine: Engine) -> None:

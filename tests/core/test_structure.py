@@ -24,7 +24,7 @@ BOUNDS = {
     "engine inner stores": 23,
     "guards in engine": 77,
     "guards in memory": 50,
-    "cycle in core": 32,
+    "cycle in core": 33,
     "cycle in host": 3,
     "cycle in sim": 27,
     "cycle in runtime": 2,

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError, InvariantError
+from lockstep.core.features import microbatches
 from lockstep.core.journal.journal import read_journal
 from lockstep.core.journal.replay import Divergence, replay
-from lockstep.core.scheduler import engine, ordering
+from lockstep.core.scheduler import ordering
 from lockstep.tools.decision_text import decision_of, decisions_text, read_decisions
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk
@@ -98,8 +99,8 @@ def test_a_changed_tie_break_of_retraction_is_named_too(monkeypatch: pytest.Monk
         victim = choose(config, running_batch, positions)
         return 0 if victim else 1
 
-    choose: Callable[..., int] = engine.choose_victim
-    monkeypatch.setattr(engine, "choose_victim", the_other_one)
+    choose: Callable[..., int] = microbatches.choose_victim
+    monkeypatch.setattr(microbatches, "choose_victim", the_other_one)
     found = difference(FOLDER / "tight")
     assert "  then  retracted " in found
     assert "  now   retracted " in found
@@ -125,7 +126,7 @@ def test_a_step_that_raises_now_is_told_with_what_it_decided_then(monkeypatch: p
     def refuses(*_: object) -> int:
         raise InvariantError("no victim")
 
-    monkeypatch.setattr(engine, "choose_victim", refuses)
+    monkeypatch.setattr(microbatches, "choose_victim", refuses)
     found = difference(FOLDER / "tight")
     assert "  now   raises InvariantError: no victim" in found
     assert "  then  retracted " in found

@@ -100,7 +100,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
     monkeypatch.setattr(attention, "_said", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
-    monkeypatch.setattr(triton_trial, "obstacle", lambda device: here.triton_unavailable)
+    monkeypatch.setattr(triton_trial, "unavailable_because", lambda device: here.triton_unavailable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of 2017")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

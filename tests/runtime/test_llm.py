@@ -723,7 +723,7 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
 
     clock = HostClock()
     lane, found = Watched(clock), {}
-    for name in ("make_pool", "make", "SamplingTable", "Tables", "Canary", "DecodeGraphs"):
+    for name in ("make_pool", "make", "SamplingTable", "DeviceTables", "Canary", "DecodeGraphs"):
         right = getattr(assembly, name)
 
         def watched(*args: Any, name: str = name, right: Any = right, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lockstep.core import invariants
@@ -504,6 +504,15 @@ def test_nobody_on_a_rank_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
         assert ends["rejected_media"] == needing
 
 
+@example(  # an end that the router learns of after a later arrival
+    scheduler={},
+    failure="fail",
+    allocation="early",
+    ranks={"tp": 2, "attention_dp": 2, "rank_schedulers": True},
+    one_in=2,
+    after_us=[0, 0, 1],
+    seed=7,
+)
 @settings(deadline=None, max_examples=8)
 @given(
     scheduler=caches,

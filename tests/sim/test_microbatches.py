@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_docs_show_the_table_that_the_code_reads() -> None:
     shown = DOC.read_text("utf-8").split("<!-- MICROBATCH -->\n", 1)[1].split("\n\n", 1)[0]
     assert shown == microbatches.table_text()
-    assert [*microbatches.OWN] == [*microbatches.MicrobatchState.__struct_fields__]
+    assert [*microbatches.OWN] == [*microbatches.RunningStateImage.__struct_fields__]
 
 
 def test_stages_are_busier_and_answers_are_the_same(runs: dict[str, Any]) -> None:

@@ -400,7 +400,7 @@ def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPa
     runs: list[int] = []
     plain = simulate_module.FastRun
     monkeypatch.setattr(fast_path, "_requests", 0)
-    monkeypatch.setattr(simulate_module, "PlainRun", lambda *given: runs.append(len(runs)) or plain(*given))
+    monkeypatch.setattr(simulate_module, "FastRun", lambda *given: runs.append(len(runs)) or plain(*given))
     half = steady(fast_path.REQUESTS_MIN // 2)
     simulate(half)
     assert runs == []

@@ -710,7 +710,7 @@ class Driver:
 
     def _places(self) -> tuple[dict[int, int], list[int]] | None:
         """Who has a place in which microbatch, and who ends whatever comes back; None: there is but one microbatch."""
-        if self.engine.microbatches is None:
+        if not self.engine.microbatches.several:
             return None
         ending = [request.request_id for batch in self.engine.in_flight for request in batch.ending_requests()]
         return dict(self.engine.microbatches.members), ending
@@ -718,7 +718,6 @@ class Driver:
     def _hold_to_places(self, step: Step, places: tuple[dict[int, int], list[int]], at: int) -> None:
         """S27 of microbatches: a place is had where one is free or comes free, before anybody is preempted for it."""
         (members, ending), several = places, self.engine.microbatches
-        assert several is not None
         victims = [one for one in step.decided if isinstance(one, RequestRetracted) and one.reason == "preempted"]
         victims = [one for one in victims if one.beneficiary not in members]  # the split prompt has a place
         if not victims:
@@ -803,7 +802,7 @@ class Driver:
             self._mark_hybrid(plan.hybrid)
         if plan is not None and plan.speculation is not None:
             self._mark_drafts(plan, plan.speculation)
-        if plan is not None and self.engine.microbatches is not None:
+        if plan is not None and self.engine.microbatches.several:
             self._mark_microbatch(plan, chunked)
         if plan is not None and (plan.logprob_spans or plan.hidden_spans):
             for span in (*plan.logprob_spans, *plan.hidden_spans):

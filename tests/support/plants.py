@@ -25,6 +25,7 @@ from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
 from lockstep.core.scheduler.engine import Decodes, Deferral, Engine, ExtendShare
@@ -512,10 +513,10 @@ def slot_of_state_leaks() -> Plant:
 def other_microbatches_not_searched() -> Plant:
     """Who leaves is looked for in the microbatch whose turn it is, and in no other (SG#29405)."""
 
-    def bug(whose: Original, several: Microbatches, requests: list[Request]) -> list[int]:
-        return [number for number in whose(several, requests) if number == several.at]
+    def bug(states_of: Original, several: Microbatches, requests: list[Request]) -> list[RunningState]:
+        return [running for running in states_of(several, requests) if running is several.current]
 
-    return _replaced(Microbatches, "whose", bug)
+    return _replaced(Microbatches, "states_of", bug)
 
 
 def chunk_wants_a_place() -> Plant:

@@ -9,9 +9,9 @@ from click.testing import CliRunner, Result
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdmissionDeferred, RequestRetracted
+from lockstep.core.features import microbatches
 from lockstep.core.journal import snapshot
 from lockstep.core.journal.replay import fold
-from lockstep.core.scheduler import engine
 from lockstep.tools import stepping
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import read_decisions
@@ -177,8 +177,8 @@ def test_divergence_is_told_with_both_decisions_once_words_were_kept(
     copied.mkdir()
     (copied / "journal").symlink_to(run / "journal")
     (copied / "decisions.txt").write_text(words.read_text())
-    choose = engine.choose_victim
-    monkeypatch.setattr(engine, "choose_victim", lambda *given: 0 if choose(*given) else 1)
+    choose = microbatches.choose_victim
+    monkeypatch.setattr(microbatches, "choose_victim", lambda *given: 0 if choose(*given) else 1)
     for arguments in ((), ("--break", "RequestFinished and request == r39")):
         result = run_replay(copied, *arguments)
         assert result.exit_code == 3

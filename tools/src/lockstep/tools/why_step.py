@@ -60,6 +60,7 @@ class EngineBefore:
 
     @classmethod
     def of(cls, engine: Engine, names: Names) -> EngineBefore:
+        running = engine.microbatches.current
         return cls(
             line=tuple(request.request_id for request in engine.waiting),
             held=tuple(engine.held),
@@ -71,10 +72,10 @@ class EngineBefore:
             paused=engine.paused,
             still=engine.maintenance.still,
             admits=engine.maintenance.admits,
-            decode_owed=engine.decode_owed,
+            decode_owed=running.decode_owed,
             pages_needed=engine.next_pages(engine.running_batch, engine.positions) if engine.running_batch.size else 0,
             batch_is_full=engine.batch_is_full,
-            since_extend=engine.decode_launches - engine.extended_at,
+            since_extend=running.decode_launches - running.extended_at,
             slow_until_us=engine.pace.not_before_us if engine.pace.gap_us else 0,
         )
 

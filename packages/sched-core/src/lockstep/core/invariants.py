@@ -218,8 +218,8 @@ def _spans(engine: Engine, facts: Facts) -> None:
     if engine.running_batch.size and not engine.config.speculates:
         running_batch, positions = engine.running_batch, engine.positions.tolist()
         left = min(limit - position for limit, position in zip(running_batch.limits.tolist(), positions, strict=True))
-        if not 1 <= engine.horizon < left:
-            _fail(f"S7: horizon {engine.horizon} passes the end of a member")
+        if not 1 <= engine.microbatches.current.horizon < left:
+            _fail(f"S7: horizon {engine.microbatches.current.horizon} passes the end of a member")
 
 
 def _pages(engine: Engine, facts: Facts) -> None:
@@ -511,7 +511,8 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
         able = [one for one in transfers.ready if engine.requests[one].holds == 1]
         groups = engine.microbatches
-        if groups is not None and (not groups.has_place() or groups.owes_elsewhere() or engine.decode_owed):
+        owed = groups.owes_elsewhere() or groups.current.decode_owed
+        if groups.several and (owed or not groups.has_place()):
             able = []  # another microbatch may have a place, or goes first, or has the pages that all of this one gave
         if (adapters := memory.adapters) is not None:
             able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
@@ -750,10 +751,8 @@ def _progress(engine: Engine) -> None:
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
-    if stuck and engine.microbatches is not None:
-        stuck = not any(
-            running_batch.size for running_batch in engine.microbatches.running_batches(engine)
-        )  # those of others may go
+    if stuck and engine.microbatches.several:
+        stuck = not any(running.batch.size for running in engine.microbatches.states)  # others may decode
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
@@ -792,8 +791,6 @@ def _ranks(engine: Engine) -> None:
 def _microbatches(engine: Engine, facts: Facts) -> None:
     """S18, S24, S30: who runs has a place in one microbatch, where it decodes; each has its share of all in flight."""
     several = engine.microbatches
-    if several is None:
-        return
     sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]
     _same("S30 who has a place", sorted(several.members), sorted(holders))
@@ -801,13 +798,11 @@ def _microbatches(engine: Engine, facts: Facts) -> None:
     _same("S30 places", several.places, places)
     if max(places) > several.size:
         _fail(f"S24: {max(places)} requests in a microbatch of {several.size}")
-    for number, (running_batch, positions) in enumerate(
-        zip(several.running_batches(engine), several.positions(engine), strict=True)
-    ):
-        for request in running_batch.requests:
+    for number, running in enumerate(several.states):
+        for request in running.batch.requests:
             if several.members.get(request.request_id) != number:
                 _fail(f"S30: {request.name} decodes in microbatch {number}, its place is in another")
-        _same(f"S30 positions of microbatch {number}", positions.size, running_batch.size)
+        _same(f"S30 positions of microbatch {number}", running.positions.size, running.batch.size)
         launched = [batch for batch in engine.in_flight if batch.plan.microbatch == number]
         if len(launched) > engine.config.overlap_depth + 1:
             _fail(f"S24: {len(launched)} batches of microbatch {number} in flight")
@@ -819,7 +814,8 @@ def _microbatches(engine: Engine, facts: Facts) -> None:
                     and several.members.get(request.request_id, number) != number
                 ):
                     _fail(f"S30: batch {batch.plan.batch_id} of microbatch {number} samples {request.name}, of another")
-    _same("S33 any full", engine.batch_is_full and not several.full, False)
+    if several.several:
+        _same("S33 any full", engine.batch_is_full and not several.full, False)
 
 
 def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:

@@ -115,9 +115,7 @@ def stats(engine: Engine) -> Stats:
         idle=not engine.requests and not engine.in_flight,
         progress=engine.next_batch_id + results + counts.admitted + counts.retractions + ended,
         launches=engine.next_batch_id,
-        decode_launches=(
-            engine.decode_launches if engine.microbatches is None else engine.microbatches.decode_launches(engine)
-        ),
+        decode_launches=engine.microbatches.decode_launches,
         tokens_discarded=engine.tokens_discarded,
         counts=msgspec.structs.replace(counts, finished=dict(counts.finished), rejected=dict(counts.rejected)),
     )

@@ -184,7 +184,7 @@ def _is_full(engine: Engine) -> bool:
     """Whether nobody new may run: on this rank, or in the microbatch whose turn it is."""
     if engine.active >= engine.config.max_running_requests:
         return True
-    if engine.microbatches is not None and not engine.microbatches.has_place():
+    if not engine.microbatches.has_place():
         return True
     hybrid = engine.memory.hybrid
     return hybrid is not None and hybrid.full(everybody(engine))
@@ -284,7 +284,7 @@ class Rounds:
     def launched(self, engine: Engine) -> int:
         """Batches that are launched and not delivered, in the microbatch that the round is about."""
         mine = len(engine.in_flight)
-        if engine.microbatches is not None:
+        if engine.microbatches.several:
             mine = sum(batch.plan.microbatch == self.slot for batch in engine.in_flight)
         return mine - (self.held is not None)
 
@@ -310,9 +310,9 @@ class Rounds:
         """Plan, and propose that, if a slot is free. Returns whether there was a slot and nothing that could be run."""
         if not self._may_propose(engine):
             return self.awaits_results
-        wants = False
+        wants, running = False, engine.microbatches.current
         if self.held is None:
-            wants = self._asks(engine) and not engine.decode_goes_first() and engine.would_extend()
+            wants = self._asks(engine) and not engine.decode_goes_first(running) and engine.would_extend(running)
             if not wants:
                 self.held = engine.plan_next(step)
         self._propose(engine, step, wants=wants)
@@ -321,7 +321,7 @@ class Rounds:
     def _may_propose(self, engine: Engine) -> bool:
         if self.proposed is not None or self.launched(engine) > engine.config.overlap_depth:
             return False
-        if engine.microbatches is not None and engine.microbatches.at != self.slot:
+        if engine.microbatches.at != self.slot:
             return False  # another one's slot is offered, whose turn it is not
         if self.awaits_results and self.launched(engine):
             return False
@@ -365,12 +365,11 @@ class Rounds:
             return False
         self._check(engine, event)
         engine.now_us = event.time_us
-        several = engine.microbatches
-        if several is None:
+        if not engine.microbatches.several:
             return self._fold(engine, event, step)
-        several.begin_launch(engine, self.slot)
+        engine.begin_microbatch(self.slot)
         found_nothing = self._fold(engine, event, step)
-        several.end_launch(engine)
+        engine.end_microbatch()
         return found_nothing
 
     def _fold(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:

@@ -718,8 +718,7 @@ class Transfers:
         transfer.ends = reason
         engine.sending += 1
         engine.batch_is_full = False
-        if engine.microbatches is not None:
-            engine.microbatches.give_place(request)
+        engine.microbatches.give_place(request)
         return True
 
     def take_rows(self, engine: Engine, step: Step) -> list[ExtendPart]:
@@ -729,7 +728,7 @@ class Transfers:
             transfer, request = self.all[request_id], engine.requests[request_id]
             if engine.active >= engine.config.max_running_requests or not engine.memory.table.row_available():
                 break
-            if engine.microbatches is not None and not engine.microbatches.has_place():
+            if not engine.microbatches.has_place():
                 break
             if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
                 continue  # for its grammar, or its adapter
@@ -740,8 +739,7 @@ class Transfers:
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             engine.active += 1
-            if engine.microbatches is not None:
-                engine.microbatches.take_place(request)
+            engine.microbatches.take_place(request)
             sent = request.prompt_tokens - transfer.start_tokens
             waited_us = engine.now_us - request.waiting_since_us
             admitted = RequestAdmitted(engine.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent)

@@ -42,6 +42,7 @@ from lockstep.core.contract.events import BatchFinished
 from lockstep.core.features import jump_forward
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import (
     HAS_GRAMMAR,
     ONE,
@@ -113,12 +114,12 @@ class Verifying(NamedTuple):
     forced_tokens: Int32s = NO_ROWS  # end to end
 
 
-def verify_next(engine: Engine, step: Step) -> Verifying | None:
+def verify_next(engine: Engine, running: RunningState, step: Step) -> Verifying | None:
     """Move everybody who can go on by a token and the drafts that have room, opening their pages. None if nobody can.
 
     The pages of one token of each are there.
     """
-    running_batch, positions, page_size = engine.running_batch, engine.positions, np.int32(engine.config.page_size)
+    running_batch, positions, page_size = running.batch, running.positions, np.int32(engine.config.page_size)
     going = (positions + ONE < running_batch.limits).nonzero()[0]
     if not going.size:
         return None
@@ -144,22 +145,23 @@ def verify_next(engine: Engine, step: Step) -> Verifying | None:
         )
     slack, after = uncertainty(engine.in_flight, members.rows, len(engine.memory.table.holders))
     if members is running_batch:
-        engine.positions = stops
+        running.move_to(stops)
     else:
-        engine.positions = positions.copy()
-        engine.positions[going] = stops
+        moved = positions.copy()
+        moved[going] = stops
+        running.move_to(moved)
     if not forced.any():
         return Verifying(members, most - slack, stops, drafts, after, deltas)
     tokens = jump_forward.tokens_of(engine, members, most, forced)
     return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
 
 
-def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
+def jump_next(engine: Engine, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
     """Move the cohort of an engine without drafts on, some by several tokens. None if nobody has forced ones to come.
 
     The pages of one token of each are there. Returns: also the members that end by length with it.
     """
-    running_batch, starts, page_size = engine.running_batch, engine.positions, np.int32(engine.config.page_size)
+    running_batch, starts, page_size = running.batch, running.positions, np.int32(engine.config.page_size)
     counts = jump_forward.counts_of(engine, running_batch, starts)
     held, available = -(-starts // page_size), _pages_to_open(engine)
     while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
@@ -176,7 +178,7 @@ def jump_next(engine: Engine, step: Step) -> tuple[Verifying, list[int]] | None:
         )
     known = np.full(running_batch.size, EXACT, np.int64)
     verifying = Verifying(running_batch, starts, stops, counts, known, deltas, counts, tokens)
-    return verifying, engine.end_of_horizon(running_batch, stops)
+    return verifying, running.remove_ending(running_batch, stops, engine.memory.table)
 
 
 def _pages_to_open(engine: Engine) -> int:
@@ -185,7 +187,7 @@ def _pages_to_open(engine: Engine) -> int:
     available = memory.available_pages
     if memory.hybrid is not None:
         available = memory.hybrid.pages_for_drafts(available)
-    return available if engine.microbatches is None else available - engine.microbatches.pages_of_others(engine)
+    return available - engine.microbatches.pages_of_others(engine.config.page_size, engine.ahead)
 
 
 def _draftable(members: RunningBatch, most: Int32s, wanted: int) -> Int32s:
@@ -269,7 +271,7 @@ def tokens_of_result(event: BatchFinished, batch: InFlight) -> int:
     return int(accepted_of(event, batch).sum())
 
 
-def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:
+def settle(engine: Engine, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
     """A verifying batch is delivered: where its rows stand is known, here and in every batch behind it.
 
     int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
@@ -286,13 +288,13 @@ def settle(engine: Engine, batch: InFlight, accepted: Int32s) -> None:
     for behind in engine.in_flight:
         if behind.verifies:
             behind.sampled_at = behind.sampled_at - by_row[behind.samplers.rows]
-    before = engine.positions
-    engine.positions = before - by_row[engine.running_batch.rows]
-    held = -(-engine.positions // page_size)
+    before = running.positions
+    running.move_to(before - by_row[running.batch.rows])
+    held = -(-running.positions // page_size)
     back: NDArray[np.int32] = -(-before // page_size) - held
     if back.any():
         index = held.repeat(back) + step_numbers(back)
-        engine.memory.pool.free(table.pages[engine.running_batch.rows.repeat(back), index])
+        engine.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
 
 
 def stops_of(batch: InFlight) -> Int32s:

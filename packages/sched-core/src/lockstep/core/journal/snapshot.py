@@ -295,14 +295,14 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         ratio=engine.ratio.value,
         latency=engine.latency.sums,
         batch_is_full=engine.batch_is_full,
-        decode_owed=engine.decode_owed,
+        decode_owed=engine.microbatches.current.decode_owed,
         deferred=engine.deferred,
         launch_found_nothing=engine.launch_found_nothing,
-        horizon=engine.horizon,
-        decode_launches=engine.decode_launches,
-        extended_at=engine.extended_at,
+        horizon=engine.microbatches.current.horizon,
+        decode_launches=engine.microbatches.current.decode_launches,
+        extended_at=engine.microbatches.current.extended_at,
         refreshed_at=engine.refreshed_at,
-        forced_at=engine.forced_at,
+        forced_at=engine.microbatches.current.forced_at,
         next_batch_id=engine.next_batch_id,
         last_request_id=engine.last_request_id,
         timers=list(engine.timers),
@@ -329,7 +329,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         expert_loads=_expert_loads_image(engine),
         hybrid=memory.hybrid.dump() if memory.hybrid is not None else msgspec.UNSET,
         ranks=engine.ranks.image() if engine.ranks is not None else msgspec.UNSET,
-        microbatches=engine.microbatches.image(engine) if engine.microbatches is not None else msgspec.UNSET,
+        microbatches=engine.microbatches.image() if engine.microbatches.several else msgspec.UNSET,
     )
     return _encode(image)
 
@@ -382,12 +382,12 @@ def restore(data: bytes) -> Engine:
         digest: GrammarEntry(error, users, dict.fromkeys(waiting)) for digest, error, users, waiting in image.grammars
     }
     engine.prefilling = engine.requests[image.prefilling] if image.prefilling is not None else None
-    engine.running_batch = RunningBatch.of([engine.requests[request_id] for request_id in image.running_batch])
-    engine.positions = np.frombuffer(image.positions, np.int32)
-    for member in engine.running_batch.requests:
-        member.decodes = True
-    if engine.microbatches is not None and image.microbatches is not msgspec.UNSET:
-        engine.microbatches.load(image.microbatches, engine)
+    if image.microbatches is not msgspec.UNSET:
+        engine.microbatches.load(image.microbatches, engine.requests)
+    else:
+        numbers = (image.horizon, image.decode_owed, image.decode_launches, image.extended_at, image.forced_at)
+        members = [engine.requests[request_id] for request_id in image.running_batch]
+        engine.microbatches.current.load(members, image.positions, numbers)
     engine.active = sum(request.row >= 0 for request in engine.requests.values())
     engine.in_flight.extend(_batch(engine, batch) for batch in image.in_flight)
     memory.deferred_pages = [(free_after, np.frombuffer(pages, np.int32)) for free_after, pages in image.deferred_pages]
@@ -396,8 +396,8 @@ def restore(data: bytes) -> Engine:
     engine.ratio.value = image.ratio
     engine.latency.sums = image.latency
     for name in (
-        "now_us generation digest batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches "
-        "extended_at refreshed_at forced_at next_batch_id last_request_id timers paused draining drains "
+        "now_us generation digest batch_is_full deferred launch_found_nothing "
+        "refreshed_at next_batch_id last_request_id timers paused draining drains "
         "tokens_discarded prefilled_tokens maintenance pace counts"
     ).split():
         setattr(engine, name, getattr(image, name))
@@ -429,6 +429,10 @@ def restore(data: bytes) -> Engine:
             memory.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
     if engine.ranks is not None and image.ranks is not msgspec.UNSET:
         engine.ranks.load(image.ranks, engine)
+    if not engine.microbatches.several:
+        for request in engine.requests.values():
+            if request.row >= 0 and not (engine.transfers is not None and engine.transfers.is_sent(request)):
+                engine.microbatches.take_place(request)
     for request in engine.held.values():
         if request.extras is not None and request.extras.leader != NO_REQUEST:
             engine.followers.setdefault(request.extras.leader, []).append(request)

@@ -110,7 +110,7 @@ class Stand(NamedTuple):
 
 def everybody(engine: Engine) -> Runners:
     """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
-    if engine.microbatches is None:
+    if not engine.microbatches.several:
         return engine
     running_batch, positions = engine.everybody
     stand = Stand(running_batch, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
@@ -118,7 +118,7 @@ def everybody(engine: Engine) -> Runners:
 
 
 def _by_microbatch(engine: Engine, stand: Stand) -> Stand:
-    if engine.microbatches is None:
+    if not engine.microbatches.several:
         return stand
     number_of = engine.microbatches.members
     numbers = np.array([number_of[one.request_id] for one in stand.running_batch.requests], np.int32)

@@ -38,8 +38,9 @@ class DecodeRun:
     def __init__(self, engine: Engine, launches: int) -> None:
         self.left = launches
         self._engine = engine
-        self._running_batch = engine.running_batch
-        self._positions = engine.positions
+        self._running = engine.microbatches.current
+        self._running_batch = self._running.batch
+        self._positions = self._running.positions
         self._sampled_at: Int32s = engine.in_flight[0].sampled_at
         self._digests = engine.digests
         self._digest = engine.digest
@@ -121,9 +122,7 @@ class DecodeRun:
         for plan in self._plans:
             engine.in_flight.popleft()
             engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
-        engine.positions = self._positions
-        engine.horizon -= done
-        engine.decode_launches += done
+        self._running.advanced_by(done, self._positions)
         engine.next_batch_id = self._next_batch_id
         engine.now_us = self._time_us
         engine.digest = self._digest
@@ -160,7 +159,8 @@ def _steady_launches(engine: Engine) -> int:
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
     a timer, or is leaving a row. Pages are looked after launch by launch.
     """
-    running_batch, config, adapters = engine.running_batch, engine.config, engine.memory.adapters
+    running, config, adapters = engine.microbatches.current, engine.config, engine.memory.adapters
+    running_batch = running.batch
     if (
         len(engine.in_flight) != config.overlap_depth + 1
         or engine.in_flight[0].samplers is not running_batch  # the most frequent reason
@@ -173,11 +173,11 @@ def _steady_launches(engine: Engine) -> int:
         or engine.pace.watches
         or engine.sessions.due_us is not None
         or engine.sessions.unsettled
-        or engine.decode_owed
+        or running.decode_owed
         or engine.timers
         or (engine.transfers is not None and not engine.transfers.quiet)
         or engine.ranks is not None
-        or engine.microbatches is not None
+        or engine.microbatches.several
         or engine.memory.deferred_frees
         or engine.memory.deferred_pages
         or engine.memory.rewrites
@@ -192,7 +192,7 @@ def _steady_launches(engine: Engine) -> int:
     for batch in engine.in_flight:
         if batch.plan.mode != "decode" or batch.samplers is not running_batch or batch.ending or batch.dead:
             return 0
-    launches = min(engine.horizon - 1, RUN_LAUNCHES_MAX)
+    launches = min(running.horizon - 1, RUN_LAUNCHES_MAX)
     if engine.waiting and config.waiting_prefix_refresh:
         launches = min(launches, engine.launches_to_refresh())
     return launches

@@ -96,6 +96,7 @@ from lockstep.core.requests.budget import (
     reserve_by_ratio,
 )
 from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
+from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import BASE, EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
 from lockstep.core.requests.validation import (
     Accepted,
@@ -184,20 +185,15 @@ class Engine:
         self.expert_loads: ExpertLoads | None = None  # None: nobody reported any
         self.followers: dict[RequestId, list[Request]] = {}  # held samples, by the one whose prompt they wait for
         self.prefilling: Request | None = None  # the one whose prompt is split and not launched to its end
-        self.running_batch: RunningBatch = (
-            EMPTY_BATCH  # those that decode; the rest of RUNNING ends with a batch in flight
-        )
-        self.positions: Int32s = NO_ROWS  # per member of the cohort: the next position to compute
         self.active = 0  # requests PREFILLING or RUNNING
         self.transfers = Transfers(config) if config.hands_over else None
         self.ranks = Rounds(config) if config.shares_passes else None
-        self.microbatches = Microbatches(config) if config.pipelines else None  # None: one, and it is the engine's own
+        self.microbatches = Microbatches(config)  # the running batches, and which requests have places in them
         self.sending = 0  # of the active ones, those whose prompt is computed and only has to be sent yet
 
         self.latency = ExtendLatency()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
-        self.decode_owed = False  # a retraction made room for a decode: it goes before any admission
         self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
@@ -205,12 +201,8 @@ class Engine:
         self.computes_ahead = config.speculates or config.jumps  # KV may be that of tokens that never come
         self.chances = speculation.Chances()
         self.forced: dict[RequestId, jump_forward.Forced] = {}  # output to come that grammars force, of who decodes
-        self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
-        self.decode_launches = 0
-        self.extended_at = -config.prefill_decode_interval  # decode launches when an extend was last launched
         self.prefilled_tokens = 0  # new tokens of all extends; what waiting requests age by under policy hrrn
         self.refreshed_at = 0  # number of the next plan when prefixes of the line were last counted as used
-        self.forced_at = -1  # decode launches when a retraction was last forced
         self.launch_found_nothing = False  # this step had a free slot and nothing to launch
         self.next_batch_id = 0
         self.last_request_id = -1
@@ -241,10 +233,10 @@ class Engine:
         match event:
             case BatchFinished():
                 self._collect(event, step)
-            case LaneReady() if self.microbatches is None:
-                found_nothing = self._launch(event, step)
             case LaneReady():
-                found_nothing = self._launch_microbatch(event, step)
+                self.microbatches.check(event)
+                self.now_us = event.time_us
+                found_nothing = (self._launch_microbatch if self.microbatches.several else self._launch)(event, step)
             case RequestArrived():
                 self._enqueue(event, step)
             case RequestCancelled():
@@ -309,14 +301,13 @@ class Engine:
         Under `batching` running_first, who runs gets its pages before anybody is admitted beside it.
         Returns: whether a slot was free and there was nothing to launch.
         """
-        if event.microbatch and self.microbatches is None:
-            raise ContractError(f"LaneReady for microbatch {event.microbatch}: this engine has no pipeline stages")
-        self.now_us = event.time_us
+        running = self.microbatches.current
         if self.timers:
             self._expire(step)  # nobody is admitted past its deadline
         if self.sessions.open or self.maintenance.jobs:
             self._tend(step)
-        in_flight = len(self.in_flight) if self.microbatches is None else self.microbatches.in_flight(self)
+        several = self.microbatches.several
+        in_flight = self.microbatches.in_flight(self.in_flight) if several else len(self.in_flight)
         if self.paused or self.maintenance.still or in_flight > self.config.overlap_depth:
             return self.ranks is not None and self.ranks.join_in(self, step)
         if self.pace.gap_us and self.now_us < self.pace.not_before_us:
@@ -328,9 +319,9 @@ class Engine:
             refresh_prefixes(self.waiting, self.memory.radix)
         if self.ranks is not None:
             return self.ranks.take_part(self, step)
-        if not self.config.overlap_consecutive_prefills and self._waits_for_prefill():
+        if not self.config.overlap_consecutive_prefills and self._waits_for_prefill(running):
             return True
-        batch = self._plan_pass(step)
+        batch = self._plan_pass(running, step)
         if batch is None:
             return True
         if batch.samplers.constrained:
@@ -348,26 +339,46 @@ class Engine:
 
     def _launch_microbatch(self, event: LaneReady, step: Step) -> bool:
         """The same with the running batch of one microbatch."""
-        assert self.microbatches is not None
-        self.microbatches.check(event)
-        self.microbatches.begin_launch(self, event.microbatch)
+        self.begin_microbatch(event.microbatch)
         found_nothing = self._launch(event, step)
-        self.microbatches.end_launch(self)
+        self.end_microbatch()
         return found_nothing
+
+    def begin_microbatch(self, number: int) -> None:
+        """Turn to a microbatch whose launch is to be planned, with what is known of its admission."""
+        self.batch_is_full = self.microbatches.begin_launch(number, self.batch_is_full)
+
+    def end_microbatch(self) -> None:
+        """Its launch is planned: between launches `batch_is_full` means that any microbatch is full."""
+        self.batch_is_full = self.microbatches.end_launch(self.batch_is_full)
+
+    def has_work(self, number: int) -> bool:
+        """Whether a launch of a microbatch could find anything: a host need not offer slots to others."""
+        decodes = self.microbatches.states[number].batch.size > 0
+        ready = self.transfers is not None and bool(self.transfers.ready)
+        return decodes or bool(self.waiting) or self.prefilling is not None or ready
+
+    @property
+    def running_batch(self) -> RunningBatch:
+        """The requests that decode together, in the microbatch whose launch is planned or was planned last."""
+        return self.microbatches.current.batch
+
+    @property
+    def positions(self) -> Int32s:
+        """Per member of `running_batch`: the next position to compute."""
+        return self.microbatches.current.positions
 
     @property
     def everybody(self) -> tuple[RunningBatch, Int32s]:
         """Those that decode, of all microbatches where there are several, and the next position of each."""
-        if self.microbatches is not None:
-            return self.microbatches.together(self)
-        return self.running_batch, self.positions
+        return self.microbatches.together()
 
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
         """The same for one of several ranks: what it runs next, in flight from here on, to be launched when all are.
 
         Without `extends` prompts wait. None: there is nothing to run.
         """
-        batch = self._plan_pass(step, extends=extends)
+        batch = self._plan_pass(self.microbatches.current, step, extends=extends)
         if batch is None:
             return None
         self.in_flight.append(batch)
@@ -375,18 +386,18 @@ class Engine:
             self._share(batch, step)
         return batch
 
-    def _plan_pass(self, step: Step, *, extends: bool = True) -> InFlight | None:
-        """What the running batch whose turn it is runs next; without `extends` prompts wait. None: nothing."""
+    def _plan_pass(self, running: RunningState, step: Step, *, extends: bool = True) -> InFlight | None:
+        """What a running batch computes next; without `extends` prompts wait. None: nothing."""
         batch = None
-        if extends and not self.decode_goes_first():
-            batch = self._plan_prebuilt(step) or self._plan_extend(step)
-        batch = batch or self._plan_decode(step)
+        if extends and not self.decode_goes_first(running):
+            batch = self._plan_prebuilt(running, step) or self._plan_extend(running, step)
+        batch = batch or self._plan_decode(running, step)
         if batch is None:
             return None
-        if self.microbatches is not None:
-            force_setattr(batch.plan, "microbatch", self.microbatches.at)  # nobody has seen it yet
+        if self.microbatches.several:
+            force_setattr(batch.plan, "microbatch", self.microbatches.at)  # the plan has not left the engine yet
         if batch.plan.extend_rows:
-            self.extended_at = self.decode_launches
+            running.extended_at = running.decode_launches
         return batch
 
     def _share(self, batch: InFlight, step: Step) -> None:
@@ -405,24 +416,24 @@ class Engine:
         """Launches until cached prefixes of who waits are counted as used again."""
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
-    def decode_goes_first(self) -> bool:
+    def decode_goes_first(self, running: RunningState) -> bool:
         """Whether decodes go before any prefill: one was promised to, or `batching` says so, or the cadence."""
         config = self.config
-        if self.microbatches is not None and self.microbatches.owes_elsewhere():
+        if self.microbatches.several and self.microbatches.owes_elsewhere():
             return True
-        if not self.running_batch.size:
+        if not running.batch.size:
             return False
         return (
-            self.decode_owed
-            or (config.batching == "running_first" and self._pages_lacking() > 0)
-            or self.decode_launches - self.extended_at < config.prefill_decode_interval
+            running.decode_owed
+            or (config.batching == "running_first" and self._pages_lacking(running) > 0)
+            or running.decode_launches - running.extended_at < config.prefill_decode_interval
         )
 
-    def _waits_for_prefill(self) -> bool:
+    def _waits_for_prefill(self, running: RunningState) -> bool:
         """Whether overlap is off for this batch: it would be an extend right behind an extend in flight."""
         if not self.in_flight or not self.in_flight[-1].plan.extend_rows:
             return False
-        return not self.decode_goes_first() and self.would_extend()
+        return not self.decode_goes_first(running) and self.would_extend(running)
 
     # ----------------------------------------------------------------------------------------- arrivals and departures
 
@@ -737,22 +748,22 @@ class Engine:
     def _settle_idle(self, step: Step) -> None:
         """Everything accepted has ended."""
         self.ratio.idle()
-        self.decode_owed = False
+        self.microbatches.current.decode_owed = False
         if self.drains and not self.in_flight:
             control.answer_drains(self, step, ok=True)
 
     # --------------------------------------------------------------------------------------------------------- prefill
 
-    def _plan_extend(self, step: Step) -> InFlight | None:
+    def _plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
         """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
         admitting = bool(self.waiting) and not self.batch_is_full and self.maintenance.admits
         if self.prefilling is None and not admitting:
             return None
-        budget = self._prefill_budget()
+        budget = self._prefill_budget(running)
         parts: list[ExtendPart] = []
         preempted: list[Request] = []
         if self.prefilling is not None:
-            if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
+            if not self.microbatches.has_place(self.prefilling):
                 return None  # its next chunk goes with another microbatch
             self._continue_chunk(self.prefilling, budget, parts, step)
             while not parts and self.transfers is not None and self.transfers.makes_way(self, step):
@@ -792,26 +803,26 @@ class Engine:
             self.ordering.close(self)
         for victim in preempted:
             self._requeue(victim, step)
-        return self._extend_batch(parts, step) if parts else None
+        return self._extend_batch(running, parts, step) if parts else None
 
-    def _plan_prebuilt(self, step: Step) -> InFlight | None:
+    def _plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
         """Whoever's KV has come from elsewhere goes on behind its first token, and the cohort with it."""
         if self.transfers is None or not self.transfers.ready:
             return None
         parts = self.transfers.take_rows(self, step)
-        return self._extend_batch(parts, step, "prebuilt") if parts else None
+        return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
-    def _prefill_budget(self) -> PrefillBudget:
+    def _prefill_budget(self, running: RunningState) -> PrefillBudget:
         """What this extend may take, beside what the running requests will want and what decodes along with it."""
-        config, running_batch = self.config, self.running_batch
+        config = self.config
         reserve = self._reserved() if self.waiting and (self.active or self.transfers is not None) else 0
         budget = PrefillBudget(config, self.memory.available_pages * config.page_size, reserve)
-        decodes = running_batch.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
+        decodes = running.batch.size * self.tokens_per_decode if config.batching != "prefill_first" else 0
         if decodes:
-            budget.share_with(decodes, self.set_aside(running_batch, self.positions))
+            budget.share_with(decodes, self.set_aside(running.batch, running.positions))
         if config.chunk_target_us is not None:
             context = self.prefilling.computed if self.prefilling is not None else 0
-            beside = int(self.positions.sum()) if decodes else 0
+            beside = int(running.positions.sum()) if decodes else 0
             budget.shorten(self.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
         if config.pp_dynamic_chunking is True and self.prefilling is not None and budget.chunk is not None:
             first = config.chunked_prefill_size or budget.chunk
@@ -860,8 +871,7 @@ class Engine:
             if lacking > 0 and self.sessions.make_room(self.memory, lacking, step):
                 take = self._next_chunk(request, budget)
         if take > 0:
-            if self.microbatches is not None:
-                self.microbatches.take_place(request)
+            self.microbatches.take_place(request)
             self._extend_to(request, request.computed + take, parts, step)
             budget.newcomers.append(request)
             budget.charge(take, request.max_new_tokens if request.computed == extend_stop(request) else 0)
@@ -877,15 +887,15 @@ class Engine:
         room = (self.memory.available_pages - budget.set_aside) * page_size + -start % page_size  # and in its last page
         return take if take <= room else aligned(start, room, budget.align)
 
-    def would_extend(self) -> bool:
+    def would_extend(self, running: RunningState) -> bool:
         """Whether an extend could be launched now. Changes nothing."""
         if self.prefilling is not None:
-            if self.microbatches is not None and not self.microbatches.has_place(self.prefilling):
+            if not self.microbatches.has_place(self.prefilling):
                 return False
-            return self._next_chunk(self.prefilling, self._prefill_budget()) > 0
+            return self._next_chunk(self.prefilling, self._prefill_budget(running)) > 0
         if not self.waiting or self.batch_is_full or not self.maintenance.admits:
             return False
-        budget, answer = self._prefill_budget(), False
+        budget, answer = self._prefill_budget(running), False
         for request in self.ordering.turn(self):
             if self.ordering.writer_of_prefix(request, self) is None:
                 found = self._examine(request, budget, 0)
@@ -900,7 +910,7 @@ class Engine:
         config = self.config
         if self.active - self.sending >= config.max_running_requests:
             return Deferral("running_limit")
-        if self.microbatches is not None and not self.microbatches.has_place():
+        if not self.microbatches.has_place():
             return Deferral("microbatch")
         if not self.memory.table.row_available():
             return Deferral("rows")
@@ -975,8 +985,7 @@ class Engine:
         request.bypassed = 0
         request.deferred = None
         self.active += 1
-        if self.microbatches is not None:
-            self.microbatches.take_place(request)
+        self.microbatches.take_place(request)
         waited_us = self.now_us - request.waiting_since_us
         if self.deferred is not None and self.deferred[0] == request.request_id:
             self.deferred = None
@@ -1006,9 +1015,7 @@ class Engine:
         if self.deferred != (request.request_id, reason):
             self.deferred = (request.request_id, reason)
             limits = {"running_limit": self.config.max_running_requests, "rows": self.config.rows_max}
-            if self.microbatches is not None:
-                limits["microbatch"] = self.microbatches.size
-            limit = limits.get(reason, 0)
+            limit = limits.get(reason, self.microbatches.size if reason == "microbatch" else 0)
             deferred = AdmissionDeferred(
                 self.now_us, request.request_id, reason, needed, max(available, 0), limit=limit
             )
@@ -1044,7 +1051,11 @@ class Engine:
         step.decided.append(completed)
 
     def _extend_batch(
-        self, parts: list[ExtendPart], step: Step, kind: Literal["extend", "prebuilt"] = "extend"
+        self,
+        running: RunningState,
+        parts: list[ExtendPart],
+        step: Step,
+        kind: Literal["extend", "prebuilt"] = "extend",
     ) -> InFlight:
         """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
         requests = [part.request for part in parts]
@@ -1059,7 +1070,7 @@ class Engine:
         if sampling:
             prefilled, sample_rows = RunningBatch.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
         mixes = kind == "prebuilt" or self.config.batching != "prefill_first"
-        decodes = self._decodes_along(requests, step, wanted=mixes)
+        decodes = self._decodes_along(running, requests, step, wanted=mixes)
         along = decodes.running_batch
         mode: Mode = "mixed" if along.size and kind == "extend" else kind
         if along.size:
@@ -1090,78 +1101,63 @@ class Engine:
             plan = speculation.verified(plan, decodes.verifying, self.config)
         if self.memory.hybrid is not None:
             plan = self.memory.hybrid.completed(plan, step)
-        ending = self._join_running_batch(prefilled, stops[sampling]) if sampling else []
+        ending = running.join(prefilled, stops[sampling], self.memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
             return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)
         return InFlight(plan, requests, prefilled, ending)
 
-    def _join_running_batch(self, prefilled: RunningBatch, positions: Int32s) -> list[int]:
-        """Whose prompt ends here decodes next, from this position on. Returns those who end with their first token."""
-        ends = positions + ONE >= prefilled.limits
-        ending: list[int] = ends.nonzero()[0].tolist()
-        if ending:
-            staying = (~ends).nonzero()[0]
-            prefilled, positions = prefilled.only(staying), positions.take(staying)
-        if prefilled.size:
-            for request in prefilled.requests:
-                request.decodes = True
-            self._set_running_batch(
-                self.running_batch.joined_by(prefilled), np.concatenate((self.positions, positions))
-            )
-        return ending
-
-    def _decodes_along(self, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
+    def _decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
         """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
 
         Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
         """
-        if not wanted or not self.running_batch.size:
+        if not wanted or not running.batch.size:
             return NO_DECODES
         if any(request.needs_plain_extend for request in extending):
-            self.decode_owed = True
+            running.decode_owed = True
             return NO_DECODES
-        growing = members_growing(self.positions, self.page_mask)
-        if self._short_of_pages(growing, step):
-            self.decode_owed = True
-            skipped = DecodeSkipped(self.now_us, self._pages_lacking(), self.memory.returning_pages())
+        growing = members_growing(running.positions, self.page_mask)
+        if self._short_of_pages(running, growing, step):
+            running.decode_owed = True
+            skipped = DecodeSkipped(self.now_us, self._pages_lacking(running), self.memory.returning_pages())
             step.decided.append(skipped)
             return NO_DECODES
-        advanced = self._advance(growing, step)
-        self.decode_launches += bool(advanced.running_batch.size)
+        advanced = self._advance(running, growing, step)
+        running.decode_launches += bool(advanced.running_batch.size)
         return advanced
 
     # ---------------------------------------------------------------------------------------------------------- decode
 
-    def _plan_decode(self, step: Step) -> InFlight | None:
+    def _plan_decode(self, running: RunningState, step: Step) -> InFlight | None:
         """One more token for the whole cohort, after retracting whom it takes to make that fit."""
-        if not self.running_batch.size:
-            self.decode_owed = False
+        if not running.batch.size:
+            running.decode_owed = False
             return None
         config = self.config
-        if config.retract_every and self._forced_retraction_due() and self.running_batch.size > 1:
-            self.forced_at = self.decode_launches
-            victim = choose_victim(config, self.running_batch, self.positions)
-            self.retract(self.running_batch.requests[victim], "forced", step)
-        growing = members_growing(self.positions, self.page_mask)
-        made_room = self._short_of_pages(growing, step)
+        if config.retract_every and self._forced_retraction_due(running) and running.batch.size > 1:
+            running.forced_at = running.decode_launches
+            victim = choose_victim(config, running.batch, running.positions)
+            self.retract(running.batch.requests[victim], "forced", step)
+        growing = members_growing(running.positions, self.page_mask)
+        made_room = self._short_of_pages(running, growing, step)
         if made_room:
-            if not self._make_room(step):
-                return None if self.running_batch.size else self._plan_extend(step)
-            if not self.running_batch.size:
+            if not self._make_room(running, step):
+                return None if running.batch.size else self._plan_extend(running, step)
+            if not running.batch.size:
                 return None  # all gave way to those of other microbatches
-            growing = members_growing(self.positions, self.page_mask)
+            growing = members_growing(running.positions, self.page_mask)
 
         steps = config.decode_steps_per_launch
         if steps == 1:
-            advanced = self._advance(growing, step)
+            advanced = self._advance(running, growing, step)
         else:
-            advanced = self._advance_by(steps, step)
+            advanced = self._advance_by(running, steps, step)
         running_batch = advanced.running_batch
         if not running_batch.size:
             return None  # all may have ended with what is in flight
-        self.decode_owed = False
-        self.decode_launches += 1
+        running.decode_owed = False
+        running.decode_launches += 1
         if not made_room:
             self.ratio.decoded()
         taken, deltas = self.memory.changes(advanced.deltas)
@@ -1185,31 +1181,29 @@ class Engine:
             plan = self.memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
-    def _advance(self, growing: NDArray[np.intp], step: Step) -> Decodes:
+    def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
         if self.speculates:
-            verifying = speculation.verify_next(self, step)
+            verifying = speculation.verify_next(self, running, step)
             if verifying is None:
                 return NO_DECODES
             return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
-        if self.forced and (jumped := speculation.jump_next(self, step)) is not None:
+        if self.forced and (jumped := speculation.jump_next(self, running, step)) is not None:
             verifying, ending = jumped
             return Decodes(
                 verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, ending, verifying
             )
-        running_batch, starts = self.running_batch, self.positions
+        batch, starts = running.batch, running.positions
         deltas = NO_DELTAS
         if growing.size:
-            rows, at = running_batch.rows.take(growing), starts.take(growing)
+            rows, at = batch.rows.take(growing), starts.take(growing)
             deltas = self.memory.open_pages(rows, at >> self.page_shift, step)
-        stops = self.positions = starts + ONE
-        self.horizon -= 1
-        ending = self.end_of_horizon(running_batch, stops) if self.horizon <= 0 else []
-        return Decodes(running_batch, starts, stops, deltas, ending)
+        stops = starts + ONE
+        return Decodes(batch, starts, stops, deltas, running.advance(stops, self.memory.table))
 
-    def _advance_by(self, steps: int, step: Step) -> Decodes:
+    def _advance_by(self, running: RunningState, steps: int, step: Step) -> Decodes:
         """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
-        running_batch, starts, page_size = self.running_batch, self.positions, np.int32(self.config.page_size)
+        running_batch, starts, page_size = running.batch, running.positions, np.int32(self.config.page_size)
         stops: Int32s = np.minimum(starts + np.int32(steps), running_batch.limits - ONE)
         first = -(-starts // page_size)
         opening = -(-stops // page_size) - first
@@ -1218,27 +1212,28 @@ class Engine:
         if opening.any():
             index = first.repeat(opening) + delivery.step_numbers(opening)
             deltas = self.memory.open_pages(running_batch.rows.repeat(opening), index, step)
-        return Decodes(running_batch, starts, stops, deltas, self.end_of_horizon(running_batch, stops))
+        ending = running.remove_ending(running_batch, stops, self.memory.table)
+        return Decodes(running_batch, starts, stops, deltas, ending)
 
-    def _short_of_pages(self, growing: NDArray[np.intp], step: Step) -> bool:
+    def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
         if self.memory.hybrid is not None and self.memory.hybrid.short_for_decode(self):
             return True
-        needed = growing.size if self.ahead_hoped == 1 else self._pages_needed()
+        needed = growing.size if self.ahead_hoped == 1 else self._pages_needed(running)
         if needed <= self.memory.pool.free_count:
             return False
         lacking = needed - self.memory.available_pages
         return lacking > 0 and self.sessions.make_room(self.memory, lacking, step) < lacking
 
-    def _pages_lacking(self) -> int:
-        lacking = self._pages_needed() - self.memory.available_pages
+    def _pages_lacking(self, running: RunningState) -> int:
+        lacking = self._pages_needed(running) - self.memory.available_pages
         return lacking if self.memory.hybrid is None else max(lacking, self.memory.hybrid.decode_lacks(self))
 
-    def _pages_needed(self) -> int:
+    def _pages_needed(self, running: RunningState) -> int:
         """Pages without which the cohort does not decode."""
         if self.ahead_hoped == 1:
-            return self.next_pages(self.running_batch, self.positions)
-        return pages_ahead(self.running_batch, self.positions, self.config.page_size, self.ahead)
+            return self.next_pages(running.batch, running.positions)
+        return pages_ahead(running.batch, running.positions, self.config.page_size, self.ahead)
 
     @property
     def tokens_per_decode(self) -> int:
@@ -1256,31 +1251,30 @@ class Engine:
             return members_growing(positions, self.page_mask).size
         return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped)
 
-    def _forced_retraction_due(self) -> bool:
+    def _forced_retraction_due(self, running: RunningState) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""
-        due = (self.decode_launches + 1) % self.config.retract_every == 0
-        return due and self.forced_at != self.decode_launches
+        due = (running.decode_launches + 1) % self.config.retract_every == 0
+        return due and running.forced_at != running.decode_launches
 
-    def _make_room(self, step: Step) -> bool:
+    def _make_room(self, running: RunningState, step: Step) -> bool:
         """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
         config = self.config
         retracted = 0
         while True:
-            needed = self._pages_needed()
+            needed = self._pages_needed(running)
             available, returning = self.memory.available_pages, self.memory.returning_pages()
             if self.memory.hybrid is not None and needed <= available:
                 needed, available, returning = self.memory.hybrid.decode_needs(self)
             if needed <= available:
                 break
             if needed <= available + returning:
-                self.decode_owed = True
+                running.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             split = self.prefilling
             running_batch, positions = self.everybody
             if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
-                chosen = self.microbatches.victim(self) if self.microbatches is not None else None
-                victim = chosen or running_batch.requests[choose_victim(config, running_batch, positions)]
+                victim = self.microbatches.victim(config)
                 self.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self.retract(split, "pages", step, pages=(needed, available))
@@ -1291,47 +1285,20 @@ class Engine:
                 or (self.transfers is not None and self.transfers.holds_pages)
                 or (self.memory.tiers is not None and self.memory.tiers.device_busy)
             ):
-                self.decode_owed = True
+                running.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
             else:
-                self.finish(self.running_batch.requests[0], "out_of_kv", step, flush=True)
+                self.finish(running.batch.requests[0], "out_of_kv", step, flush=True)
                 return False
             retracted += 1
-            self.decode_owed = True
+            running.decode_owed = True
         if retracted:
             running_batch, positions = self.everybody
             outputs = int((positions - running_batch.prompts).sum()) + running_batch.size
             max_new = int((running_batch.limits - running_batch.prompts).sum())
             self.ratio.retracted(outputs, max_new, running_batch.size)
         return needed <= available
-
-    def end_of_horizon(self, running_batch: RunningBatch, stops: Int32s) -> list[int]:
-        """Members that end by length with this launch leave the cohort now: no forward is spent on them again."""
-        ended = stops + ONE >= running_batch.limits
-        ending: list[int] = ended.nonzero()[0].tolist()
-        for i in ending:
-            running_batch.requests[i].computed = int(stops[i])
-            running_batch.requests[i].decodes = False
-        if ending:
-            staying = (~ended).nonzero()[0]
-            running_batch, stops = running_batch.only(staying), stops.take(staying)
-        self._set_running_batch(running_batch, stops)
-        return ending
-
-    def _set_running_batch(self, running_batch: RunningBatch, positions: Int32s) -> None:
-        self.running_batch = running_batch
-        self.positions = positions
-        if not running_batch.size:
-            return
-        table = self.memory.table
-        outputs_had, to_come = positions - running_batch.prompts, running_batch.limits - positions
-        # finding the greatest is a quarter of the cost of reducing to it
-        furthest, outputs = int(positions[positions.argmax()]), int(outputs_had[outputs_had.argmax()])
-        table.reserve(furthest // self.config.page_size + 1, outputs + 2)
-        to_length = int(to_come[to_come.argmin()]) - 1
-        to_width = min(table.pages.shape[1] * self.config.page_size - furthest, table.outputs.shape[1] - 1 - outputs)
-        self.horizon = min(to_length, to_width)
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -1345,7 +1312,7 @@ class Engine:
         batch = self._delivered(event)
         self.now_us = event.time_us
         plan, samplers = batch.plan, batch.samplers
-        undisturbed = self.microbatches is None or self.microbatches.ran_undisturbed(event)
+        undisturbed = self.microbatches.ran_undisturbed(event)
         if event.error:
             self._fail(batch, step)
         elif plan.extend_rows and self.config.fits_latency and event.finished_us > event.started_us and undisturbed:
@@ -1355,9 +1322,8 @@ class Engine:
                 self.finish(samplers.requests[i], "invalid", step, flush=True)
         self.in_flight.popleft()
         if batch.verifies and not event.error:
-            if self.microbatches is not None:
-                self.microbatches.turn_to(self, plan.microbatch)
-            speculation.settle(self, batch, speculation.accepted_of(event, batch))
+            running = self.microbatches.turn_to(plan.microbatch)
+            speculation.settle(self, running, batch, speculation.accepted_of(event, batch))
             if self.memory.hybrid is not None:
                 self.memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
@@ -1482,8 +1448,7 @@ class Engine:
             self.prefilling = None
         self.active -= 1
         self.batch_is_full = False
-        if self.microbatches is not None:
-            self.microbatches.give_place(request)
+        self.microbatches.give_place(request)
         self.forced.pop(request.request_id, None)
         known = speculation.known_tokens(self, request, outputs) if self.computes_ahead else None
         self.memory.leave(request, step, publish=publish, known=known)
@@ -1493,34 +1458,14 @@ class Engine:
         leaving = [request.row for request in requests if request.decodes]
         if not leaving:
             return  # as always when they end by length: they left with their last launch
-        if self.microbatches is None:
-            self._leave_running_batch(leaving)
-            return
-        here = self.microbatches.at
-        for number in self.microbatches.whose(requests):
-            self.microbatches.turn_to(self, number)
-            self._leave_running_batch(leaving)
-        self.microbatches.turn_to(self, here)
-
-    def _leave_running_batch(self, leaving: list[int]) -> None:
-        """Those who decode in these rows leave the cohort, all at once."""
-        running_batch, positions = self.running_batch, self.positions
-        goes = running_batch.rows == leaving[0] if len(leaving) == 1 else np.isin(running_batch.rows, leaving)
-        for i in goes.nonzero()[0].tolist():
-            running_batch.requests[i].computed = int(positions[i])
-            running_batch.requests[i].decodes = False
-        staying = (~goes).nonzero()[0]
-        self._set_running_batch(running_batch.only(staying), positions.take(staying))
+        for running in self.microbatches.states_of(requests):
+            running.remove(leaving, self.memory.table)
 
     # ---------------------------------------------------------------------------------------------- where a request is
 
     def computed_of(self, request: Request) -> int:
         """Positions of the request whose KV is launched."""
-        if request.decodes and self.microbatches is not None:
-            return self.microbatches.stands_at(self, request)
-        if request.decodes:
-            return int(self.positions[(self.running_batch.rows == request.row).argmax()])
-        return request.computed
+        return self.microbatches.state_of(request).position_of(request) if request.decodes else request.computed
 
     def tokens_of(self, request: Request, outputs: int) -> bytes:
         """Its prompt and so many of its outputs, packed int32."""

@@ -454,7 +454,7 @@ def _running(engine: Engine) -> list[Request]:
 
 
 def _running_batches(engine: Engine) -> tuple[RunningBatch, ...]:
-    return (engine.running_batch,) if engine.microbatches is None else engine.microbatches.running_batches(engine)
+    return tuple([running.batch for running in engine.microbatches.states])
 
 
 # ------------------------------------------------------------------------------------------------------- the policies

@@ -98,9 +98,7 @@ def make_room(
     need = AdmissionNeed.of(engine, request, budget, parts)
     if need is None or need.is_met(engine, budget, []):
         return []
-    if engine.microbatches is not None and not engine.microbatches.has_place_for_newcomer(
-        engine, everybody.requests[ranked[0]]
-    ):
+    if not engine.microbatches.has_place_for_newcomer(engine.in_flight, everybody.requests[ranked[0]]):
         return []
     victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
     if not victims:
@@ -223,20 +221,20 @@ class AdmissionNeed(NamedTuple):
         Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
         """
         config, memory, (running_batch, positions) = engine.config, engine.memory, engine.everybody
-        page_size, several = config.page_size, engine.microbatches
+        page_size, microbatches = config.page_size, engine.microbatches
         back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
         active = engine.active - back.places - len(leaving)
         if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
             return False
-        if several is not None and several.free_places(engine, [running_batch.requests[i] for i in leaving]) <= 0:
+        if microbatches.free_places(engine.in_flight, [running_batch.requests[i] for i in leaving]) <= 0:
             return False
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
         then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
         along, along_then = staying, then  # those of the same pass
-        if several is not None:
-            mine = several.mine(engine)[stay].nonzero()[0]
+        if microbatches.several:
+            mine = microbatches.of_current()[stay].nonzero()[0]
             along, along_then = staying.only(mine), then[mine]
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size

@@ -184,9 +184,9 @@ class EngineLane:
             or config.jumps
             or config.retract_every
             or engine.memory.adapters is not None
-            or engine.microbatches is not None
+            or engine.microbatches.several
         ):
             return 0
         # A retraction makes the cohort smaller and lets others in: count only launches whose pages are sure to be had.
         fitting = (engine.memory.available_pages // running_batch.size - 1) * config.page_size
-        return max(min(engine.horizon, fitting) - 1, 0)
+        return max(min(engine.microbatches.current.horizon, fitting) - 1, 0)

@@ -71,8 +71,9 @@ class Routing:
         return self._engines[routed.engine]
 
     def tell_end(self, time_us: int, request_id: RequestId, output_tokens: int) -> None:
-        """A request ended where it was sent to."""
-        self.tell(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
+        """Report the end of a request to the router; the router's clock does not run backwards for a late report."""
+        at_us = max(time_us, self._router.now_us)
+        self.tell(RequestEnded(time_us=at_us, request_id=request_id, output_tokens=output_tokens))
 
     def tell(self, fact: RequestEnded | LoadReported) -> None:
         """The router hears something that routes nobody."""

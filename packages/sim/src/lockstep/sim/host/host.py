@@ -644,7 +644,7 @@ class EngineHost:
         )
         self.device.speculation = speculation
         self.device.state_copy_us = state_copy_us
-        self.device.notes_times = engine.microbatches is not None
+        self.device.notes_times = engine.microbatches.several
         if adapters is not None:
             self.device.adapter_slots = np.full(engine.config.rows_max, NO_SLOT, np.int32)
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
@@ -860,7 +860,7 @@ class EngineHost:
     def _launch(self, now_us: int) -> int | None:
         """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
         engine = self.engine
-        several, tried = engine.microbatches, self._tried
+        several, tried = engine.microbatches if engine.microbatches.several else None, self._tried
         if several is not None and engine.ranks is not None and not self._awaited and not self._able(several):
             self._nothing_new = True  # the turn is not passed on before anybody needs it: who comes may want it
             return None
@@ -910,9 +910,7 @@ class EngineHost:
         for batch in engine.in_flight:
             taken[batch.plan.microbatch] += 1
         depth = engine.config.overlap_depth
-        return [
-            number for number in range(several.count) if taken[number] <= depth and several.has_work(engine, number)
-        ]
+        return [number for number in range(several.count) if taken[number] <= depth and engine.has_work(number)]
 
     def _hear(self, exchange: RankExchange, now_us: int) -> int:
         """Take in what all ranks agreed on, and run that; or offer a slot, because they wait for this one."""

@@ -117,7 +117,7 @@ def with_stages(data: RunData, host: EngineHost) -> RunData:
         return data
     told = data.summary["device"]
     told["pipeline"] = stages.describe(told["busy_us"])
-    if several is None or notes is None:
+    if not several.several or notes is None:
         return data
     times = notes.times()
     told["pipeline"]["microbatches"] = several.count
