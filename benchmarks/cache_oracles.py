@@ -40,7 +40,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_model
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DEVICE_PAGES = 500  # the longest prompt has 247 blocks
 MODEL, GPUS = "llama-3.1-8b", 4

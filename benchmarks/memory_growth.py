@@ -27,7 +27,9 @@ from typing import Any
 
 from simulation_speed import GPU, MODEL, SETTINGS
 
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 BAR_BYTES = 1024
 

@@ -21,7 +21,9 @@ from lockstep.core.contract.events import Observed
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.host.host import Arrivals, EngineHost
 from lockstep.sim.metrics.metrics import MetricsFold
-from lockstep.sim.run.simulate import NoJournal, Scenario, assemble
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import NoJournal
+from lockstep.sim.scenario.scenario import Scenario
 
 WORKLOAD = "gen:n=600,rate=60,input=lognormal:200:0.5,output=lognormal:300:0.6"
 DEPTHS = (0, 1, 2)

@@ -31,7 +31,9 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
 ROWS_MAX = 4096

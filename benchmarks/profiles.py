@@ -24,7 +24,9 @@ from recorded_data import data_folder
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
 from lockstep.sim.metrics.metrics import Slo, meets_every
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 AZURE_CODE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"

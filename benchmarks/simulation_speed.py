@@ -38,7 +38,10 @@ from typing import Any, NamedTuple
 from calibration import calibrate
 
 from lockstep.sim.fast.machine_code import is_available
-from lockstep.sim.run.simulate import Scenario, Setup, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "llama-3.1-8b", "a100"  # an 8B Llama on an A100: what Vidur's own example runs this workload on
 SETTINGS = {

@@ -33,7 +33,9 @@ from lockstep.core.contract.events import RequestArrived, RequestCancelled
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.host.host import Arrivals, EngineHost
 from lockstep.sim.metrics.metrics import Batches, MetricsFold, RunData
-from lockstep.sim.run.simulate import NoJournal, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import NoJournal, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results" / "profiles.json"

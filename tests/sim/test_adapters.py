@@ -31,7 +31,11 @@ from lockstep.sim.host.adapters import parse_adapters, parse_targets, with_adapt
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import open_workload, workload_digest
 

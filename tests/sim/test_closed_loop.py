@@ -16,7 +16,9 @@ from lockstep.core.contract.events import RequestArrived
 from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
 from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.closed_loop import ConcurrentSessions
 from lockstep.sim.workload.workload import Turns, open_workload
 

@@ -34,7 +34,9 @@ from lockstep.sim.cluster.cluster import (
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
 from lockstep.sim.metrics.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
 from lockstep.sim.metrics.packed_rows import PackedRows
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))

@@ -27,7 +27,7 @@ from lockstep.sim.cluster.cluster import (
     simulate_cluster,
 )
 from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of
 
 SPEC = "gen:n=150,rate=30,turns=uniform:1:3,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"

@@ -37,7 +37,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.host.pipeline import Stages
 from lockstep.sim.host.speculation import ModelDraftCost
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 
 DELAYING: dict[str, Any] = {"prefill_delayer": True}

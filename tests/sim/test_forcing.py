@@ -10,7 +10,9 @@ import pytest
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.host.forcing import Forcing
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 WORKLOAD = "gen:n=20,rate=100,input=uniform:20:60,output=uniform:20:60,grammars=0.7x2"
 

@@ -25,7 +25,7 @@ from lockstep.sim.cluster.cluster import (
     write_cluster_run,
 )
 from lockstep.sim.cluster.network import Links, later
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 
 

@@ -20,7 +20,9 @@ from lockstep.sim.host.host import state_copies
 from lockstep.sim.host.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 AGAIN = "gen:n=40,rate=4,turns=uniform:2:4,think=lognormal:3s:1,input=lognormal:900:0.5,output=lognormal:60:0.5"
 

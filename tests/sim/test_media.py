@@ -24,7 +24,10 @@ from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.question import Question
 from lockstep.sim.plan.trial import Trial
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.media import MediaSpec, parse_media, with_media
 from lockstep.sim.workload.token_runs import cut_runs
 from lockstep.sim.workload.workload import WorkloadError, open_workload, workload_digest

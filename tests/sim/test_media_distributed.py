@@ -46,7 +46,9 @@ from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import HandoverCluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.host.encoder_lane import EncoderLane
-from lockstep.sim.run.simulate import NoJournal, Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import NoJournal, Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk

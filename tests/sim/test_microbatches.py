@@ -22,7 +22,9 @@ from lockstep.core.journal.replay import replay
 from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
 from lockstep.sim.metrics.metrics import StageTimes
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DOC = Path(__file__).parents[2] / "docs" / "distributed.md"
 LOAD = "gen:n=48,rate=inf,input=fixed:900,output=fixed:60"

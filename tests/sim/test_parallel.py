@@ -46,8 +46,10 @@ from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.metrics.metrics import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare
+from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.intervals import intervals_of
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")

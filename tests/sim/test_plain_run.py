@@ -32,7 +32,10 @@ from lockstep.sim.fast.fast_path import FastRun
 from lockstep.sim.host import host
 from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
 from lockstep.sim.run import simulate as simulate_module
-from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.turns import Turns, TurnsBuilder
 
 pytest.importorskip("numba")

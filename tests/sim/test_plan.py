@@ -56,7 +56,9 @@ from lockstep.sim.plan.search import (
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, crew_of
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
 TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)

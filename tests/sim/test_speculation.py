@@ -18,7 +18,9 @@ from lockstep.sim.cost.roofline import roofline
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.host.speculation import Acceptance, ModelDraftCost, NgramDraftCost, expected_tokens, parse_rates
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 EAGLE = {"speculative_method": "eagle", "num_speculative_tokens": 3}
 

@@ -198,7 +198,7 @@ def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str], monkeypat
     def assemble(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1 TiB")
 
-    monkeypatch.setattr("lockstep.sim.run.simulate.assemble", assemble)
+    monkeypatch.setattr("lockstep.sim.run.assemble.assemble", assemble)
     said = refused(capsys, *SIMULATE, status=1)
     assert said == "MemoryError: Unable to allocate 1 TiB\nhint: lower --limit, --pages or --request-rows\n"
 

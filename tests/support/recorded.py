@@ -92,7 +92,9 @@ def record_simulation(
     folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, pp: int = 1, **settings: Any
 ) -> Path:
     """Simulate a small model and write the run's journal."""
-    from lockstep.sim.run.simulate import Scenario, assemble, simulate
+    from lockstep.sim.run.assemble import assemble
+    from lockstep.sim.run.simulate import simulate
+    from lockstep.sim.scenario.scenario import Scenario
 
     scenario = Scenario(
         model="qwen3-0.6b",

@@ -9,7 +9,9 @@ import pytest
 
 from lockstep.core.contract.events import RequestArrived, RequestId
 from lockstep.core.requests.validation import samples_asked
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
 from lockstep.tools.request_timeline import NOBODY, Cause, Chronicle

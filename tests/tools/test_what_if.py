@@ -21,7 +21,11 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.router_journal import engines_of
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Scenario, assemble, open_load, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.load import open_load
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.turns import WorkloadError
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import recorded_waits

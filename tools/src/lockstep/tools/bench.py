@@ -22,7 +22,7 @@ from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
     from lockstep.tools.bench_run import BenchRun
     from lockstep.tools.live import Asking, Sender
 
@@ -102,16 +102,9 @@ def serve(
     """
     with refusals():
         from lockstep.sim.metrics.metrics import Slo
-        from lockstep.sim.run.simulate import (
-            Scenario,
-            arrivals_of_load,
-            check_load,
-            check_measured,
-            check_seed,
-            open_load,
-            prepare_folder,
-            workload_line,
-        )
+        from lockstep.sim.run.load import arrivals_of_load, check_load, check_measured, check_seed, open_load
+        from lockstep.sim.run.run_folder import prepare_folder, workload_line
+        from lockstep.sim.scenario.scenario import Scenario
         from lockstep.sim.workload.mix import mix_of
         from lockstep.tools.bench_run import measure, write_run
         from lockstep.tools.http_stream import HttpError, ServerAddress
@@ -261,7 +254,7 @@ def _command(
     body: str | None,
 ) -> str:
     """The command line that runs this again."""
-    from lockstep.sim.run.simulate import number_word, option_of
+    from lockstep.sim.scenario.scenario import number_word, option_of
 
     words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
     if scenario.model:

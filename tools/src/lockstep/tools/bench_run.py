@@ -41,6 +41,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.sim.metrics.metrics import MetricsFold, RunData, describe
+from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import (
     METRICS_FORMAT,
     METRICS_VERSION,
@@ -52,7 +53,9 @@ from lockstep.sim.results.results import (
     write_metrics_json,
     write_requests,
 )
-from lockstep.sim.run.simulate import Scenario, code_commit, code_version, describe_load, whole
+from lockstep.sim.run.load import describe_load
+from lockstep.sim.run.run_folder import whole
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload
 from lockstep.tools.live import Sender, Sent, TokenIdPrompts
 

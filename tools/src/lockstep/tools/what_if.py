@@ -45,8 +45,12 @@ from lockstep.sim.report.text import duration
 from lockstep.sim.results.compare import compare, match_requests
 from lockstep.sim.results.compare_text import comparison_lines, show_change
 from lockstep.sim.results.stored_run import StoredRun, read_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.load import open_load
 from lockstep.sim.run.options import asked_by_command
-from lockstep.sim.run.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
+from lockstep.sim.run.run_folder import prepare_folder, write_run
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
 from lockstep.tools.recorded import journal_workload, output_limit, scaled

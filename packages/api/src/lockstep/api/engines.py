@@ -451,7 +451,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.sim.cost.tables import base_cost_model
     from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
     from lockstep.sim.host.host import RowAdapters
-    from lockstep.sim.run.simulate import Scenario, configure
+    from lockstep.sim.run.assemble import configure
+    from lockstep.sim.scenario.scenario import Scenario
 
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")

@@ -22,9 +22,11 @@ from lockstep.sim.cluster.cluster import (
     simulate_cluster,
     write_cluster_run,
 )
+from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
+from lockstep.sim.run.environment import debug_level
 from lockstep.sim.run.intervals import intervals_of
-from lockstep.sim.run.simulate import code_commit, code_version, debug_level, prepare_folder, workload_line
+from lockstep.sim.run.run_folder import prepare_folder, workload_line
 
 NUMBER_WIDTH = 5  # of `100.0`
 

@@ -11,7 +11,8 @@ import click
 from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Run, Scenario
+    from lockstep.sim.run.simulate import Run
+    from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "qwen3-8b", "h200"
 SLOS = ("ttft_p99=500ms", "tpot_p99=40ms")
@@ -35,7 +36,7 @@ def demo(out: Path) -> None:
     """
     with refusals():
         _check_folder(out)
-        from lockstep.sim.run.simulate import code_commit, code_version
+        from lockstep.sim.results.code_version import code_commit, code_version
 
         code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
         runs: dict[int, Run] = {}
@@ -114,14 +115,16 @@ def _check_folder(out: Path) -> None:
 
 def _scenario(rate: int) -> Scenario:
     from lockstep.sim.metrics.metrics import Slo
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
 
     workload = CHAT.format(requests=rate * MINUTES * 60, sessions_per_s=rate / TURNS_MEAN)
     return Scenario(model=MODEL, gpu=GPU, workload=workload, slos=tuple(map(Slo.parse, SLOS)))
 
 
 def _run(scenario: Scenario, folder: Path) -> Run:
-    from lockstep.sim.run.simulate import assemble, prepare_folder, simulate, write_run
+    from lockstep.sim.run.assemble import assemble
+    from lockstep.sim.run.run_folder import prepare_folder, write_run
+    from lockstep.sim.run.simulate import simulate
 
     prepare_folder(folder, overwrite=True)
     run = simulate(assemble(scenario), folder=folder)
@@ -133,7 +136,7 @@ def _run(scenario: Scenario, folder: Path) -> Run:
 
 def _write_report(out: Path, runs: dict[int, Run], headline: str) -> Path:
     from lockstep.sim.report import write_report
-    from lockstep.sim.run.simulate import report_run
+    from lockstep.sim.run.run_folder import report_run
 
     title = next(iter(runs.values())).setup.title
     subtitle = (

@@ -33,7 +33,7 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
-    from lockstep.sim.run.simulate import check_seed
+    from lockstep.sim.run.load import check_seed
     from lockstep.sim.workload.mix import mix_of
     from lockstep.sim.workload.workload import open_workload
 
@@ -82,7 +82,7 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
     """
     with refusals():
         from lockstep.sim.cli.out_paths import check_file
-        from lockstep.sim.run.simulate import code_version
+        from lockstep.sim.results.code_version import code_version
         from lockstep.sim.workload.fit import compare, fit
         from lockstep.sim.workload.fitted import draw_model, write_model
 

@@ -71,19 +71,10 @@ from lockstep.sim.host.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.host.host import NEVER_US, JournalSink, Observer
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.metrics.metrics import MetricsFold, RunData
-from lockstep.sim.run.simulate import (
-    NoJournal,
-    Run,
-    Scenario,
-    Setup,
-    arrivals_of,
-    assemble,
-    collecting_seldom,
-    host_of,
-    number_word,
-    option_of,
-    stopping_on_interrupt,
-)
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import NoJournal, Run, arrivals_of, collecting_seldom, host_of, stopping_on_interrupt
+from lockstep.sim.scenario.scenario import Scenario, number_word, option_of
 from lockstep.sim.workload.lengths import parse_duration_us
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
@@ -1230,7 +1221,7 @@ def write_cluster_run(
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results.perfetto import write_trace
     from lockstep.sim.results.results import write_metrics_json, write_requests
-    from lockstep.sim.run.simulate import interrupted_headline, report_run, whole, workload_line
+    from lockstep.sim.run.run_folder import interrupted_headline, report_run, whole, workload_line
 
     about = run.about()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ from lockstep.sim.workload.turns import Turn
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
     from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
-    from lockstep.sim.run.simulate import Setup
+    from lockstep.sim.run.setup import Setup
 
 EXCHANGE_US = 60
 """From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""

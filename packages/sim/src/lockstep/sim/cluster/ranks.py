@@ -14,7 +14,8 @@ from lockstep.sim.cost.models import ceil_div
 
 if TYPE_CHECKING:
     from lockstep.sim.cluster.cluster import ClusterScenario
-    from lockstep.sim.run.simulate import Scenario, Setup
+    from lockstep.sim.run.setup import Setup
+    from lockstep.sim.scenario.scenario import Scenario
 
 DIVIDED = (
     *("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots"),

@@ -28,7 +28,7 @@ from lockstep.sim.host.pipeline import device_type_of
 from lockstep.sim.metrics.metrics import MeasuredRequests, MeasuredRows, MetricsFold
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Setup
+    from lockstep.sim.run.setup import Setup
 
 # By the core so many take 0.2 s under load, and 2 s where each token is a batch; loading machine code takes 0.5 s.
 REQUESTS_MIN = 500

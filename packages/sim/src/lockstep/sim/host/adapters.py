@@ -29,7 +29,7 @@ from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.turns import Turns
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
 
 TENANTS = "tenants"  # each on the adapter of its name
 RECORDED = "recorded"  # as requests of a journal were

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.catalogue import load_encoders
 from lockstep.sim.cost import CapacityError, GpuSpec, KvCapacity
 from lockstep.sim.cost.capacity import StageBytes
-from lockstep.sim.cost.encoder import EncoderCost, EncoderTpMode, MediaContent
+from lockstep.sim.cost.encoder import EncoderCost, Encoders, EncoderTpMode, MediaContent
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.host.encoder_lane import ENCODER_GPUS_MAX, EncoderLane, MediaSink
 from lockstep.sim.workload.media import parse_media
 from lockstep.sim.workload.turns import Turns
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
 
 CACHE_TOKENS = 16_384  # set aside for an embedding cache without a limit
 
@@ -134,8 +135,6 @@ def _shared_with(scenario: Scenario) -> str:
 
 def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
     """What encoding takes. Raises CapacityError for a split that cannot be."""
-    from lockstep.sim.run.simulate import encoders_of
-
     encoders = encoders_of(scenario)
     if scenario.encoder_gpus:
         return EncoderCost(encoders, gpu, 1, "weights")
@@ -167,3 +166,14 @@ def beside_encoder(
             f"of them, and what it made up to {cache / 1e9:.1f} GB\n"
             "hint: raise --tp, or lower --encoder-cache-tokens"
         ) from error
+
+
+def encoders_of(scenario: Scenario) -> Encoders:
+    """What the scenario's model sees and hears with. Raises ConfigError if it has nothing for that."""
+    encoders = load_encoders(scenario.model)
+    if encoders is None:
+        raise ConfigError(
+            f"`media` is `{scenario.media}`, but {scenario.model} takes text alone\n"
+            "hint: a model with an encoder, such as --model qwen2.5-vl-7b, qwen3-vl-8b, gemma-3-27b or qwen2-audio-7b"
+        )
+    return encoders

@@ -57,7 +57,11 @@ from lockstep.sim.plan.question import (
 from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, RoleSplit, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import WorkerPool
-from lockstep.sim.run.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
+from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.load import open_load
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
 

@@ -37,7 +37,8 @@ from lockstep.sim.metrics.metrics import RunData, Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import RoleSplit, parse_split
-from lockstep.sim.run.simulate import Scenario, open_load
+from lockstep.sim.run.load import open_load
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload
 
 NO_SCALING = "none"

@@ -12,7 +12,7 @@ from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json, run_payload
 from lockstep.sim.report.report_run import ReportRun, SloRow
 from lockstep.sim.report.text import digits
-from lockstep.sim.run.simulate import code_commit, code_version
+from lockstep.sim.results.code_version import code_commit, code_version
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,7 +17,8 @@ from typing import Any
 from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup, simulate_cluster
 from lockstep.sim.cost.calibration import COVERAGE
 from lockstep.sim.metrics.metrics import Summary
-from lockstep.sim.run.simulate import Run, Setup, simulate
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
 
 LATENCIES = tuple(
     f"{metric}_us_{statistic}"

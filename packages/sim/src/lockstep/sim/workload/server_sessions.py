@@ -33,7 +33,7 @@ from lockstep.sim.workload.token_runs import append_run, common_tokens
 from lockstep.sim.workload.turns import Turn, Turns
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
 
 FIRST_CONTROL = 1_000_000  # controls of sessions are numbered behind those that make adapters known
 
