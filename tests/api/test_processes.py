@@ -237,7 +237,7 @@ def test_nothing_of_an_emulated_server_needs_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'triton', 'lockstep.runtime'): sys.modules[name] = None\n"
-        "import lockstep.api.worker, lockstep.api.launch, lockstep.api.serve\n"
+        "import lockstep.api.worker, lockstep.api.processes.launch, lockstep.api.serve\n"
         "from lockstep.api.engines import build_engine\n"
         "from lockstep.api.settings import ServeSettings\n"
         "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).about.model)\n"
