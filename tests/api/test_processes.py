@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 zmq = pytest.importorskip("zmq", reason="the server is not installed")
 
-from lockstep.api import launch  # noqa: E402
+from lockstep.api.processes import launch  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, running, serving, until  # noqa: E402
 
