@@ -5,8 +5,8 @@ back. At an instant the router has the requests that it routed and the answers w
 what passed through it.
 
 Where replicas come and go (`scaling`), each has a lane from the beginning. A replica that is off receives no requests,
-and begins again with an empty cache. Where requests wait at the router (`dispatch`), that wait is part of their latency,
-and engines number them by the order in which they were sent: `sent` has their ids.
+and begins again with an empty cache. Where requests wait at the router (`dispatch`), that wait is part of their
+latency, and engines number them by the order in which they were sent: `sent` has their ids.
 """
 
 from __future__ import annotations
