@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.api.plain_text import Texts
+from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import BatchId, RequestId
@@ -33,7 +33,8 @@ from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host.host import RowAdapters, extend_shape_of, standard_normal
+from lockstep.sim.host.batch_shapes import RowAdapters, extend_shape_of
+from lockstep.sim.host.device import standard_normal
 from lockstep.sim.host.links import Link
 
 UInt64s = NDArray[np.uint64]
