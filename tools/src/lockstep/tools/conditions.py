@@ -1,6 +1,6 @@
 """Conditions over decided events, to stop a replay at: a small language with a parser of its own.
 
-    RequestRetracted                                  somebody was retracted
+    RequestRetracted                                  a request was retracted
     RequestRetracted and request == r17               r17 was
     AdmissionDeferred and reason == kv_budget and needed_tokens > 8000
     (DecodeSkipped or PagesEvicted) and not mode == decode

@@ -1,7 +1,7 @@
-"""A step's decisions in words: what two engines are compared by where a digest only says that they differ.
+"""The text of a step's decisions, by which two engines are compared where a digest only shows that they differ.
 
-*Exact* words hold all that a digest covers: decided events, plans with their page tables, whom tokens go to. *Logical*
-words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
+*Exact* text holds all that a digest covers: decided events, plans with their page tables, the requests that tokens go
+to. *Logical* words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def exact_words(step: Step, names: Names) -> tuple[str, ...]:
 
 
 def logical_words(step: Step, names: Names) -> tuple[str, ...]:
-    """Who was admitted, deferred, retracted and run, whatever the clock says and wherever their pages lie."""
+    """The requests admitted, deferred, retracted and run, whatever the clock and wherever their pages lie."""
     lines = []
     for decided in step.decided:
         if isinstance(decided, RequestAdmitted):

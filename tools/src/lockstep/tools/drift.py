@@ -170,7 +170,7 @@ def _fact(at: tuple[int, ObservedEvent, Step] | None) -> str:
 
 
 def _first_launch(first: Path, other: Path) -> Parting | None:
-    """The first launch that is another one, of journals whose steps do not correspond."""
+    """The first launch that differs, of journals with steps that do not correspond."""
     walks = Walk(first), Walk(other)
     for launch, (a, b) in enumerate(zip_longest(*map(_launches, walks))):
         both = zip((a, b), walks, strict=True)

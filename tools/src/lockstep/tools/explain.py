@@ -57,7 +57,7 @@ def explain(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Say why a request was slow, why a batch is what it is, or what the slowest requests waited for.
+    """Explain why a request was slow, why a batch is what it is, or what the slowest requests waited for.
 
     \b
     lockstep explain runs/chat --request 17
@@ -129,7 +129,8 @@ def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
 
 
 def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool) -> None:
-    """What is known of who ended in the line in front of a router. Raises ConfigError if pictures are asked for."""
+    """The record of a request that ended in the queue in front of a router. Raises ConfigError if pictures are
+    requested."""
     if html_file is not None:
         raise ConfigError(
             f"request {shown(name)} ended in the line of the router: it has no timeline\nhint: leave out --html"

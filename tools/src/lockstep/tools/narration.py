@@ -1,4 +1,4 @@
-"""A story in sentences: what `lockstep explain` says of a request, of its waiting, and of many requests at once."""
+"""A request's timeline in sentences: what `lockstep explain` prints about a request, its waits, and many requests."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ WAITED_FOR = {
     "closed": "the engine admitted nobody: weights or memory were being changed",
     "launch": "nobody had refused it: the next batch had not been planned yet",
 }
-"""Of a request that waits for something of its own, or for nobody in particular."""
+"""Of a request that waits for something of its own, or for no particular request."""
 
 OWN_AFFAIRS = ("prefix", "sample", "session")
-"""Reasons that name another request, but stop nobody else."""
+"""Reasons that name another request, but stop no third one."""
 
 SHORT = {
     "running_limit": "running limit",
@@ -103,7 +103,7 @@ SHORT = {
 
 
 class Sentence(NamedTuple):
-    """When it was, what kind of thing, and what is said of it; `more` are lines of detail."""
+    """The moment, the kind of fact, and its text; `more` are lines of detail."""
 
     time_us: int
     kind: Kind
@@ -187,7 +187,7 @@ def wait_by_cause(story: RequestTimeline) -> Counter[str]:
 
 
 def headline(story: RequestTimeline, names: Names) -> str:
-    """Who it is and how it went, in one line."""
+    """The request and its course, in one line."""
     name = names.request(story.request_id)
     who = name if name == f"r{story.request_id}" else f"{name} (r{story.request_id})"
     facts = [f"{count(story.prompt_tokens, 'prompt token')}, {count(story.output_tokens, 'output token')}"]
@@ -410,7 +410,7 @@ def _decoded(
 
 
 def without(story: RequestTimeline, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
-    """Batches whose results came while it decoded, and in which it had no part."""
+    """Batches with results that came while it decoded, and in which it had no part."""
     mine = {work.batch.batch_id for work in story.works}
     return [b for b in chronicle.between(start_us, stop_us) if b.batch_id not in mine and b.launched_us >= start_us]
 

@@ -1,7 +1,7 @@
 """`lockstep replay PLANS --on-hardware`: a journal's batches on a device, without a scheduler, and what was predicted.
 
 Plans are run in the order in which they were decided (`lockstep.host.recorded`), each timed by the executor. Beside
-each time stands what the cost model says of such a batch on such a device. `--out` writes all of them to a file, of
+each time stands the cost model's prediction for such a batch on such a device. `--out` writes all of them to a file, of
 which `lockstep calibrate --from FILE` makes a calibration; with `--calibration` the corrected model predicts.
 """
 
@@ -161,7 +161,7 @@ def on_hardware(
 
 
 def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibration) -> Predictor:
-    """The cost model of what runs here. Raises ConfigError where the catalogue does not know the device."""
+    """The cost model of the device here. Raises ConfigError where the catalogue does not have the device."""
     card_name = gpu or runner.device
     try:
         card = load_gpu(card_name)

@@ -37,7 +37,7 @@ _WAITS = msgspec.msgpack.Decoder(list[Waited])
 
 
 class SimulatedWaits:
-    """Of a simulation that noted what was waited for, and where its router sent whom."""
+    """Of a simulation that noted what was waited for, and the engine of each request."""
 
     def __init__(self, waits: Waits, routes: Mapping[RequestId, Route]) -> None:
         self._waits = waits

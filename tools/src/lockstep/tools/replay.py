@@ -110,7 +110,7 @@ def replay(
 ) -> None:
     """Decide a run again and compare every digest, or go through it step by step.
 
-    A divergence is told with the event, both decisions in words as far as they are known, the state before and the
+    A divergence is shown with the event, the text of both decisions as far as available, the state before and the
     behaviour flags. Exit status: 0 equal; 2 unreadable; 3 diverged.
 
     \b
@@ -224,7 +224,7 @@ class Hand:
         }
 
     def do(self, line: str) -> list[str]:
-        """Carry out one command; an error for people is told, and changes nothing."""
+        """Carry out one command; an input error is printed, and changes nothing."""
         line = line or self._before
         verb, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -267,7 +267,7 @@ class Hand:
         raise ConfigError(f"no command `{f'{verb} {rest}'.strip()}`\nhint: `help` lists them")
 
     def go(self, move: Callable[[], object]) -> list[str]:
-        """Go somewhere, then say where that is."""
+        """Go somewhere, then show where that is."""
         held = move()
         stepper = self.stepper
         lines = [f"holds: {held.text}"] if isinstance(held, Condition) else []

@@ -1,13 +1,14 @@
-"""What happened to a request and why: a fold over a replay that keeps what the core decided about those asked for.
+"""What happened to a request and why: a fold over a replay that keeps what the core decided about some requests.
 
     chronicle = Chronicle({17})
     for number, event, step in (walk := Walk(run)):
         chronicle.observe(number, event, step, walk.engine)
     chronicle.stories[17].waits[0].spans
 
-Nothing is guessed. Why a request waits is read after every step from what the core has said (`AdmissionDeferred`, of it
-or of whoever stops the line) and from its state (held, paused, weights being swapped); what it does is read off the
-launched plans; when it was served off the messages to its client. Times are microseconds since the journal began.
+Nothing is guessed. Why a request waits is read after every step from the core's decisions (`AdmissionDeferred`, of it
+or of the request that stops the queue) and from its state (held, paused, weights being swapped); what it does is read
+off the launched plans; when it was served off the messages to its client. Times are microseconds since the journal
+began.
 
     arrival             admission                       retraction    admission               finish
     |-- span -- span --| works: chunks, then decodes     |-- span ----| works: chunks, decodes |
@@ -53,8 +54,8 @@ class Cause(NamedTuple):
     """What a waiting request waits for. `reason` is a DeferReason, the state of a transfer that holds it, or session,
     paused, closed or launch.
 
-    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The numbers are
-    those of the AdmissionDeferred.
+    `other` is the request that stops the queue, or computes its prefix; NO_REQUEST if it is about the request itself.
+    The numbers are those of the AdmissionDeferred.
     """
 
     reason: str
@@ -74,7 +75,7 @@ class Span:
 
 
 class RunningRequestLeft(NamedTuple):
-    """Somebody left the running: what makes room for those who wait."""
+    """A request left the running ones: that makes room for waiting ones."""
 
     time_us: int
     request_id: RequestId
@@ -93,7 +94,7 @@ class Wait:
     bypassed: int = 0  # requests from behind it in the line that were admitted before it
     made_room: list[RunningRequestLeft] = field(
         default_factory=list
-    )  # during its last span, if that was for want of room
+    )  # during its last span, if that was for lack of room
 
     @property
     def took_us(self) -> int:
@@ -117,7 +118,7 @@ class Batch:
 
     @property
     def took_us(self) -> int:
-        """On the device; 0 if the host did not say."""
+        """On the device; 0 if the host did not report it."""
         return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
 
 
@@ -142,7 +143,7 @@ class Message(NamedTuple):
 
 @dataclass
 class EncodingRecord:
-    """What an encoder made, or was asked to make, of one content."""
+    """The result of an encoder for one content, or the pending order."""
 
     digest: bytes
     asked_us: int
@@ -150,7 +151,7 @@ class EncodingRecord:
 
 
 class Retraction(NamedTuple):
-    """A retraction, its step, and those whose new pages that step's plan opened."""
+    """A retraction, its step, and the requests that open new pages in that step's plan."""
 
     event: RequestRetracted
     step: int
@@ -230,7 +231,7 @@ class RequestTimeline:
 
 
 class Chronicle:
-    """Stories of the requests asked for, and all batches of the run. Feed it every step of a replay, in order."""
+    """Timelines of the selected requests, and all batches of the run. Feed it every step of a replay, in order."""
 
     def __init__(self, wanted: Collection[RequestId]) -> None:
         self.wanted = frozenset(wanted)
@@ -264,7 +265,9 @@ class Chronicle:
             case MediaEncoded() if event.digest in self.encodings:
                 self.encodings[event.digest][-1].done_us = event.time_us
         plan = step.launched()
-        before = dict(self._open) if step.decided else self._open  # whoever ends in this step is sent its last tokens
+        before = (
+            dict(self._open) if step.decided else self._open
+        )  # a request that ends in this step still receives its last tokens
         for decided in step.decided:
             self._learn(number, decided, plan)
         if plan is not None:
@@ -282,11 +285,11 @@ class Chronicle:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody asked for has come and ended."""
+        """Whether all selected requests have come and ended."""
         return not self._open and len(self.stories) == len(self.wanted)
 
     def encodings_of(self, story: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
-        """Kind, tokens and encoding of each content that a wait was for: the newest asked for by its end."""
+        """Kind, tokens and encoding of each content that a wait was for: the newest order by its end."""
         found = []
         for digest, (kind, tokens) in story.media.items():
             asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
@@ -303,11 +306,11 @@ class Chronicle:
         return self
 
     def between(self, start_us: int, stop_us: int) -> list[Batch]:
-        """Batches whose results came in (start_us:stop_us]."""
+        """Batches with results in (start_us:stop_us]."""
         first, last = bisect_right(self.delivered_us, start_us), bisect_right(self.delivered_us, stop_us)
         return self.delivered[first:last]
 
-    # -------------------------------------------------------------------------------------------------- what was said
+    # -------------------------------------------------------------------------------------------------- decided facts
 
     def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
         for sample in range(samples_asked(event)):
@@ -384,7 +387,7 @@ class Chronicle:
             wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
 
     def _note_causes(self, time_us: int, engine: Engine) -> None:
-        """Of everybody who waits, what for; most wait for the same, which is looked up once."""
+        """What each waiting request waits for; most wait for the same, which is looked up once."""
         said, requests, held = self._said, engine.requests, engine.held
         common = line_cause(engine, NOBODY, said)
         for request_id, story in self._open.items():
@@ -430,7 +433,7 @@ class Chronicle:
 
 
 def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What a request that waits is waiting for, as the engine stands. `said` has the last deferral of each request."""
+    """What a request waits for, by the state of the engine. `said` has the last deferral of each request."""
     request = engine.requests[request_id]
     own = said.get(request_id)
     if request_id in engine.held:
@@ -453,7 +456,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
 
 
 def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What everybody in the line waits for who has no reason of its own, as it concerns this request."""
+    """What the requests in the queue without a reason of their own wait for, as it concerns this request."""
     if engine.paused:
         return Cause("paused")
     if not engine.maintenance.admits:
@@ -481,7 +484,7 @@ def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
 
 
 def _gainers(plan: BatchPlan | None) -> tuple[RequestId, ...]:
-    """Whose decode opens a page in this plan."""
+    """The requests with a decode that opens a page in this plan."""
     if plan is None:
         return ()
     opened = np.isin(plan.rows, plan.deltas.opened_rows)

@@ -1,7 +1,7 @@
 """A divergence in words: what was recorded, what is decided now, and what the engine stood at before.
 
-A journal holds a digest of each decision, not the decision. Where somebody kept the words (`decisions.txt` in the run
-folder, written by `lockstep replay --decisions`; every golden journal has them), both decisions are told. Otherwise
+A journal holds a digest of each decision, not the decision. Where the text was kept (`decisions.txt` in the run
+folder, written by `lockstep replay --decisions`; every golden journal has it), both decisions are shown. Otherwise
 what the journal itself shows of it is: the next result that the device gave.
 """
 
@@ -25,7 +25,7 @@ DECISIONS = "decisions.txt"
 class Parted(NamedTuple):
     """The first step that is decided otherwise than recorded."""
 
-    recorded: Decision | None  # None if nobody kept its words
+    recorded: Decision | None  # None if its text was not kept
     now: Decision | None  # None if the step raises
     raised: str
     next_result: str
@@ -47,7 +47,7 @@ class Parted(NamedTuple):
 
 
 def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> Parted | None:
-    """What can be said of a divergence of Engine. None if it parts elsewhere: then it was of another engine.
+    """The report on a divergence of Engine. None if it parts elsewhere: then it was of another engine.
 
     Raises ConfigError if the file of decisions is none.
     """
