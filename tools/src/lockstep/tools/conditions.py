@@ -41,7 +41,7 @@ FACTS = {
     "free_pages": "pages that nobody has",
     "available_pages": "free ones, and cached ones that nobody holds",
 }
-WHO = ("request", "behind", "beneficiary")
+REQUEST_FIELDS = ("request", "behind", "beneficiary")
 NAMES = {"request", *FIELDS, *FACTS}
 
 _TOKEN = re.compile(r"""\s*(?:(<=|>=|==|!=|<|>|\(|\))|"([^"]*)"|([A-Za-z0-9_.:/#@+-]+))""")
@@ -186,7 +186,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], word: str, condi
         )
 
     def test(moment: Moment) -> bool:
-        if name in WHO:
+        if name in REQUEST_FIELDS:
             field = "request_id" if name == "request" else name
             request_id = getattr(moment.decided, field, None)
             if request_id is None or ordered:

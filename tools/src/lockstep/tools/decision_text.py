@@ -33,7 +33,7 @@ class Decision(NamedTuple):
         return "\n".join([f"step {self.number} {self.event}", *(f"  {line}" for line in self.lines)])
 
 
-def exact_words(step: Step, names: Names) -> tuple[str, ...]:
+def exact_text(step: Step, names: Names) -> tuple[str, ...]:
     """All that the digest of a step covers, a line for each decision."""
     lines = []
     for decided in step.decided:
@@ -56,7 +56,7 @@ def exact_words(step: Step, names: Names) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def logical_words(step: Step, names: Names) -> tuple[str, ...]:
+def logical_text(step: Step, names: Names) -> tuple[str, ...]:
     """The requests admitted, deferred, retracted and run, whatever the clock and wherever their pages lie."""
     lines = []
     for decided in step.decided:
@@ -71,7 +71,7 @@ def logical_words(step: Step, names: Names) -> tuple[str, ...]:
 
 def decision_of(number: int, event: ObservedEvent, step: Step, names: Names) -> Decision:
     """A step in exact words. Prompts and outputs in its event are counted, not shown."""
-    return Decision(number, event_line(event), exact_words(step, names))
+    return Decision(number, event_line(event), exact_text(step, names))
 
 
 # ------------------------------------------------------------------------------------------------ a file of decisions

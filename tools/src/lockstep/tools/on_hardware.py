@@ -43,7 +43,7 @@ from lockstep.tools.runs import JSON, RUN, ToolError, engine_journal, print_json
 if TYPE_CHECKING:
     from lockstep.runtime.recorded import Extent, PlansRunner
 
-OUTLIERS_TOLD = 10
+OUTLIERS_SHOWN = 10
 INTERRUPTED = 130
 
 
@@ -300,13 +300,13 @@ def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interr
             }
         )
         return
-    for line in told_lines(times, rows, unusual, interrupted):
+    for line in outlier_lines(times, rows, unusual, interrupted):
         click.echo(line)
     click.echo(f"ran     {runner.model} on {runner.device}: {'; '.join(runner.notes)}")
     click.echo(f"by      {by.title}")
 
 
-def told_lines(
+def outlier_lines(
     times: Sequence[BatchTime], rows: Sequence[ErrorRow], unusual: Sequence[Outlier], interrupted: bool
 ) -> list[str]:
     """For a terminal."""
@@ -328,14 +328,14 @@ def told_lines(
             f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as others of their kind and "
             "size, or less than half"
         )
-        for one in unusual[:OUTLIERS_TOLD]:
+        for one in unusual[:OUTLIERS_SHOWN]:
             batch = one.batch
             lines.append(
                 f"  b{batch.batch_id} {batch.mode} of {batch.size:,} {_unit(batch)}: "
                 f"{duration(batch.took_us)}, {one.times:.2f} times what was to be expected"
             )
-        if len(unusual) > OUTLIERS_TOLD:
-            lines.append(f"  and {len(unusual) - OUTLIERS_TOLD:,} more: --json lists all")
+        if len(unusual) > OUTLIERS_SHOWN:
+            lines.append(f"  and {len(unusual) - OUTLIERS_SHOWN:,} more: --json lists all")
     return lines
 
 

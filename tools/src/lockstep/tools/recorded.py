@@ -165,11 +165,11 @@ def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int
         return runs, outputs
     tree = RadixCache(1)
     prompts, outputs, fresh = [], [], 0
-    told = _answers(Walk(run))
+    answers = _answers(Walk(run))
     for one in asked:
         event = one.arrived
         prompt, namespace = prompt_bytes(event.prompt), f"{event.namespace}\0{event.adapter}"
-        tokens = prompt + told.get(event.request_id, b"")
+        tokens = prompt + answers.get(event.request_id, b"")
         most = len(tokens) // 4
         match = tree.match(namespace, tokens, most)
         known = tree.pages_of(match.node)[: match.pages] if match.node is not None else np.empty(0, np.int32)

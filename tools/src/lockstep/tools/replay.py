@@ -31,7 +31,7 @@ from lockstep.core.contract.render import (
 )
 from lockstep.core.journal.replay import Divergence, event_line
 from lockstep.tools.conditions import Condition
-from lockstep.tools.decision_text import decision_of, decisions_text, exact_words
+from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
@@ -295,9 +295,7 @@ class Hand:
     def _last(self) -> list[str]:
         last = self.stepper.last
         return (
-            ["nothing was done yet"]
-            if last is None
-            else list(exact_words(last.step, self.stepper.names)) or ["nothing"]
+            ["nothing was done yet"] if last is None else list(exact_text(last.step, self.stepper.names)) or ["nothing"]
         )
 
     def _plan(self) -> list[str]:

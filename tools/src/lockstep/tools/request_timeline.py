@@ -235,7 +235,7 @@ class Chronicle:
 
     def __init__(self, wanted: Collection[RequestId]) -> None:
         self.wanted = frozenset(wanted)
-        self.stories: dict[RequestId, RequestTimeline] = {}
+        self.timelines: dict[RequestId, RequestTimeline] = {}
         self._open: dict[RequestId, RequestTimeline] = {}  # those that have not ended
         self.batches: dict[BatchId, Batch] = {}
         self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
@@ -251,10 +251,10 @@ class Chronicle:
         match event:
             case RequestArrived():
                 self._arrive(number, event, engine)
-            case RequestCancelled() if event.request_id in self.stories:
-                story = self.stories[event.request_id]
-                if story.ended_us < 0:
-                    story.cancelled_us = event.time_us
+            case RequestCancelled() if event.request_id in self.timelines:
+                timeline = self.timelines[event.request_id]
+                if timeline.ended_us < 0:
+                    timeline.cancelled_us = event.time_us
             case BatchFinished() if event.batch_id in self.batches:
                 batch = self.batches[event.batch_id]
                 if batch.delivered_us < 0:
@@ -278,20 +278,20 @@ class Chronicle:
             elif type(command) is EncodeMedia:
                 encoding = EncodingRecord(command.digest, event.time_us)
                 self.encodings.setdefault(command.digest, []).append(encoding)
-            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
-                self._end(number, event.time_us, self.stories[command.request_id])
+            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.timelines:
+                self._end(number, event.time_us, self.timelines[command.request_id])
         if self._open:
             self._note_causes(event.time_us, engine)
 
     @property
     def complete(self) -> bool:
         """Whether all selected requests have come and ended."""
-        return not self._open and len(self.stories) == len(self.wanted)
+        return not self._open and len(self.timelines) == len(self.wanted)
 
-    def encodings_of(self, story: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
+    def encodings_of(self, timeline: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
         """Kind, tokens and encoding of each content that a wait was for: the newest order by its end."""
         found = []
-        for digest, (kind, tokens) in story.media.items():
+        for digest, (kind, tokens) in timeline.media.items():
             asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
             if asked:
                 found.append((kind, tokens, asked[-1]))
@@ -299,10 +299,10 @@ class Chronicle:
 
     def close(self) -> Chronicle:
         """The journal has ended: so has what was still going on in it."""
-        for story in self.stories.values():
-            story.last_us = self._last_us
-            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
-                self._close(story.waits[-1], self._last_us)
+        for timeline in self.timelines.values():
+            timeline.last_us = self._last_us
+            if timeline.ended_us < 0 and timeline.waits and timeline.waits[-1].stop_us < 0:
+                self._close(timeline.waits[-1], self._last_us)
         return self
 
     def between(self, start_us: int, stop_us: int) -> list[Batch]:
@@ -316,7 +316,7 @@ class Chronicle:
         for sample in range(samples_asked(event)):
             request_id = event.request_id + sample
             if request_id in self.wanted:
-                self.stories[request_id] = self._open[request_id] = RequestTimeline(
+                self.timelines[request_id] = self._open[request_id] = RequestTimeline(
                     request_id=request_id,
                     label=sample_label(event.label, sample),
                     tenant=event.tenant,
@@ -342,38 +342,38 @@ class Chronicle:
                 self._said.pop(decided.request_id, None)
             case RequestRejected():
                 self._said.pop(decided.request_id, None)
-        story = self.stories.get(getattr(decided, "request_id", NOBODY))
-        if story is None:
+        timeline = self.timelines.get(getattr(decided, "request_id", NOBODY))
+        if timeline is None:
             return
         match decided:
             case RequestQueued():
-                story.queued = decided
-                story.waits.append(Wait(decided.time_us))
+                timeline.queued = decided
+                timeline.waits.append(Wait(decided.time_us))
             case TurnStarted():
-                story.turn = decided
+                timeline.turn = decided
             case RequestAdmitted():
-                wait = story.waits[-1]
+                wait = timeline.waits[-1]
                 wait.admitted, wait.admitted_step = decided, number
                 self._close(wait, decided.time_us)
             case PrefillCompleted():
-                story.completed.append((number, decided))
+                timeline.completed.append((number, decided))
             case RequestRetracted():
-                story.retractions.append(Retraction(decided, number, _gainers(plan)))
-                story.waits.append(Wait(decided.time_us))
+                timeline.retractions.append(Retraction(decided, number, _gainers(plan)))
+                timeline.waits.append(Wait(decided.time_us))
             case RequestFinished():
-                story.finished = decided
-                self._end(number, decided.time_us, story)
+                timeline.finished = decided
+                self._end(number, decided.time_us, timeline)
             case RequestRejected():
-                story.rejected = decided
-                self._end(number, decided.time_us, story)
+                timeline.rejected = decided
+                self._end(number, decided.time_us, timeline)
 
-    def _end(self, number: int, time_us: int, story: RequestTimeline) -> None:
-        if story.ended_us >= 0:
+    def _end(self, number: int, time_us: int, timeline: RequestTimeline) -> None:
+        if timeline.ended_us >= 0:
             return
-        story.ended_us, story.ended_step = time_us, number
-        self._open.pop(story.request_id, None)
-        if story.waits and story.waits[-1].stop_us < 0:
-            self._close(story.waits[-1], time_us)
+        timeline.ended_us, timeline.ended_step = time_us, number
+        self._open.pop(timeline.request_id, None)
+        if timeline.waits and timeline.waits[-1].stop_us < 0:
+            self._close(timeline.waits[-1], time_us)
 
     def _close(self, wait: Wait, time_us: int) -> None:
         wait.stop_us = time_us
@@ -390,8 +390,8 @@ class Chronicle:
         """What each waiting request waits for; most wait for the same, which is looked up once."""
         said, requests, held = self._said, engine.requests, engine.held
         common = line_cause(engine, NOBODY, said)
-        for request_id, story in self._open.items():
-            wait = story.waits[-1] if story.waits else None
+        for request_id, timeline in self._open.items():
+            wait = timeline.waits[-1] if timeline.waits else None
             if wait is None or wait.stop_us >= 0:
                 continue
             bypassed = requests[request_id].bypassed
@@ -420,16 +420,18 @@ class Chronicle:
             return
         starts, stops = plan.starts.tolist(), plan.stops.tolist()
         for i, request_id in enumerate(ids.tolist()):
-            story = self._open.get(request_id)
-            if story is not None and story.waits and story.waits[-1].admitted is not None:
-                story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))
+            timeline = self._open.get(request_id)
+            if timeline is not None and timeline.waits and timeline.waits[-1].admitted is not None:
+                timeline.works.append(Work(batch, len(timeline.waits) - 1, i < extends, starts[i], stops[i]))
 
     def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, RequestTimeline]) -> None:
         offsets, counts = sent.offsets.tolist(), sent.token_counts.tolist()
         for i, request_id in enumerate(sent.request_ids.tolist() if self._open or ending else ()):
-            story = self._open.get(request_id) or ending.get(request_id)
-            if story is not None and offsets[i] + counts[i] > story.output_tokens:  # sent twice, the client drops it
-                story.messages.append(Message(time_us, offsets[i], counts[i]))
+            timeline = self._open.get(request_id) or ending.get(request_id)
+            if (
+                timeline is not None and offsets[i] + counts[i] > timeline.output_tokens
+            ):  # sent twice, the client drops it
+                timeline.messages.append(Message(time_us, offsets[i], counts[i]))
 
 
 def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:

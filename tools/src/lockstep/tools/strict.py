@@ -64,11 +64,11 @@ def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> 
     following = [record.event for record in read_journal(walk.folder).events() if record.step >= number]
     results = (event for event in following[1:] if isinstance(event, BatchFinished))
     result = next(results, None)
-    told = "none" if result is None else f"b{result.batch_id} with {len(result.tokens) // 4} tokens"
+    delivered = "none" if result is None else f"b{result.batch_id} with {len(result.tokens) // 4} tokens"
     walk.names.observe(divergence.event)
     try:
         step = walk.engine.step(divergence.event)
     except LockstepError as error:
-        return Parted(recorded, None, f"{type(error).__name__}: {error}", told, state)
+        return Parted(recorded, None, f"{type(error).__name__}: {error}", delivered, state)
     now = decision_of(number, divergence.event, step, walk.names)
-    return Parted(recorded, now, "", told, state)
+    return Parted(recorded, now, "", delivered, state)

@@ -55,8 +55,8 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
-TOLD = 3  # requests that lost most, and as many that won
-PARTS_TOLD = 4  # of the change, the largest
+REQUESTS_SHOWN = 3  # requests that lost most, and as many that won
+PARTS_SHOWN = 4  # of the change, the largest
 
 ROUTES = {
     "policy": "as its policy said, whatever it begins with",
@@ -442,8 +442,8 @@ def felt(
     known = np.flatnonzero((ttft[0] >= 0) & (ttft[1] >= 0) & (ttft[0] != ttft[1]))
     order = known[np.argsort((ttft[1] - ttft[0])[known], kind="stable")]
     change = ttft[1] - ttft[0]
-    lost = [int(at) for at in order[::-1] if change[at] > 0][:TOLD]
-    won = [int(at) for at in order if change[at] < 0][:TOLD]
+    lost = [int(at) for at in order[::-1] if change[at] > 0][:REQUESTS_SHOWN]
+    won = [int(at) for at in order if change[at] < 0][:REQUESTS_SHOWN]
     chosen = lost + won
     ids = (
         [int(first.requests["request_id"][rows[at]]) for at in chosen],
@@ -477,7 +477,7 @@ def why(one: Felt) -> list[str]:
     parts += [("outside the engine: on the way, or waiting at the router", outside[0], outside[1])]
     moved = sorted((part for part in parts if part[1] != part[2]), key=lambda part: (-abs(part[2] - part[1]), part[0]))
     lines = [
-        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_TOLD]
+        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_SHOWN]
     ]
     if mine.cached_tokens != theirs.cached_tokens:
         lines.append(
