@@ -77,9 +77,9 @@ from lockstep.sim.host.ports import (
     RequestSource,
     TransferPort,
 )
+from lockstep.sim.host.sessions import Conversations, changes_holding
 from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import OpenSamples
-from lockstep.sim.workload.server_sessions import Conversations, changes_holding
 
 if TYPE_CHECKING:
     pass
