@@ -32,7 +32,7 @@ from lockstep.core.contract.events import (  # noqa: E402
     Resume,
     SamplingParams,
 )
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402

@@ -23,14 +23,15 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
-from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
+from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text

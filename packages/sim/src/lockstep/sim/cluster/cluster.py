@@ -52,7 +52,8 @@ from lockstep.core.cluster.router import (
 )
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.admission_options import admission_word, pairs
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.cluster.data_parallel import RankCluster
