@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, TIER_OPTIONS, router_given, simulate
-from lockstep.sim.cluster.cluster import ClusterScenario
+from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.run.options import SAYS_NOTHING, asked_by_command, asked_of
 from lockstep.sim.scenario.scenario import Scenario
 

@@ -24,7 +24,10 @@ from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
 from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, assemble_cluster, parse_engines, simulate_cluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, parse_engines
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import (
     BatchShape,
     CalibrationError,
@@ -43,7 +46,7 @@ from lockstep.sim.cost.roofline import fullest_shard
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host.pipeline import PipelinedDevice
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble

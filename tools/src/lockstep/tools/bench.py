@@ -101,7 +101,7 @@ def serve(
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=500 --concurrency 16
     """
     with refusals():
-        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.run.load import arrivals_of_load, check_load, check_measured, check_seed, open_load
         from lockstep.sim.run.run_folder import prepare_folder, workload_line
         from lockstep.sim.scenario.scenario import Scenario

@@ -31,13 +31,10 @@ from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
-from lockstep.sim.cluster.cluster import (
-    REPORTING,
-    ClusterScenario,
-    assemble_cluster,
-    simulate_cluster,
-    write_cluster_run,
-)
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.parallel import BESIDES_TP
 from lockstep.sim.host.adapters import RECORDED
 from lockstep.sim.report.compare_page import write_comparison

@@ -125,9 +125,9 @@ def plan(
     with refusals():
         from lockstep.core.cluster.router import RouterConfig
         from lockstep.core.contract.errors import ConfigError
-        from lockstep.sim.cluster.cluster import parse_scaling
+        from lockstep.sim.cluster.scenario import parse_scaling
         from lockstep.sim.host.adapters import USUAL
-        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.plan.answer import PlanAnswer
         from lockstep.sim.plan.ledger import TrialStore
         from lockstep.sim.plan.question import (

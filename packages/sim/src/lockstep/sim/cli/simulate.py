@@ -18,7 +18,7 @@ from lockstep.sim.cli.progress import terminal_bar
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from lockstep.sim.cluster.cluster import ClusterRun
+    from lockstep.sim.cluster.result import ClusterRun
     from lockstep.sim.run.setup import Setup
     from lockstep.sim.run.simulate import Run
 

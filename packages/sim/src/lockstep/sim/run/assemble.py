@@ -33,11 +33,9 @@ from lockstep.sim.host.adapters import (
     lora_of,
 )
 from lockstep.sim.host.cache_tiers import PageBytes
+from lockstep.sim.host.device import EOS_TOKEN_ID
 from lockstep.sim.host.encoding import EncoderSetup, check_encoding
 from lockstep.sim.host.forcing import Forcing
-from lockstep.sim.host.host import (
-    EOS_TOKEN_ID,
-)
 from lockstep.sim.host.hybrid_memory import (
     block_bytes,
     check_hybrid,

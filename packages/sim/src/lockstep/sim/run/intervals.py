@@ -14,9 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup, simulate_cluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.calibration import COVERAGE
-from lockstep.sim.metrics.metrics import Summary
+from lockstep.sim.metrics.columns import Summary
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 

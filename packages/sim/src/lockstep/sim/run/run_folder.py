@@ -16,7 +16,7 @@ from lockstep.sim.run.simulate import Run
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from lockstep.sim.cluster.cluster import ClusterRun
+    from lockstep.sim.cluster.result import ClusterRun
 
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")

@@ -17,10 +17,8 @@ from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.host.adapters import (
     ALL_TARGETS,
 )
-from lockstep.sim.host.host import (
-    GRAMMAR_COMPILE_US,
-)
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.host.engine_host import GRAMMAR_COMPILE_US
+from lockstep.sim.metrics.slo import Slo
 
 if TYPE_CHECKING:
     pass
