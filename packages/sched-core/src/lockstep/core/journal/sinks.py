@@ -21,7 +21,7 @@ class JournalSink(Protocol):
 
 
 class NoJournal:
-    """Discards every record, for runs that are never replayed."""
+    """Discards every record, for runs that are never replayed; engines of such runs need no digests."""
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Discard the event."""

@@ -32,6 +32,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
@@ -43,7 +44,7 @@ from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.pipeline import device_type_of, with_stages
-from lockstep.sim.host.ports import JournalSink, MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, RequestSource, TransferPort
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
@@ -144,16 +145,6 @@ class FrontEnd:
         if type(event) is RequestArrived:
             event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
         self._metrics.observe(event, step)
-
-
-class NoJournal:
-    """For runs that are only measured. Their engines need no digests."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Forget."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Forget."""
 
 
 def simulate(
