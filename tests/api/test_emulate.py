@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.drift import DriftMeter
 from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, Vocabulary, emulated_source
+from lockstep.api.observability.drift import DriftMeter
 from lockstep.api.serve import serve
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig

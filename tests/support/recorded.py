@@ -51,7 +51,7 @@ def record_model(
 
 def record_required_call(folder: Path) -> Path:
     """Answers that must be calls of tools: grammars that come of `tool_choice`."""
-    from lockstep.api.chat_tools import Tools
+    from lockstep.api.endpoints.chat_tools import Tools
     from lockstep.api.settings import Limits
 
     weather = {"properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"], "additionalProperties": False}
