@@ -32,7 +32,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.sinks import JournalSink
+from lockstep.core.journal.sinks import JournalSink, NoJournal
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
