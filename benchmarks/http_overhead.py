@@ -144,7 +144,7 @@ def children(pid: int) -> dict[str, int]:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 table[int(folder.name)] = parent, words
     own = {module: child for child, (parent, words) in table.items() if parent == pid for module in words[2:3]}
-    nursery = own["lockstep.api.fork_server"]
+    nursery = own["lockstep.api.processes.fork_server"]
     engine = next(child for child, (parent, _) in table.items() if parent == nursery)
     return {"worker": own["lockstep.api.worker"], "engine": engine}
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lockstep.core.contract.commands import LaunchBatch, LoadAdapter, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.plan import plan

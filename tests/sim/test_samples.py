@@ -15,7 +15,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
 from lockstep.sim.cli.plan import plan

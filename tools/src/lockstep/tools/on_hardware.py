@@ -17,7 +17,8 @@ import click
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError, LockstepError
-from lockstep.core.journal.journal import CORE_VERSION, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.out_paths import check_file

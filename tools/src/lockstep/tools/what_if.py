@@ -26,7 +26,8 @@ from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import shown
-from lockstep.core.journal.journal import JournalHeader, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.api.plain_text import Texts
+from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import BatchId, RequestId

@@ -20,19 +20,19 @@ from typing import Any
 
 import uvicorn
 
-from lockstep.api import children
-from lockstep.api.app import ADMIN_ROUTES, make_app
-from lockstep.api.bridge import Bridge
-from lockstep.api.cluster_bridge import ClusterBridge, Engines
+from lockstep.api.endpoints.app import ADMIN_ROUTES, make_app
+from lockstep.api.endpoints.keys import read_keys
+from lockstep.api.endpoints.protocol import bounded_by
+from lockstep.api.endpoints.server import Server
+from lockstep.api.endpoints.stored_responses import StoredResponses
+from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
-from lockstep.api.keys import read_keys
-from lockstep.api.metrics import Metrics
-from lockstep.api.protocol import bounded_by
-from lockstep.api.server import Server
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.spans import SpanExporter
+from lockstep.api.processes import children
+from lockstep.api.processes.bridge import Bridge
+from lockstep.api.processes.cluster_bridge import ClusterBridge, Engines
 from lockstep.api.settings import ServeSettings
-from lockstep.api.spans import SpanExporter
-from lockstep.api.stored_responses import StoredResponses
-from lockstep.api.usage import UsageCounter
 from lockstep.core.contract.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")

@@ -1,4 +1,4 @@
-"""The GPU bubble timer: for how long the device was idle while somebody waited for it.
+"""The GPU bubble timer: how long the device was idle while a request waited for it.
 
     requests   |  r1 arrives ........ r1 ends |        | r2 arrives .............. r2 ends |
     device          | b1 |  | b2 ||  b3  |                  |   b4   |   |   b5   |
@@ -12,7 +12,7 @@ BatchFinished carries.
 On a GPU it is a lower bound. A batch begins there with an event in front of it, which happens as soon as it is launched
 and all before it is done, while the CPU may still be packing and launching the kernels behind it: time in which the GPU
 waits for that counts as busy. Where launches lie far ahead, the two agree. For how long no kernel ran at all, only a
-profile says (docs/runtime.md, "Profiling"); `gpu-check` states that one.
+profile shows (docs/runtime.md, "Profiling"); `gpu-check` states that one.
 """
 
 from __future__ import annotations

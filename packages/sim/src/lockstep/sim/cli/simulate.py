@@ -587,7 +587,7 @@ def refusals() -> Iterator[None]:
         raise
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError
-        from lockstep.core.journal.journal import JournalError
+        from lockstep.core.journal.records import JournalError
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload.workload import WorkloadError
 

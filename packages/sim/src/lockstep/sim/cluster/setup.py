@@ -14,7 +14,7 @@ from lockstep.core.cluster.router import (
     EngineShare,
 )
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
 from lockstep.sim.cluster.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster.ranks import check_cluster_of_ranks
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup

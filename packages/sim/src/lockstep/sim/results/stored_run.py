@@ -401,7 +401,8 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
     """A journal of another run beside metrics.json is refused; a folder copied without its journal is not."""
     if not any((folder / "journal").glob("*.log")):
         return
-    from lockstep.core.journal.journal import JournalError, read_journal
+    from lockstep.core.journal.reader import read_journal
+    from lockstep.core.journal.records import JournalError
 
     try:
         header = read_journal(folder).header

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,

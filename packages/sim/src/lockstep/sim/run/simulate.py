@@ -32,7 +32,8 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import JournalWriter
+from lockstep.core.journal.sinks import JournalSink, NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
     Calibration,
@@ -44,7 +45,7 @@ from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.pipeline import device_type_of, with_stages
-from lockstep.sim.host.ports import JournalSink, MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, RequestSource, TransferPort
 from lockstep.sim.host.sessions import Conversations
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
@@ -143,16 +144,6 @@ class FrontEnd:
         if type(event) is RequestArrived:
             event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
         self._metrics.observe(event, step)
-
-
-class NoJournal:
-    """For runs that are only measured. Their engines need no digests."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Forget."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Forget."""
 
 
 def simulate(
