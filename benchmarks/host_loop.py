@@ -44,7 +44,8 @@ from calibration import calibrate
 from lockstep.core import SchedConfig
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.events import RequestArrived, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchResult
 from lockstep.host.loop import HostClock, RuntimeHost

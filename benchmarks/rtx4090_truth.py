@@ -38,6 +38,7 @@ from simpy import Environment
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig, profile_settings
 from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CostModel, CpuModel, roofline
@@ -47,7 +48,6 @@ from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
-from lockstep.sim.run.simulate import NoJournal
 from lockstep.sim.workload.token_runs import append_run
 from lockstep.sim.workload.turns import Turn
 

@@ -16,7 +16,7 @@ from lockstep.core import Engine, JournalWriter, SchedConfig
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, LaunchBatch, StreamTokens
 from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
 from lockstep.core.contract.render import Names, decided_line, plan_text
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
 
 BATCH_US = 10_000
 

@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from lockstep.core.command import main
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission

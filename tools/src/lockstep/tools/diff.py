@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.report.text import setting
+from lockstep.sim.results.text import setting
 from lockstep.tools.decision_text import Decision
 from lockstep.tools.drift import Drift, Parting, drift
 from lockstep.tools.narration import clock

@@ -20,7 +20,7 @@ from lockstep.core.contract.render import shown
 from lockstep.host.router_journal import LeftQueue, label_key
 from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.report.text import count, duration, percent
+from lockstep.sim.results.text import count, duration, percent
 from lockstep.tools.narration import Metric, clock, headline, sentences, timeline_text, wait_by_cause
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals

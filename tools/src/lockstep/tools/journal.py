@@ -21,7 +21,8 @@ import click
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import (
     EndRecord,
     EventRecord,
     HeaderRecord,
@@ -33,7 +34,6 @@ from lockstep.core.journal.journal import (
     SnapshotRecord,
     Tail,
     UnsealedRecord,
-    read_journal,
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
 from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, ToolError, engine_runs, json_line, print_json

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import Names, shown
-from lockstep.sim.report.text import count, duration
+from lockstep.sim.results.text import count, duration
 from lockstep.tools.request_timeline import (
     NOBODY,
     Batch,

@@ -21,7 +21,8 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId
 from lockstep.core.contract.render import CONTROLS, Names
-from lockstep.core.journal.journal import JournalError, JournalHeader, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
 from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.host.router_journal import FILE, LeftQueue, has_line, label_key, left_in_line, routes_of

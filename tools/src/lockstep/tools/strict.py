@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence
 from lockstep.tools.decision_text import Decision, decision_of, read_decisions
 from lockstep.tools.diff import decision_lines

@@ -14,7 +14,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.render import Names, shown
 from lockstep.sim.report.page import still_page
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.text import duration
+from lockstep.sim.results.text import duration
 from lockstep.tools.narration import cause_key, clock, headline, sentences, without
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 

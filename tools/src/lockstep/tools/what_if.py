@@ -26,7 +26,8 @@ from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import shown
-from lockstep.core.journal.journal import JournalHeader, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
@@ -35,19 +36,19 @@ from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.parallel import BESIDES_TP
-from lockstep.sim.host.adapters import RECORDED
 from lockstep.sim.report.compare_page import write_comparison
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.text import duration
 from lockstep.sim.results.compare import compare, match_requests
 from lockstep.sim.results.compare_text import comparison_lines, show_change
 from lockstep.sim.results.stored_run import StoredRun, read_run
+from lockstep.sim.results.text import duration
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
 from lockstep.sim.run.options import asked_by_command
 from lockstep.sim.run.run_folder import prepare_folder, write_run
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.adapters import RECORDED
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
 from lockstep.tools.recorded import journal_workload, output_limit, scaled

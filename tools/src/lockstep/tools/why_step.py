@@ -30,7 +30,7 @@ from lockstep.core.contract.render import Names, command_line, decided_line, obs
 from lockstep.core.journal.replay import event_line
 from lockstep.core.requests.table import RequestState
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.report.text import count
+from lockstep.sim.results.text import count
 from lockstep.tools.narration import DEFERRAL_TEXTS, cause_text, clock, named
 from lockstep.tools.request_timeline import NOBODY, Cause, why_waits
 from lockstep.tools.runs import Walk

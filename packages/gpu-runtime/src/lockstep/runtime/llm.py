@@ -51,7 +51,9 @@ from lockstep.core.contract.events import (
     TokenIds,
     UpdateWeights,
 )
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import SAMPLES_MAX, samples_asked, stop_tokens_of
 from lockstep.core.scheduler.engine import Engine
@@ -62,7 +64,7 @@ from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.host.quantization import Fp8Activations
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Message, StopTexts, Text

@@ -20,9 +20,10 @@ from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 
 log = logging.getLogger("lockstep.runtime")
 

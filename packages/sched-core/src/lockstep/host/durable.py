@@ -31,7 +31,9 @@ from lockstep.core.contract.events import (
     TokensForced,
 )
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
+from lockstep.core.journal.records import DIGEST_BYTES, HEADER_BYTES, first_sequence
+from lockstep.core.journal.segments import snapshot_name
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine

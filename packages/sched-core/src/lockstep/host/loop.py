@@ -79,6 +79,7 @@ from lockstep.core.contract.events import (
     TokensForced,
     WeightsSwapped,
 )
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import sample_of, samples_asked
 from lockstep.core.scheduler.engine import Engine
@@ -93,32 +94,6 @@ log = logging.getLogger("lockstep.host")
 
 IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
 NOBODY_WATCHES = nullcontext()
-
-
-class JournalSink(Protocol):
-    """What the host needs of a journal; `lockstep.core.journal.journal.JournalWriter` is one."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Record one event and the digest of its Step."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
-
-    def flush(self) -> None:
-        """Hand what was appended to the kernel."""
-
-
-class NoJournal:
-    """A journal of nothing, for runs that nobody will look at again."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Forget it."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Forget it."""
-
-    def flush(self) -> None:
-        """Nothing to hand over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from lockstep.core.contract.events import (
     RequestKind,
     RequestRejected,
 )
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.validation import sample_of, samples_asked

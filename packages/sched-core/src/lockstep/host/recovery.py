@@ -29,19 +29,17 @@ from lockstep.core.contract.commands import BatchPlan, FinishRequest, RejectRequ
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, SetState
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import Journal, opening_snapshot, read_journal
+from lockstep.core.journal.records import (
     EventRecord,
-    Journal,
     JournalError,
     JournalHeader,
     Snapshot,
     SnapshotRecord,
     UnsealedRecord,
-    find_journal,
-    opening_snapshot,
-    read_journal,
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
+from lockstep.core.journal.segments import find_journal
 from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, prompt_length
 from lockstep.core.requests.validation import samples_asked

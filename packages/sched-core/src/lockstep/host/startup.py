@@ -29,7 +29,10 @@ from lockstep.core.contract.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.journal.journal import Durability, JournalHeader, JournalWriter, find_journal, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import Durability, JournalHeader
+from lockstep.core.journal.segments import find_journal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog

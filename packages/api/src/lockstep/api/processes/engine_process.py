@@ -62,7 +62,7 @@ from lockstep.api.processes.wire import (
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import GetState
-from lockstep.core.journal.journal import JournalError
+from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
 from lockstep.core.requests.validation import samples_asked
 from lockstep.host.errors import EngineStopped
