@@ -39,7 +39,7 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
     chronicle, walk = Chronicle(ids), Walk(folder)
     for number, event, step in walk:
         chronicle.observe(number, event, step, walk.engine)
-    return {request_id: waited_by(story) for request_id, story in chronicle.close().stories.items()}
+    return {request_id: waited_by(timeline) for request_id, timeline in chronicle.close().timelines.items()}
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))

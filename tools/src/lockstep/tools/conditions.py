@@ -1,6 +1,6 @@
 """Conditions over decided events, to stop a replay at: a small language with a parser of its own.
 
-    RequestRetracted                                  somebody was retracted
+    RequestRetracted                                  a request was retracted
     RequestRetracted and request == r17               r17 was
     AdmissionDeferred and reason == kv_budget and needed_tokens > 8000
     (DecodeSkipped or PagesEvicted) and not mode == decode
@@ -41,7 +41,7 @@ FACTS = {
     "free_pages": "pages that nobody has",
     "available_pages": "free ones, and cached ones that nobody holds",
 }
-WHO = ("request", "behind", "beneficiary")
+REQUEST_FIELDS = ("request", "behind", "beneficiary")
 NAMES = {"request", *FIELDS, *FACTS}
 
 _TOKEN = re.compile(r"""\s*(?:(<=|>=|==|!=|<|>|\(|\))|"([^"]*)"|([A-Za-z0-9_.:/#@+-]+))""")
@@ -186,7 +186,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], word: str, condi
         )
 
     def test(moment: Moment) -> bool:
-        if name in WHO:
+        if name in REQUEST_FIELDS:
             field = "request_id" if name == "request" else name
             request_id = getattr(moment.decided, field, None)
             if request_id is None or ordered:

@@ -47,7 +47,7 @@ def kinds() -> dict[str, str]:
 @click.option("--overwrite", is_flag=True, help="Replace tables that are there.")
 @click.option("--json", "as_json", is_flag=True, help="Rows of each table as one JSON object.")
 def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
-    """Write what a run decided as Parquet tables, to be asked in polars or DuckDB.
+    """Write what a run decided as Parquet tables, for queries in polars or DuckDB.
 
     \b
     lockstep export runs/chat --out tables

@@ -1,6 +1,6 @@
 """Look into a journal, check it, replay it.
 
-    lockstep journal info RUN      who wrote it, how many events of each type, how it ends
+    lockstep journal info RUN      its writer, how many events of each type, how it ends
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing and chain only; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
@@ -363,7 +363,7 @@ def verify_run(run: Path, until: int | None, as_json: bool) -> None:
 
 
 def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
-    """Say on stderr where a replay parts from the journal, and both decisions in words as far as they are known."""
+    """Report on stderr where a replay parts from the journal, with the text of both decisions as far as available."""
     from lockstep.tools.strict import parted
 
     click.echo(f"Divergence: {divergence}", err=True)

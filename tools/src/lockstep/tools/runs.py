@@ -1,4 +1,5 @@
-"""What every tool over a journal begins with: the run that was named, its replay, who is who, and how errors are shown.
+"""What every tool over a journal begins with: the named run, its replay, the names of requests, and how errors are
+shown.
 
 RUN is a run folder or the `journal` folder in it; a cluster's run has one journal for each engine, and is asked for one
 of them. A `Walk` replays strictly and shows the engine between the steps, so that an explanation can look at what the
@@ -110,7 +111,7 @@ def walked(walk: Walk) -> Walk:
 def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     """The engine of a run that had the request of this name, and its id there; or how it ended in the router's line.
 
-    A number is that of requests.csv, where a simulation wrote it; otherwise the id that an engine knows it by.
+    A number is that of requests.csv, where a simulation wrote it; otherwise the id in the engine.
     Raises: ConfigError if there is none of this name, or several, as ids of a server's engines are each engine's own.
     """
     engines = engine_runs(run)
@@ -137,7 +138,7 @@ def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     if found:
         names = ", ".join(dict.fromkeys(engine.name for engine, _ in found))
         if len({engine for engine, _ in found}) == 1:
-            find_request(found[0][0], name)  # which says which ones
+            find_request(found[0][0], name)  # which lists them
         raise ConfigError(
             f"`--request` {name} is the name of a request of each of the engines {names}\n"
             f"hint: name one, such as {found[0][0]}"

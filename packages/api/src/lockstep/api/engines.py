@@ -450,10 +450,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
-    from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
+    from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
+    from lockstep.sim.run.adapters import lora_of
     from lockstep.sim.run.assemble import configure
     from lockstep.sim.scenario.scenario import Scenario
+    from lockstep.sim.workload.adapters import RECORDED
 
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")

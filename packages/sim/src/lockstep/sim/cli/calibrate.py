@@ -291,7 +291,7 @@ def acceptance(run: Path, as_json: bool) -> None:
     --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
     """
     with refusals():
-        from lockstep.sim.metrics.acceptance import describe
+        from lockstep.sim.calibrate.acceptance import describe
 
         found = describe(run)
         if as_json:

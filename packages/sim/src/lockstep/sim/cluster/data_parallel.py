@@ -48,9 +48,10 @@ from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 from lockstep.sim.host.engine_host import EngineHost
-from lockstep.sim.host.pipeline import StageNotes, Stages, with_stages
+from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, MetricsSink, TransferPort
 from lockstep.sim.host.speculation import DraftCost
+from lockstep.sim.host.stages import StageNotes, Stages
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn

@@ -59,7 +59,7 @@ def simulate_cluster(
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
         witnesses: none, or one for each engine; see host.Witness. Only where `setup.each_alone`.
         on_route: told of every request that was sent or turned away; only there, either.
-        compiled: whether a plain run without journals is one of machine code, see plain_run.py, which changes no
+        compiled: whether a plain run without journals is one of machine code, see fast_path.py, which changes no
             result; None: once that is worth it.
     """
     if (witnesses or on_route is not None) and not setup.each_alone:

@@ -69,10 +69,17 @@ from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.device import EOS_TOKEN_ID, Device
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.host.forcing import ForcedRuns, Forcing
-from lockstep.sim.host.ports import NEVER_US, MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.ports import (
+    NEVER_US,
+    MetricsSink,
+    Observer,
+    RankExchange,
+    RequestSource,
+    TransferPort,
+)
+from lockstep.sim.host.sessions import Conversations, changes_holding
 from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import OpenSamples
-from lockstep.sim.workload.server_sessions import Conversations, changes_holding
 
 if TYPE_CHECKING:
     pass

@@ -86,7 +86,9 @@ from lockstep.sim.metrics.messages import count_new_tokens, count_tokens, is_fir
 from lockstep.sim.metrics.packed import Codes, Packed, coded
 from lockstep.sim.metrics.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.samples import measure_samples
 from lockstep.sim.metrics.series import Levels, edges_us, make_series
+from lockstep.sim.metrics.sessions import SessionCounts
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.metrics.summary import (
     describe,
@@ -100,8 +102,6 @@ from lockstep.sim.metrics.summary import (
 )
 from lockstep.sim.metrics.tiers import BLOCKS, BlockUse, TierCounts
 from lockstep.sim.metrics.value_counts import ValueCountsBuilder
-from lockstep.sim.workload.samples import measure_samples
-from lockstep.sim.workload.server_sessions import SessionCounts
 
 COMPACT_ENTRIES = 2**18  # messages times their requests that `compact` lays out at a time: about 20 MB while it does
 COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two times
