@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lockstep.api.processes.wire import ITERATION_TOKENS
 from lockstep.core.contract.commands import BatchPlan, LaunchBatch, Step
 from lockstep.core.contract.events import Observed, RequestAdmitted, RequestArrived, RequestId, RequestRejected
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 
 
 class RequestTimes(NamedTuple):
@@ -38,7 +38,7 @@ class EngineTimes:
     def observe(self, event: Observed, step: Step) -> None:
         """Take in an event and its Step, before its commands are performed."""
         if type(event) is RequestArrived:
-            for sample in range(samples_asked(event)):
+            for sample in range(sample_count(event)):
                 self._arrived_us[event.request_id + sample] = event.time_us
         for decided in step.decided:
             if type(decided) is RequestAdmitted:

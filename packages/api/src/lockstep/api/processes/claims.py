@@ -21,8 +21,8 @@ from lockstep.api.processes.wire import OVER
 from lockstep.core.contract.commands import FinishRequest
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import CancelMany, RequestArrived, RequestId
-from lockstep.core.contract.render import shown
-from lockstep.core.journal.journal import JournalError
+from lockstep.core.contract.text import shown
+from lockstep.core.journal.records import JournalError
 from lockstep.host.loop import RuntimeHost, Sink, Untold
 from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 from lockstep.host.startup import Keeper

@@ -62,9 +62,9 @@ from lockstep.api.processes.wire import (
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import GetState
-from lockstep.core.journal.journal import JournalError
+from lockstep.core.contract.samples import sample_count
+from lockstep.core.journal.records import JournalError
 from lockstep.core.journal.replay import Divergence
-from lockstep.core.requests.validation import samples_asked
 from lockstep.host.errors import EngineStopped
 from lockstep.host.router_journal import session_key
 
@@ -201,7 +201,7 @@ class EngineProcess:
             request = msgspec.structs.replace(request, deadline_us=max(0, clock.at(message.start_by_ns)))
         if message.finish_by_ns is not None:
             request = msgspec.structs.replace(request, finish_by_us=max(0, clock.at(message.finish_by_ns)))
-        samples = samples_asked(request)
+        samples = sample_count(request)
         key = (message.worker, message.ticket)
         ticket = self._open[key] = _OpenTicket(samples, request.label, request.tenant)
         left = [samples - message.have.count(OVER)]

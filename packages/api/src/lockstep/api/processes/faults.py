@@ -26,9 +26,10 @@ import numpy as np
 from lockstep.core.contract.commands import BatchPlan, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchId, ObservedEvent, RequestArrived, RequestId
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.host.batches import BatchExecutor, BatchResult, ContextOf
-from lockstep.host.loop import JournalSink, RuntimeHost
+from lockstep.host.loop import RuntimeHost
 
 VARIABLE = "LOCKSTEP_FAULT"
 POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "greedy": (1, 1), "arrival": (1, 1)}
