@@ -33,7 +33,7 @@ from rich.table import Table
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.events import (
     ClockAdvanced,
-    DecidedEvent,
+    Decided,
     FinishReason,
     RequestArrived,
     RequestFinished,
@@ -193,7 +193,7 @@ def _end_us(one: Sent) -> int:
     return max(one.ended_us, one.last_us, one.sent_us, one.due_us)
 
 
-def _end(one: Sent, at_us: int) -> DecidedEvent | None:
+def _end(one: Sent, at_us: int) -> Decided | None:
     """How it ended; None if it is still open."""
     if one.kind == "interrupted":
         return None

@@ -17,17 +17,17 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import Decided, DecidedEvent, ObservedEvent
+from lockstep.core.contract.events import Decided, ObservedEvent, decided_types
 from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
 
-TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in get_args(DecidedEvent)}
+TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in decided_types()}
 FIELDS = {field.name for type_ in TYPES.values() for field in msgspec.structs.fields(type_)} - {"time_us", "request_id"}
 FACTS = {
     "event": "name of the observed event",

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestAdmitted, RequestId
-from lockstep.core.contract.render import Names, in_flight_lines, pages_line, queue_line, table_lines
+from lockstep.core.contract.render import Names
 from lockstep.core.journal.replay import event_line
 from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state_text import in_flight_lines, pages_line, queue_line, table_lines
 from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.results.compare import match_requests

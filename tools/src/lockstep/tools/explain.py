@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import shown
+from lockstep.core.contract.text import shown
 from lockstep.host.router_journal import LeftQueue, label_key
 from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.metrics.fold import MetricsFold

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import Names, shown
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.text import shown
 from lockstep.sim.results.text import count, duration
 from lockstep.tools.request_timeline import (
     NOBODY,

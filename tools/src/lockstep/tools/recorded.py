@@ -31,9 +31,9 @@ from lockstep.core.contract.events import (
     TokenDigest,
     TokenRuns,
 )
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.table import prompt_bytes
-from lockstep.core.requests.validation import samples_asked
 from lockstep.sim.workload.samples import with_counts
 from lockstep.sim.workload.token_runs import append_run
 from lockstep.sim.workload.turns import Turns, TurnsBuilder, WorkloadError
@@ -85,7 +85,7 @@ def journal_workload(run: Path) -> Workload:
             grammar=event.grammar.source if event.grammar is not None else "",
         )
     turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
-    samples = np.array([samples_asked(one.arrived) for one in asked], np.int32)
+    samples = np.array([sample_count(one.arrived) for one in asked], np.int32)
     if (samples > 1).any():
         turns = with_counts(turns, samples)
     turned = sum(leader >= 0 for leader in after)

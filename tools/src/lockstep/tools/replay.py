@@ -15,21 +15,18 @@ import click
 from lockstep.core.admin.stats import stats
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ClockAdvanced, HostTimeClamped, LaneReady
-from lockstep.core.contract.render import (
+from lockstep.core.contract.render import decided_line, observed_line, plan_lines, stats_text
+from lockstep.core.journal.replay import Divergence, event_line
+from lockstep.core.scheduler.state_text import (
     adapter_lines,
-    decided_line,
     in_flight_lines,
-    observed_line,
     page_owner_lines,
     pages_line,
-    plan_lines,
     queue_line,
     session_lines,
-    stats_text,
     table_lines,
     tree_lines,
 )
-from lockstep.core.journal.replay import Divergence, event_line
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines

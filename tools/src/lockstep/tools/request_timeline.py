@@ -42,9 +42,9 @@ from lockstep.core.contract.events import (
     RequestRetracted,
     TurnStarted,
 )
+from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.core.features.disaggregation import HELD
 from lockstep.core.requests.table import RequestState
-from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.core.scheduler.engine import Engine
 
 NOBODY: RequestId = -1
@@ -313,7 +313,7 @@ class Chronicle:
     # -------------------------------------------------------------------------------------------------- decided facts
 
     def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             request_id = event.request_id + sample
             if request_id in self.wanted:
                 self.timelines[request_id] = self._open[request_id] = RequestTimeline(

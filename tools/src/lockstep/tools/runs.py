@@ -20,11 +20,12 @@ import msgspec
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId
-from lockstep.core.contract.render import CONTROLS, Names
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.samples import sample_count, sample_label
+from lockstep.core.contract.text import CONTROLS
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
-from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.host.router_journal import FILE, LeftQueue, has_line, label_key, left_in_line, routes_of
 from lockstep.sim.workload.turns import WorkloadError
 
@@ -172,7 +173,7 @@ def _named(run: Path, name: str) -> _Named:
         event = record.event
         if not isinstance(event, RequestArrived):
             continue
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             arrived += 1
             if event.request_id + sample == wanted:
                 by_id = wanted

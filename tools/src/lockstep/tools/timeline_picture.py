@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.render import Names, shown
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.text import shown
 from lockstep.sim.report.page import still_page
 from lockstep.sim.report.parts import escape
 from lockstep.sim.results.text import duration

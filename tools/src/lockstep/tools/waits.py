@@ -26,7 +26,7 @@ from lockstep.core.contract.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.narration import cause_key
 from lockstep.tools.request_timeline import NOBODY, line_cause, why_waits
@@ -154,7 +154,7 @@ class WaitFold:
         others = len(engine.waiting)
         while others and engine.waiting[others - 1].request_id >= event.request_id:
             others -= 1  # itself and its other samples stand at the end
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             one = _OpenWait(event.time_us, others + len(engine.held))
             self._open[event.request_id + sample] = self._silent[event.request_id + sample] = one
 

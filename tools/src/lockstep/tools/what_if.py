@@ -25,7 +25,7 @@ from lockstep.core.cluster.router import RequestRouted, RouterConfig
 from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import shown
+from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route

@@ -26,10 +26,12 @@ from lockstep.core.contract.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, pages_line, plan_text, runs
+from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, plan_text
+from lockstep.core.contract.text import runs
 from lockstep.core.journal.replay import event_line
 from lockstep.core.requests.table import RequestState
 from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state_text import pages_line
 from lockstep.sim.results.text import count
 from lockstep.tools.narration import DEFERRAL_TEXTS, cause_text, clock, named
 from lockstep.tools.request_timeline import NOBODY, Cause, why_waits

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestFinished, RequestRejected
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class BubbleTimer:
         elif type(event) is RequestArrived:
             if not self._open:
                 self._spans.append([event.time_us, -1])
-            self._open += samples_asked(event)
+            self._open += sample_count(event)
         ended = sum(type(one) is RequestFinished or type(one) is RequestRejected for one in step.decided)
         if ended:
             self._open -= ended

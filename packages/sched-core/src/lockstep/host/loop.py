@@ -79,9 +79,9 @@ from lockstep.core.contract.events import (
     TokensForced,
     WeightsSwapped,
 )
+from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
-from lockstep.core.requests.validation import sample_of, samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
@@ -314,7 +314,7 @@ class RuntimeHost:
 
         Returns: its id, or that of its first sample. Raises: EngineStopped; ValueError for a wrong number of sinks.
         """
-        samples = samples_asked(request)
+        samples = sample_count(request)
         if len(sinks) != samples:
             raise ValueError(f"a request of {samples} samples needs as many sinks, got {len(sinks)}")
         with self._gate:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
-from lockstep.core.contract.render import shown
+from lockstep.core.contract.text import shown
 from lockstep.sim.results.compare import (
     ChangedRequest,
     Comparison,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.requests.validation import SAMPLES_MAX
+from lockstep.core.contract.samples import SAMPLES_MAX
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.token_runs import TOKEN_IDS
 from lockstep.sim.workload.turns import Turn, Turns
