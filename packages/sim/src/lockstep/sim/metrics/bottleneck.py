@@ -70,7 +70,7 @@ def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
         return Bottleneck("KV memory", _listed(retracted, peak))
     if bubbles is not None and bubbles > BUBBLE_SHARE:
         return Bottleneck("CPU", f"the GPU was idle {_percent(bubbles)} of the time with work there")
-    waits = "" if waiting is None else f"hardly anybody waits ({_number(waiting)} on average)"
+    waits = "" if waiting is None else f"hardly any request waits ({_number(waiting)} on average)"
     return Bottleneck("none", _listed(waits, f"GPU busy {_percent(busy)}"))
 
 
