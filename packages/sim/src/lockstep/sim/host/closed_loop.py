@@ -69,7 +69,7 @@ class ConcurrentSessions:
         random = np.random.Generator(np.random.Philox(seed))
         self._numbers = count()
         first_copy = self._begin_under_way(concurrency, prompt_tokens_max, random)
-        self._line = self._sessions_without_end(first_copy, random)
+        self._upcoming = self._sessions_without_end(first_copy, random)
         self._look_ahead()
 
     def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
@@ -157,7 +157,7 @@ class ConcurrentSessions:
 
     def _begin_next(self, ended: int, now_us: int) -> None:
         del self._copy_of[ended]
-        copy, session = next(self._line)
+        copy, session = next(self._upcoming)
         self._send_later(now_us, next(self._numbers), copy, int(self._rows[session][0]), opens=True)
         self._look_ahead()
 
