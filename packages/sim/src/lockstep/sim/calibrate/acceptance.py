@@ -6,7 +6,7 @@
     halves(seen)                               # fitted to every other request, held against the others
 
 The model of `speculation.py` has one chance for each place, the same for all requests and all of their text. That is
-true of no text; by how much it is off in the mean is what the halves say, whose requests the fit has not seen.
+true of no text; the halves give the error in the mean, over requests that the fit has not seen.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WAITING_MANY = 1.0  # requests in the waiting line, on average: from here on there is a queue
+WAITING_MANY = 1.0  # requests in the waiting queue, on average: from here on there is a queue
 BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
 KV_FULL_SHARE = 0.95  # of the pool, held by requests
 
