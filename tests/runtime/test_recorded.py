@@ -18,8 +18,9 @@ from simpy import Environment  # noqa: E402
 from lockstep.core.contract.config import SchedConfig  # noqa: E402
 from lockstep.core.contract.errors import ConfigError, LockstepError  # noqa: E402
 from lockstep.core.contract.events import BatchFinished, OpenSession, RequestRetracted  # noqa: E402
-from lockstep.core.journal.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
+from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402
@@ -28,7 +29,9 @@ from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.recorded import Extent, make_runner  # noqa: E402
 from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
-from lockstep.sim.host.host import EOS_TOKEN_ID, Arrivals, EngineHost  # noqa: E402
+from lockstep.sim.host.arrivals import Arrivals  # noqa: E402
+from lockstep.sim.host.device import EOS_TOKEN_ID  # noqa: E402
+from lockstep.sim.host.engine_host import EngineHost  # noqa: E402
 from lockstep.sim.workload.generate import generate, parse_spec  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402

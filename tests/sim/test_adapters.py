@@ -17,12 +17,14 @@ from click.testing import CliRunner
 from lockstep.core.contract.commands import LaunchBatch, LoadAdapter, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import (
     BatchShape,
     CapacityError,
@@ -35,11 +37,16 @@ from lockstep.sim.cost import (
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host.adapters import parse_adapters, parse_targets, with_adapters
+from lockstep.sim.host.adapters import parse_targets
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.adapters import parse_adapters, with_adapters
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import open_workload, workload_digest
 

@@ -7,9 +7,9 @@ import pytest
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, TIER_OPTIONS, router_given, simulate
-from lockstep.sim.cluster.cluster import ClusterScenario
+from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.run.options import SAYS_NOTHING, asked_by_command, asked_of
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 
 PLAIN = "lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=20,rate=4"
 CLUSTER = f"{PLAIN} --replicas 2"

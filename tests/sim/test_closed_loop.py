@@ -14,10 +14,14 @@ from click.testing import CliRunner
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
-from lockstep.sim.workload.closed_loop import ConcurrentSessions
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.host.closed_loop import ConcurrentSessions
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Turns, open_workload
 
 CHAT = "gen:n=300,turns=uniform:2:8,input=fixed:300,output=fixed:20,think=uniform:100ms:3s"

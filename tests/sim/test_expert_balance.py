@@ -18,7 +18,7 @@ from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.cost.stages import stages_of
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = load_model("deepseek-v3"), load_gpu("h200")
 PLAIN = Parallelism(tp=8, ep=8, expert_cv=1.0)

@@ -32,21 +32,20 @@ from lockstep.core.contract.events import (
     RequestFinished,
     RequestRejected,
 )
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.host.router_journal import NoRouterJournal
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    ClusterSetup,
-    EngineGroup,
-    assemble_cluster,
-    simulate_cluster,
-)
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import HandoverCluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import ClusterSetup, assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.host.encoder_lane import EncoderLane
-from lockstep.sim.run.simulate import NoJournal, Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal
 from lockstep.tools.runs import Walk

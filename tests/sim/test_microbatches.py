@@ -17,12 +17,16 @@ from click.testing import CliRunner
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import LaneReady
 from lockstep.core.features import microbatches
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import StageTimes
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.stages import StageTimes
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DOC = Path(__file__).parents[2] / "docs" / "distributed.md"
 LOAD = "gen:n=48,rate=inf,input=fixed:900,output=fixed:60"

@@ -26,7 +26,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.config import refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan, usable_cores
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import TrialStore
@@ -56,7 +56,9 @@ from lockstep.sim.plan.search import (
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
 from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, crew_of
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 SLOS = (Slo.parse("ttft_p90=1s"), Slo.parse("tpot_p90=40ms"))
 TINY = replace(QUICK, long=Length(40, 40, 0.0), short=Length(30, 30, 0.0), replications_min=2, replications_max=3)
@@ -899,7 +901,7 @@ def test_ctrl_c_while_the_page_is_made_leaves_no_page(tmp_path: Path, monkeypatc
     def interrupted(_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.sim.report.plan_page.render_plan", interrupted)
+    monkeypatch.setattr("lockstep.sim.plan.page.render_plan", interrupted)
     shown = invoke("--jobs", "1", "--out", str(tmp_path / "plan"))
     assert shown.exit_code == 130
     assert not (tmp_path / "plan" / "plan.html").exists()

@@ -16,9 +16,14 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import CloseSession, ControlRequested, ObservedEvent, OpenSession, RequestArrived
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.server_sessions import with_server_sessions
 from lockstep.sim.workload.token_runs import prompt_ids, runs_behind
 from lockstep.sim.workload.turns import TurnsBuilder

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.run.simulate import Scenario, assemble
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of, mix_turns
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns, TurnsBuilder

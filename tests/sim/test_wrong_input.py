@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.core.command import main
 from lockstep.sim.cli.out_paths import check_file, check_folder
-from lockstep.sim.run import intervals
+from lockstep.sim.cluster import intervals
 
 SIMULATE = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h100", "--workload", "gen:n=2", "--no-intervals"]
 POINTS_HEADER = "engine,model,gpu,tp,precision,isl,osl,concurrency,ttft_ms,tpot_ms"
@@ -198,7 +198,7 @@ def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str], monkeypat
     def assemble(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1 TiB")
 
-    monkeypatch.setattr("lockstep.sim.run.simulate.assemble", assemble)
+    monkeypatch.setattr("lockstep.sim.run.assemble.assemble", assemble)
     said = refused(capsys, *SIMULATE, status=1)
     assert said == "MemoryError: Unable to allocate 1 TiB\nhint: lower --limit, --pages or --request-rows\n"
 

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.host.host import Arrivals
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.results.compare import compare, read_runs
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
