@@ -169,9 +169,7 @@ class LimitPiece(Piece):
                 case RequestRetracted(_, request_id):
                     self.owed.discard(request_id)
                 case RequestFinished(_, request_id, reason):
-                    assert reason != "out_of_kv", (
-                        f"r{request_id} ended {reason}; it had to be rejected at entry"
-                    )
+                    assert reason != "out_of_kv", f"r{request_id} ended {reason}; it had to be rejected at entry"
                     self.owed.discard(request_id)
         plan = step.launched()
         if made_room:
