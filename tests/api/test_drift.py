@@ -20,7 +20,7 @@ from lockstep.api.processes.wire import RATIOS, Gauges
 from lockstep.api.settings import ServeSettings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchFinished
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate

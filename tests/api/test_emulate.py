@@ -27,9 +27,10 @@ from lockstep.core.contract.events import (
     SamplingParams,
     TokenIds,
 )
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
 from lockstep.sim.host.batch_shapes import RowAdapters
 from lockstep.sim.host.links import Link

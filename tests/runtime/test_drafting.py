@@ -22,8 +22,9 @@ from lockstep.core.contract.events import (  # noqa: E402
     RequestRetracted,
     SamplingParams,
 )
-from lockstep.core.journal.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
+from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.drafts import DraftCounts  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402

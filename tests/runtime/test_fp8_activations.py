@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.quantization import WeightFormat, read_weight_format, rounds_rows  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402

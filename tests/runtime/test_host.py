@@ -31,8 +31,10 @@ from lockstep.core.contract.events import (  # noqa: E402
     SamplingParams,
     UpdateWeights,
 )
-from lockstep.core.journal.journal import JournalError, JournalHeader, JournalWriter, UnsealedRecord, read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
+from lockstep.core.journal.records import JournalError, JournalHeader, UnsealedRecord  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
+from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
 from lockstep.host.loop import HostClock, Int32s  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402

@@ -28,7 +28,7 @@ from torch import distributed as dist  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import ControlRequested, ReleaseMemory, UpdateWeights, WeightsSwapped  # noqa: E402
-from lockstep.core.journal.journal import JournalHeader  # noqa: E402
+from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402

@@ -17,7 +17,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import (  # noqa: E402
     RequestArrived,
 )
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.text import StopTexts, Text  # noqa: E402
 from lockstep.runtime import (  # noqa: E402

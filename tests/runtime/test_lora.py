@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import RequestAdmitted, RequestArrived  # noqa: E402
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402

@@ -18,8 +18,9 @@ from simpy import Environment  # noqa: E402
 from lockstep.core.contract.config import SchedConfig  # noqa: E402
 from lockstep.core.contract.errors import ConfigError, LockstepError  # noqa: E402
 from lockstep.core.contract.events import BatchFinished, OpenSession, RequestRetracted  # noqa: E402
-from lockstep.core.journal.journal import JournalHeader, JournalWriter  # noqa: E402
+from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
+from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
 from lockstep.host.recorded import RecordedAnswer, run_recorded  # noqa: E402

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lockstep.sim.calibrate import acceptance
+from lockstep.sim.calibrate.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import CalibrationError
-from lockstep.sim.metrics import acceptance
-from lockstep.sim.metrics.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario

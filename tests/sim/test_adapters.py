@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lockstep.core.contract.commands import LaunchBatch, LoadAdapter, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.plan import plan
@@ -29,7 +29,7 @@ from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostMod
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host.adapters import parse_adapters, parse_targets, with_adapters
+from lockstep.sim.host.adapters import parse_targets
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare
 from lockstep.sim.results.stored_run import read_run
@@ -38,6 +38,7 @@ from lockstep.sim.run.run_folder import write_run
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.adapters import parse_adapters, with_adapters
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import open_workload, workload_digest
 

@@ -19,7 +19,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
-from lockstep.core.journal.journal import EndRecord, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import EndRecord
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli import demo as demo_module
 from lockstep.sim.cli.demo import answer, demo

@@ -17,11 +17,11 @@ from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.workload.closed_loop import ConcurrentSessions
 from lockstep.sim.workload.workload import Turns, open_workload
 
 CHAT = "gen:n=300,turns=uniform:2:8,input=fixed:300,output=fixed:20,think=uniform:100ms:3s"

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import EventRecord, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
 from lockstep.sim.cli.settings import parse_setting

@@ -18,11 +18,11 @@ from lockstep.sim.cli.compare import compare as command
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.metrics.bottleneck import bottleneck
 from lockstep.sim.report.compare_page import overlay, render_comparison
-from lockstep.sim.report.text import setting, span
 from lockstep.sim.results.compare import Comparison, change, compare, headline, read_runs
 from lockstep.sim.results.compare_text import COLUMNS, comparison_lines
 from lockstep.sim.results.results import show_us
 from lockstep.sim.results.stored_run import read_run
+from lockstep.sim.results.text import setting, span
 from tests.support.browser import dom_of, needs_chromium
 
 CHAT = "gen:n=40,rate=60,input=lognormal:300:0.8,output=lognormal:40:0.5"

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, timed_batches
 from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate

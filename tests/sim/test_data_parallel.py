@@ -22,7 +22,6 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.cluster.data_parallel import Share, SharedPass, SimulatedRanks, pass_shape
-from lockstep.sim.cluster.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
@@ -32,8 +31,9 @@ from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.roofline import roofline
-from lockstep.sim.host.pipeline import Stages
 from lockstep.sim.host.speculation import ModelDraftCost
+from lockstep.sim.host.stages import Stages
+from lockstep.sim.run.ranks import config_of_engine, settings_of_rank
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.commands import EncodeMedia
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.sim.catalogue import load_encoders, load_gpu
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup

@@ -32,6 +32,7 @@ from lockstep.core.contract.events import (
     RequestFinished,
     RequestRejected,
 )
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.host.router_journal import NoRouterJournal
 from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.data_parallel import RankCluster
@@ -43,7 +44,7 @@ from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.run.assemble import assemble
-from lockstep.sim.run.simulate import NoJournal, Run, simulate
+from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.explain import explain
 from lockstep.tools.journal import journal

@@ -20,7 +20,7 @@ from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
-    DecidedEvent,
+    Decided,
     DecodeSkipped,
     FinishReason,
     LaneReady,
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, *, kv_pages: int | None = None) -> None:
         self.fold = MetricsFold(kv_pages=kv_pages)
 
-    def decide(self, *decided: DecidedEvent) -> None:
+    def decide(self, *decided: Decided) -> None:
         self.fold.observe(LaneReady(decided[0].time_us), Step(decided=list(decided)))
 
     def arrive(self, time_us: int, request_id: int, prompt_tokens: int = 10, tenant: str = "") -> None:
@@ -710,7 +710,7 @@ class Historian:
             self.random.choice((self.arrive, self.stream, self.stream, self.decide, self.launch, self.report))()
         return self.told
 
-    def observe(self, event: Any, decided: Sequence[DecidedEvent] = (), commands: Sequence[Command] = ()) -> None:
+    def observe(self, event: Any, decided: Sequence[Decided] = (), commands: Sequence[Command] = ()) -> None:
         self.told.append(("observe", (event, Step(decided=list(decided), commands=list(commands)))))
 
     def arrive(self) -> None:
@@ -753,7 +753,7 @@ class Historian:
         if not self.sent:
             return
         request_id = self.random.choice(list(self.sent))
-        decided: DecidedEvent = self.random.choice(
+        decided: Decided = self.random.choice(
             (
                 RequestAdmitted(self.time_us, request_id, 0, self.random.randrange(9), 1, 0),
                 RequestRetracted(self.time_us, request_id, 1, 2, 3, "pages"),

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.contract.commands import BatchPlan
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
 from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
+from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.scenario import ClusterScenario, parse_engines
 from lockstep.sim.cluster.setup import assemble_cluster
@@ -50,7 +51,6 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble
-from lockstep.sim.run.intervals import intervals_of
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from tests.support.shapes import shapes

@@ -901,7 +901,7 @@ def test_ctrl_c_while_the_page_is_made_leaves_no_page(tmp_path: Path, monkeypatc
     def interrupted(_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.sim.report.plan_page.render_plan", interrupted)
+    monkeypatch.setattr("lockstep.sim.plan.page.render_plan", interrupted)
     shown = invoke("--jobs", "1", "--out", str(tmp_path / "plan"))
     assert shown.exit_code == 130
     assert not (tmp_path / "plan" / "plan.html").exists()

@@ -30,7 +30,7 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.payload import ChartSpans, pack, timeline
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent
+from lockstep.sim.results.text import NOTHING, count, digits, duration, percent
 from tests.support.browser import dom_of, needs_chromium
 
 EVIL = '</script><img src=x onerror="alert(1)">{{script}}&amp;'

@@ -25,8 +25,9 @@ from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.host.cache_tiers import PageBytes, TierLinks
+from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.links import Link
+from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.tier_options import HostTiers, host_tiers
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.run.assemble import assemble

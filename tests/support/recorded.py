@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.narration import wait_by_cause
 from lockstep.tools.request_timeline import RequestTimeline
 from lockstep.tools.waits import Waited

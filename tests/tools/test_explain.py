@@ -18,9 +18,9 @@ from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.router_journal import RouterJournal, label_key, set_aside
 from lockstep.sim.results.stored_run import read_run
-from lockstep.tools.explain import explain, measured, told
+from lockstep.tools.explain import chronicle_of, explain, measured
 from lockstep.tools.journal import journal
-from lockstep.tools.narration import sentences, story_text
+from lockstep.tools.narration import sentences, timeline_text
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import find_request
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
@@ -38,14 +38,14 @@ def run_explain(*arguments: object) -> Result:
 def story_of(folder: Path, name: str) -> tuple[RequestTimeline, Chronicle, str]:
     """The story of a request, all stories, and the story as text."""
     request_id = find_request(folder, name)
-    chronicle, walk = told(folder, [request_id])
-    story = chronicle.stories[request_id]
-    return story, chronicle, "\n".join(story_text(story, chronicle, walk.names, walk.header.config))
+    chronicle, walk = chronicle_of(folder, [request_id])
+    timeline = chronicle.timelines[request_id]
+    return timeline, chronicle, "\n".join(timeline_text(timeline, chronicle, walk.names, walk.header.config))
 
 
-def causes(story: RequestTimeline) -> list[tuple[str, int, int, int]]:
+def causes(timeline: RequestTimeline) -> list[tuple[str, int, int, int]]:
     """What the first wait was for: reason, whom, from, until in ms."""
-    spans = story.waits[0].spans
+    spans = timeline.waits[0].spans
     return [(s.cause.reason, s.cause.other, s.start_us // 1000, s.stop_us // 1000) for s in spans]
 
 
@@ -255,7 +255,7 @@ def test_preemption_names_whom_it_made_room_for(tmp_path: Path) -> None:
     "path", sorted(SCENARIOS.glob("[!c]*/*.txt"))[::4], ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
 def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
-    """Of each request of many scenarios: spans tile its waits, and what is told is told in full."""
+    """Of each request of many scenarios: spans tile its waits, and what is chronicle_of is chronicle_of in full."""
     run = Run()
     play(parse(path.read_text()), run)
     engine, names = Engine(run.config), Names()
@@ -267,17 +267,17 @@ def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
         chronicle.observe(number, event, step, engine)
     chronicle.close()
     ended = {decided.request_id for decided in run.decisions if type(decided).__name__ == "RequestFinished"}
-    for request_id, story in chronicle.stories.items():
-        for wait in story.waits:
+    for request_id, timeline in chronicle.timelines.items():
+        for wait in timeline.waits:
             assert wait.stop_us >= wait.start_us
             assert wait.spans or wait.took_us == 0
             assert sum(span.stop_us - span.start_us for span in wait.spans) == wait.took_us
-        assert (story.finished is not None) == (request_id in ended)
-        told_of = sentences(story, chronicle, names, run.config)
-        assert told_of[-1].kind == "ended"
-        assert sum(sentence.text.startswith("first token") for sentence in told_of) == bool(story.messages)
-        ElementTree.fromstring(picture(story, chronicle))
-        text_lines(story, chronicle)
+        assert (timeline.finished is not None) == (request_id in ended)
+        narration = sentences(timeline, chronicle, names, run.config)
+        assert narration[-1].kind == "ended"
+        assert sum(sentence.text.startswith("first token") for sentence in narration) == bool(timeline.messages)
+        ElementTree.fromstring(picture(timeline, chronicle))
+        text_lines(timeline, chronicle)
 
 
 @pytest.fixture(scope="module")
@@ -293,24 +293,24 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stories_measure_what_metrics_measure(crowd: Path) -> None:
     requests = measured(crowd)
     ids = requests.request_id.tolist()
-    chronicle, _ = told(crowd, ids)
-    stories = [chronicle.stories[request_id] for request_id in ids]
-    assert [story.queue_us for story in stories] == requests.queue_us.tolist()
-    assert [story.ttft_us for story in stories] == requests.ttft_us.tolist()
-    assert [story.e2e_us for story in stories] == requests.e2e_us.tolist()
-    assert [len(story.retractions) for story in stories] == requests.retractions.tolist()
+    chronicle, _ = chronicle_of(crowd, ids)
+    timelines = [chronicle.timelines[request_id] for request_id in ids]
+    assert [timeline.queue_us for timeline in timelines] == requests.queue_us.tolist()
+    assert [timeline.ttft_us for timeline in timelines] == requests.ttft_us.tolist()
+    assert [timeline.e2e_us for timeline in timelines] == requests.e2e_us.tolist()
+    assert [len(timeline.retractions) for timeline in timelines] == requests.retractions.tolist()
     assert sum(requests.retractions) > 0
-    for story in stories:
-        computed = sum(work.stop - work.start for work in story.works if work.stay == 0 and work.extends)
-        assert story.waits[0].admitted is not None
-        assert computed == story.waits[0].admitted.new_tokens or story.retractions
+    for timeline in timelines:
+        computed = sum(work.stop - work.start for work in timeline.works if work.stay == 0 and work.extends)
+        assert timeline.waits[0].admitted is not None
+        assert computed == timeline.waits[0].admitted.new_tokens or timeline.retractions
 
 
 def test_stories_are_told_in_order_of_time(crowd: Path) -> None:
     """With overlap a decode is launched before its token is there."""
-    chronicle, walk = told(crowd, measured(crowd).request_id.tolist())
-    for story in chronicle.stories.values():
-        times = [sentence.time_us for sentence in sentences(story, chronicle, walk.names, walk.header.config)]
+    chronicle, walk = chronicle_of(crowd, measured(crowd).request_id.tolist())
+    for timeline in chronicle.timelines.values():
+        times = [sentence.time_us for sentence in sentences(timeline, chronicle, walk.names, walk.header.config)]
         assert times == sorted(times)
 
 
@@ -348,8 +348,8 @@ def test_step_says_who_was_admitted_and_who_was_left_out(tmp_path: Path) -> None
 
 
 def test_every_step_of_a_crowded_run_can_be_explained(crowd: Path) -> None:
-    chronicle, _ = told(crowd, [20])
-    admitted = chronicle.stories[20].waits[0].admitted_step
+    chronicle, _ = chronicle_of(crowd, [20])
+    admitted = chronicle.timelines[20].waits[0].admitted_step
     assert any("r20 was admitted" in line for line in why_step(crowd, admitted).parts["why"])
     reasons = " ".join(str(why_step(crowd, number).parts) for number in range(0, 400, 23))
     for words in ("left out", "of page tables change", "come back once everything in flight"):
@@ -457,12 +457,12 @@ def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path:
     for number, label, tenant, away in zip(
         requests["request_id"], requests["label"], requests["tenant"], turned_away, strict=True
     ):
-        told_of = json.loads(run_explain(tmp_path / "run", "--request", str(number), "--json").stdout)
+        narration = json.loads(run_explain(tmp_path / "run", "--request", str(number), "--json").stdout)
         if away:
-            assert told_of["left_in_line"]["request_id"] == number
-            assert told_of["left_in_line"]["tenant"] == tenant
+            assert narration["left_in_line"]["request_id"] == number
+            assert narration["left_in_line"]["tenant"] == tenant
         else:
-            assert (told_of["label"], told_of["tenant"]) == (label, tenant)
+            assert (narration["label"], narration["tenant"]) == (label, tenant)
     name = str(requests["label"][turned_away][0])
     assert "never reached an engine" in words(run_explain(tmp_path / "run", "--request", name).stdout)
 
@@ -494,8 +494,8 @@ def test_a_label_cannot_give_a_terminal_orders(tmp_path: Path) -> None:
 
 
 def test_lanes_name_what_ran_without_it(crowd: Path) -> None:
-    chronicle, _ = told(crowd, [find_request(crowd, "r0")])
-    kinds = [lane.kind for lane in lanes(chronicle.stories[0], chronicle)]
+    chronicle, _ = chronicle_of(crowd, [find_request(crowd, "r0")])
+    kinds = [lane.kind for lane in lanes(chronicle.timelines[0], chronicle)]
     assert kinds[-1] == "token"
     assert "prefill" in kinds
 

@@ -18,8 +18,9 @@ from click.testing import CliRunner, Result
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestArrived, RequestCancelled, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools import journal as tool
 
 Lockstep = Callable[..., Result]

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.contract.commands import BatchPlan, Mode
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
@@ -241,7 +241,8 @@ def test_no_run_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
 def test_a_journal_without_batches_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     from lockstep.core.contract.config import SchedConfig
-    from lockstep.core.journal.journal import JournalHeader, JournalWriter
+    from lockstep.core.journal.records import JournalHeader
+    from lockstep.core.journal.writer import JournalWriter
 
     JournalWriter.create(tmp_path, JournalHeader(config=SchedConfig(pages=8))).close()
     result = on_hardware(tmp_path)

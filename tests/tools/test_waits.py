@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.contract.events import RequestArrived, RequestId
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
@@ -34,12 +34,12 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
         event.request_id + sample
         for _, event, _ in Walk(folder)
         if isinstance(event, RequestArrived)
-        for sample in range(samples_asked(event))
+        for sample in range(sample_count(event))
     }
     chronicle, walk = Chronicle(ids), Walk(folder)
     for number, event, step in walk:
         chronicle.observe(number, event, step, walk.engine)
-    return {request_id: waited_by(story) for request_id, story in chronicle.close().stories.items()}
+    return {request_id: waited_by(timeline) for request_id, timeline in chronicle.close().timelines.items()}
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))

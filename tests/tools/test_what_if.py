@@ -15,7 +15,9 @@ from click.testing import CliRunner, Result
 from lockstep.core.command import main
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, TokenDigest, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
@@ -30,7 +32,7 @@ from lockstep.sim.workload.turns import WorkloadError
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import recorded_waits
 from lockstep.tools.drift import drift
-from lockstep.tools.explain import told
+from lockstep.tools.explain import chronicle_of
 from lockstep.tools.recorded import journal_workload, label_parts
 from lockstep.tools.recorded_waits import RecordedWaits
 from lockstep.tools.replay import replay
@@ -227,13 +229,13 @@ def test_all_that_was_said_of_drafts_goes_with_them() -> None:
 
 def test_settings_of_a_journal_are_kept_whatever_a_profile_says(run: Path, tmp_path: Path) -> None:
     """The simulator's own profile decides otherwise than the plain defaults; what was recorded stays."""
-    story = record_story(
+    timeline = record_story(
         tmp_path / "plain",
         "# Plain defaults.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2\nstep\nrun\n",
     )
-    base = read_base(story, {"model": "qwen3-0.6b", "gpu": "h200"})
+    base = read_base(timeline, {"model": "qwen3-0.6b", "gpu": "h200"})
     same = assemble(base.scenario, environ={}, workload=base.workload)
-    assert same.config == read_journal(story).header.config
+    assert same.config == read_journal(timeline).header.config
     other = changed_base(base, {"profile": "vllm"}, {"decode_look_ahead": 2})
     config = assemble(other.scenario, environ={}, workload=base.workload).config
     assert (config.batching, config.page_size, config.decode_look_ahead) == ("running_first", 16, 2)
@@ -413,7 +415,7 @@ def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         here = waits.of(ids)
         assert waits.of([]) == {}
     with monkeypatch.context() as patch:
-        patch.setattr(recorded_waits, "ASIDE_BYTES_MIN", 0)
+        patch.setattr(recorded_waits, "PROCESS_BYTES_MIN", 0)
         patch.setattr(recorded_waits, "usable_cores", lambda: 2)
         with RecordedWaits(cluster) as waits:
             assert waits.of(ids) == here
@@ -424,9 +426,9 @@ def check_waits(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = engines_of(cluster, ids)
     assert len(engines) == 2
     for engine, those in engines.items():
-        chronicle, _ = told(cluster / "engines" / str(engine), list(those))
+        chronicle, _ = chronicle_of(cluster / "engines" / str(engine), list(those))
         for own, name in those.items():
-            assert waited_by(chronicle.stories[own]) == msgspec.structs.replace(here[name], request_id=own)
+            assert waited_by(chronicle.timelines[own]) == msgspec.structs.replace(here[name], request_id=own)
 
 
 def check_kept(run: Path, again: Path) -> None:
@@ -454,7 +456,7 @@ def test_a_recorded_run_that_is_decided_otherwise_is_told(
     with JournalWriter.create(other, journal.header) as writer:
         for record in journal.events():
             writer.append(record.event, record.digest if record.step != 100 else bytes(16))
-    monkeypatch.setattr(recorded_waits, "ASIDE_BYTES_MIN", bytes_min)
+    monkeypatch.setattr(recorded_waits, "PROCESS_BYTES_MIN", bytes_min)
     monkeypatch.setattr(recorded_waits, "usable_cores", lambda: 2)
     result = what_if(other, "--policy", "lpm")
     assert result.exit_code == 3, result.output

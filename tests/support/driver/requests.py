@@ -20,7 +20,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
     TurnStarted,
 )
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 from tests.support.driver.actions import STOP_TOKEN, output_token
 from tests.support.driver.control import ControlPiece
 from tests.support.driver.piece import Piece, RequestRecord, Subject
@@ -68,12 +68,12 @@ class RequestPiece(Piece):
         event = RequestArrived(
             time_us=subject.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options
         )
-        for number in range(samples_asked(event)):
+        for number in range(sample_count(event)):
             subject.records[request_id + number] = RequestRecord(
                 tokens, max_new, stops_at, heeds_stop, min_new, grammar, ends, watches_text
             )
         subject.fold(event)
-        for number in range(samples_asked(event)):
+        for number in range(sample_count(event)):
             if request_id + number in subject.kv.stories:
                 subject.kv.stories[request_id + number].grammar_ends = ends
 

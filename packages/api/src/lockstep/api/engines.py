@@ -23,14 +23,15 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
-from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
+from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text
@@ -449,10 +450,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
-    from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
+    from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
+    from lockstep.sim.run.adapters import lora_of
     from lockstep.sim.run.assemble import configure
     from lockstep.sim.scenario.scenario import Scenario
+    from lockstep.sim.workload.adapters import RECORDED
 
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")

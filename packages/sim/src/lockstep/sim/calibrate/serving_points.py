@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from simpy import Environment
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
@@ -48,7 +49,6 @@ from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
-from lockstep.sim.run.simulate import NoJournal
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
 
 Float64s = NDArray[np.float64]

@@ -126,7 +126,6 @@ def plan(
         from lockstep.core.cluster.router import RouterConfig
         from lockstep.core.contract.errors import ConfigError
         from lockstep.sim.cluster.scenario import parse_scaling
-        from lockstep.sim.host.adapters import USUAL
         from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.plan.answer import PlanAnswer
         from lockstep.sim.plan.ledger import TrialStore
@@ -144,6 +143,7 @@ def plan(
         )
         from lockstep.sim.plan.search import prepare, run_plan
         from lockstep.sim.plan.workers import crew_of
+        from lockstep.sim.run.adapters import USUAL
         from lockstep.sim.run.run_folder import workload_line
 
         if jobs is not None and jobs < 1:
@@ -257,7 +257,7 @@ def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
 
 def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
     """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
-    from lockstep.sim.report.plan_page import render_plan
+    from lockstep.sim.plan.page import render_plan
     from lockstep.sim.run.run_folder import whole
 
     text = render_plan(answer) if paths else ""

@@ -524,8 +524,8 @@ def simulate(
     check_every = _parse_check(check)
     cut_short = False
     with refusals():
+        from lockstep.sim.cluster.intervals import intervals_of
         from lockstep.sim.run.assemble import assemble
-        from lockstep.sim.run.intervals import intervals_of
         from lockstep.sim.run.options import asked_of
         from lockstep.sim.run.run_folder import prepare_folder, write_run
         from lockstep.sim.run.simulate import simulate
@@ -587,7 +587,7 @@ def refusals() -> Iterator[None]:
         raise
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError
-        from lockstep.core.journal.journal import JournalError
+        from lockstep.core.journal.records import JournalError
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload.workload import WorkloadError
 

@@ -40,6 +40,7 @@ from lockstep.core.contract.events import (
     RequestId,
 )
 from lockstep.core.features.data_parallel import draft_passes_of
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.cost import BatchShape, CostModel
@@ -47,9 +48,10 @@ from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 from lockstep.sim.host.engine_host import EngineHost
-from lockstep.sim.host.pipeline import StageNotes, Stages, with_stages
-from lockstep.sim.host.ports import NEVER_US, JournalSink, MetricsSink, TransferPort
+from lockstep.sim.host.pipeline import with_stages
+from lockstep.sim.host.ports import NEVER_US, MetricsSink, TransferPort
 from lockstep.sim.host.speculation import DraftCost
+from lockstep.sim.host.stages import StageNotes, Stages
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn

@@ -27,13 +27,14 @@ from simpy import Environment, Event
 from lockstep.core.cluster.router import EngineShare, Router, RouterConfig
 from lockstep.core.contract.commands import CancelTransfer, StartTransfer, Step, StreamTokens
 from lockstep.core.contract.events import BatchId, RequestArrived, RequestId, TransferAdvanced
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.sim.cluster.data_parallel import Ranked, summed
 from lockstep.sim.cluster.metrics import combine_handover
 from lockstep.sim.cluster.network import Flow, Links, later
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed
 from lockstep.sim.host.hybrid_memory import PartSize, TransferBytes
 from lockstep.sim.host.pipeline import with_stages
-from lockstep.sim.host.ports import NEVER_US, JournalSink
+from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn

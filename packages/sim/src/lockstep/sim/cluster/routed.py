@@ -33,6 +33,7 @@ from lockstep.core.cluster.router import (
     prefix_keys,
 )
 from lockstep.core.contract.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
 from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock
 from lockstep.sim.cluster.metrics import RefusedRequest, combine
@@ -40,7 +41,7 @@ from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.shared_clock import report_of
 from lockstep.sim.host.pipeline import with_stages
-from lockstep.sim.host.ports import NEVER_US, JournalSink, Observer
+from lockstep.sim.host.ports import NEVER_US, Observer
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import Run, arrivals_of, host_of
 from lockstep.sim.workload.token_runs import prompt_ids

@@ -22,7 +22,8 @@ from lockstep.core.cluster.router import (
     RequestRouted,
 )
 from lockstep.core.contract.errors import ContractError
-from lockstep.core.journal.journal import JournalWriter
+from lockstep.core.journal.sinks import JournalSink, NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.fast import run_compiled
@@ -30,8 +31,8 @@ from lockstep.sim.cluster.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.routed import Cluster
 from lockstep.sim.cluster.setup import ClusterSetup
-from lockstep.sim.host.ports import JournalSink, Observer
-from lockstep.sim.run.simulate import NoJournal, collecting_seldom, stopping_on_interrupt
+from lockstep.sim.host.ports import Observer
+from lockstep.sim.run.simulate import collecting_seldom, stopping_on_interrupt
 
 if TYPE_CHECKING:
     pass
@@ -58,7 +59,7 @@ def simulate_cluster(
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
         witnesses: none, or one for each engine; see host.Witness. Only where `setup.each_alone`.
         on_route: told of every request that was sent or turned away; only there, either.
-        compiled: whether a plain run without journals is one of machine code, see plain_run.py, which changes no
+        compiled: whether a plain run without journals is one of machine code, see fast_path.py, which changes no
             result; None: once that is worth it.
     """
     if (witnesses or on_route is not None) and not setup.each_alone:

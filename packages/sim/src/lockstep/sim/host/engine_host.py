@@ -58,6 +58,7 @@ from lockstep.core.contract.events import (
     TokensForced,
 )
 from lockstep.core.features.microbatches import Microbatches
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
@@ -70,16 +71,15 @@ from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.host.forcing import ForcedRuns, Forcing
 from lockstep.sim.host.ports import (
     NEVER_US,
-    JournalSink,
     MetricsSink,
     Observer,
     RankExchange,
     RequestSource,
     TransferPort,
 )
+from lockstep.sim.host.sessions import Conversations, changes_holding
 from lockstep.sim.host.speculation import SpeculationModel
 from lockstep.sim.workload.samples import OpenSamples
-from lockstep.sim.workload.server_sessions import Conversations, changes_holding
 
 if TYPE_CHECKING:
     pass

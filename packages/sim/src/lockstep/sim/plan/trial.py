@@ -29,12 +29,12 @@ from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.host.adapters import ALL_TARGETS
-from lockstep.sim.host.encoding import gpus_of_a_scheduler
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import RoleSplit, parse_split
+from lockstep.sim.run.encoding import gpus_of_a_scheduler
 from lockstep.sim.run.load import open_load
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload

@@ -32,31 +32,31 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import JournalWriter
+from lockstep.core.journal.sinks import JournalSink, NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import (
     Calibration,
 )
-from lockstep.sim.fast.fast_path import FastRun, pays, unsupported_by
+from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.device import Device
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.pipeline import device_type_of, with_stages
-from lockstep.sim.host.ports import JournalSink, MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.sessions import Conversations
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
 from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.workload.closed_loop import ConcurrentSessions
-from lockstep.sim.workload.server_sessions import (
-    Conversations,
-)
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.intervals import Intervals
+    from lockstep.sim.metrics.intervals import Intervals
 
 
 GARBAGE_THRESHOLD = 100_000  # more objects than before: then cycles are looked for; Python's own is 700
@@ -146,16 +146,6 @@ class FrontEnd:
         self._metrics.observe(event, step)
 
 
-class NoJournal:
-    """For runs that are only measured. Their engines need no digests."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Forget."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Forget."""
-
-
 def simulate(
     setup: Setup,
     *,
@@ -171,7 +161,7 @@ def simulate(
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each; now and then by machine code.
         witness: told of every step that decides anything; see host.Witness.
-        compiled: whether a plain run without a journal is one of machine code, see plain_run.py, which changes no
+        compiled: whether a plain run without a journal is one of machine code, see fast_path.py, which changes no
             result; None: once that is worth it.
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
         that one engine alone cannot have.
@@ -305,7 +295,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
         return None
     began_s = time.process_time()
     metrics = MetricsFold(kv_pages=setup.config.pages, warm_up=setup.scenario.warm_up)
-    plain = FastRun([setup], [metrics], on_finish)
+    plain = fast_run_of([setup], [metrics], on_finish)
     with stopping_on_interrupt(plain), collecting_seldom():
         if not plain.run():
             return None

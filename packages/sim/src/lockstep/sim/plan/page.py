@@ -10,9 +10,10 @@ from lockstep.sim.report.details import details
 from lockstep.sim.report.page import SPANS_MAX, whole_page
 from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json, run_payload
-from lockstep.sim.report.report_run import ReportRun, SloRow
-from lockstep.sim.report.text import digits
+from lockstep.sim.report.report_run import ReportRun
 from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.results.slo_rows import SloRow
+from lockstep.sim.results.text import digits
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,52 +11,14 @@ TTFT also contains what happens outside the engine; its interval is at least as 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.calibration import COVERAGE
 from lockstep.sim.metrics.columns import Summary
+from lockstep.sim.metrics.intervals import Answers, Intervals, answers_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
-
-LATENCIES = tuple(
-    f"{metric}_us_{statistic}"
-    for metric in ("ttft", "tpot", "itl", "e2e")
-    for statistic in ("mean", "p50", "p90", "p95", "p99")
-)
-RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_requests_per_s")
-
-Answers = dict[str, tuple[float, float] | None]
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """For each answer what it lies between."""
-
-    calibration: str  # its title
-    coverage: float
-    factors: tuple[float, float]  # (true time) / (predicted time), at the ends
-    ttft_factors: tuple[float, float]
-    answers: Answers
-
-    def describe(self) -> dict[str, Any]:
-        """Return everything; for metrics.json."""
-        return {
-            "calibration": self.calibration,
-            "coverage": self.coverage,
-            "time_factors": list(self.factors),
-            "ttft_factors": list(self.ttft_factors),
-            "answers": {name: None if ends is None else list(ends) for name, ends in self.answers.items()},
-        }
-
-
-def answers_of(summary: Summary) -> dict[str, float | None]:
-    """Return the latencies and rates of a run that get an interval."""
-    found = {name: summary["latency"][name] for name in LATENCIES}
-    return found | {name: summary["throughput"][name] for name in RATES}
 
 
 def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:

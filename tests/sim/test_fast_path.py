@@ -26,13 +26,14 @@ from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast import fast_path, kernel, machine_code
-from lockstep.sim.fast.fast_path import FastRun
 from lockstep.sim.host import ports
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.run import fast_runs
 from lockstep.sim.run import simulate as simulate_module
 from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.fast_runs import fast_run_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
@@ -170,7 +171,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(LOADS, schedulers())
 def test_every_number_of_a_plain_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
     setup = load.setup(sched)
-    assert fast_path.unsupported_by(setup) == ""
+    assert fast_runs.unsupported_by(setup) == ""
     theirs = simulate(setup, compiled=False)
     ours = simulate(setup, compiled=True)
     assert_equal(ours.data, theirs.data)
@@ -284,7 +285,7 @@ def test_who_lacks_pages_is_left_to_the_core() -> None:
 def test_an_interrupted_run_says_what_it_knows() -> None:
     setup = steady(3_000)
     metrics = MetricsFold(kv_pages=setup.config.pages)
-    plain = FastRun([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
+    plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
     assert plain.run()
     data = metrics.result()
     counts = data.summary["requests"]
@@ -300,7 +301,7 @@ def test_an_interrupted_run_says_what_it_knows() -> None:
 def test_a_run_that_turns_out_not_to_be_plain_while_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = steady(sched={"pages": 60, "reserve": "on_demand", "context_tokens_max": 900})
     metrics = MetricsFold(kv_pages=setup.config.pages)
-    plain = FastRun([setup], [metrics])
+    plain = fast_run_of([setup], [metrics])
     advance = machine_code.load()
 
     def asked_to_end(address: int, took_us: float) -> int:
@@ -354,30 +355,30 @@ NOT_FOLLOWED: dict[str, Any] = {
 @pytest.mark.parametrize("name", NOT_FOLLOWED)
 def test_other_settings_are_left_to_the_core(name: str) -> None:
     setup = steady(20, {name: NOT_FOLLOWED[name]})
-    assert fast_path.unsupported_by(setup) == name
+    assert fast_runs.unsupported_by(setup) == name
     assert simulate(setup, compiled=True).data.summary["requests"]["completed"] == 20
 
 
 def test_settings_are_told_apart() -> None:
     known = set(SchedConfig.__struct_fields__)
-    assert known > fast_path.FOLLOWED
-    assert known > fast_path.NEVER_ASKED
-    assert not fast_path.FOLLOWED & fast_path.NEVER_ASKED
+    assert known > fast_runs.FOLLOWED
+    assert known > fast_runs.NEVER_READ
+    assert not fast_runs.FOLLOWED & fast_runs.NEVER_READ
 
 
 def test_prompts_that_begin_alike_are_left_to_the_core() -> None:
     turns = turns_of(np.array([0, 10]), np.array([40, 40]), np.array([3, 3]))
     alike = replace(turns, run_first_token=np.zeros(2, np.int32))
-    assert fast_path.unsupported_by(setup_of(alike, {"pages": 64})) == "shared prefixes"
-    assert fast_path.unsupported_by(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
-    assert fast_path.unsupported_by(setup_of(turns, {"pages": 64})) == ""
+    assert fast_runs.unsupported_by(setup_of(alike, {"pages": 64})) == "shared prefixes"
+    assert fast_runs.unsupported_by(setup_of(alike, {"pages": 64, "radix_cache": False})) == ""
+    assert fast_runs.unsupported_by(setup_of(turns, {"pages": 64})) == ""
 
 
 def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
     setup = steady(20)
     turns = replace(setup.workload.turns, tenants=("t0", "a\0b", "t2"))
     setup = replace(setup, workload=replace(setup.workload, turns=turns))
-    assert fast_path.unsupported_by(setup) == "tenants"
+    assert fast_runs.unsupported_by(setup) == "tenants"
 
 
 def test_the_kernel_has_the_cores_constants() -> None:
@@ -393,14 +394,14 @@ def test_requests_that_are_turned_away_or_cut_are_left_to_the_core() -> None:
         {"pages": 60},
         {"pages": 2_000, "max_input_tokens": 500},
     ):
-        assert fast_path.unsupported_by(setup_of(turns, sched)) == "prompts that do not fit"
+        assert fast_runs.unsupported_by(setup_of(turns, sched)) == "prompts that do not fit"
 
 
 def test_machine_code_is_loaded_once_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    plain = simulate_module.FastRun
+    plain = simulate_module.fast_run_of
     monkeypatch.setattr(fast_path, "_requests", 0)
-    monkeypatch.setattr(simulate_module, "FastRun", lambda *given: runs.append(len(runs)) or plain(*given))
+    monkeypatch.setattr(simulate_module, "fast_run_of", lambda *given: runs.append(len(runs)) or plain(*given))
     half = steady(fast_path.REQUESTS_MIN // 2)
     simulate(half)
     assert runs == []
