@@ -314,7 +314,7 @@ def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
         {"speculative_method": "ngram", "num_speculative_tokens": 2},
     ],
 )
-def test_passes_cost_by_who_is_in_them(seed: int, settings: dict[str, Any]) -> None:
+def test_passes_cost_by_the_rows_in_them(seed: int, settings: dict[str, Any]) -> None:
     share = random.Random(seed).choice(["", "0.5x", "0.9x"])
     setup = assemble(asked(f"{share}5", seed=seed, settings=settings), {})
     _, cost, witness = noted(setup)
@@ -352,7 +352,7 @@ def test_as_many_slots_as_adapters_load_each_once() -> None:
     assert tight["adapters"]["requests_waited"] > told["requests_waited"]
 
 
-def test_without_adapters_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_without_adapters_nothing_is_reported_of_them(tmp_path: Path) -> None:
     plain = ran(None)
     assert "adapters" not in plain.metrics()
     assert "adapters" not in plain.about()
@@ -401,7 +401,7 @@ def test_a_closed_loop_a_cluster_and_engines_by_role_have_adapters_too() -> None
     assert told["loads"] >= 12  # each engine for itself
 
 
-def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
+def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --rate 4 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--adapters", "5", "--max-lora-rank", "32"]
     done = CliRunner().invoke(plan, words)
