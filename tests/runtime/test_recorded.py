@@ -32,6 +32,7 @@ from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
 from lockstep.sim.host.arrivals import Arrivals  # noqa: E402
 from lockstep.sim.host.device import EOS_TOKEN_ID  # noqa: E402
 from lockstep.sim.host.engine_host import EngineHost  # noqa: E402
+from lockstep.sim.host.host_options import HostOptions  # noqa: E402
 from lockstep.sim.workload.generate import generate, parse_spec  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -88,7 +89,7 @@ def simulated(folder: Path, spec: str = CHAT, **settings: Any) -> SchedConfig:
         turns = generate(parse_spec(spec), seed=4)
         arrivals = Arrivals(turns)
         host = EngineHost(
-            env, Engine(config), arrivals, SomeTime(), CpuModel(), journal, Unmeasured(), max_new_tokens=16
+            env, Engine(config), arrivals, SomeTime(), CpuModel(), journal, Unmeasured(), HostOptions(max_new_tokens=16)
         )
         env.process(host.run())
         env.run()

@@ -61,8 +61,8 @@ def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[st
     """Steps of uniform decodes, of which it is not told there, have nothing to say."""
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=settings)
     live, without = WaitFold(), WaitFold()
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", witness=live)
-    simulate(assemble(scenario, environ={}), witness=without)
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", observer=live)
+    simulate(assemble(scenario, environ={}), observer=without)
     found = live.close()
     assert without.close() == found
     assert found == by_stories(tmp_path / "run")
@@ -73,7 +73,7 @@ def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[st
 def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=TIGHT)
     simulate(assemble(scenario, environ={}), folder=tmp_path / "alone")
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", witness=WaitFold())
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", observer=WaitFold())
     alone, seen = ((tmp_path / name / "journal" / "00000000.log").read_bytes() for name in ("alone", "seen"))
     assert alone == seen
 
