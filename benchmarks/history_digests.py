@@ -34,7 +34,7 @@ from lockstep.core import Engine, SchedConfig
 from lockstep.core.contract.events import Observed, ObservedEvent
 from lockstep.core.journal.snapshot import dump, restore
 from tests.support import fleet, rank_group
-from tests.support.driver import run_actions
+from tests.support.driver.run import run_actions
 from tests.swarm import history as swarm_history
 
 CHECKPOINT_STEPS = 50
