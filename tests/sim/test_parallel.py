@@ -341,7 +341,9 @@ def test_exchange_counts_its_collectives() -> None:
     moe = layers - dense
     assert calls == [2 * layers] * 4 + [4 * layers, 2 * layers, 4 * layers, 2 * dense + 4 * moe]
     cost = roofline_model(model, GPU, LAYOUTS[3])
-    assert cost.collectives_us(800) == pytest.approx(sum(cost.collective_terms_us(800).values())) > 0.0
+    terms, names = cost.terms_us(decode_shape(800, 1)), ("all_gather", "reduce_scatter")
+    assert {term.name for term in cost.terms if term.is_collective} == {*names}
+    assert cost.collectives_us(800) == pytest.approx(sum(terms[name] for name in names))
 
 
 def test_describe_names_the_layout_and_its_constants() -> None:
