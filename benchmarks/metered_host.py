@@ -114,7 +114,7 @@ class MeteredHost:
             self.collect()
 
     def finish_all(self) -> None:
-        """Go on until nobody is left."""
+        """Go on until no request is left."""
         while self.engine.requests or self.in_flight:
             self.next_batch()
 

@@ -1,4 +1,4 @@
-"""A whole host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and says 42.
+"""A whole host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and answers 42.
 
 python examples/minimal_host.py [RUN]        writes RUN/journal (default: runs/minimal)
 lockstep journal verify RUN                  replays every decision

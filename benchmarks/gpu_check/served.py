@@ -162,7 +162,7 @@ def serve(
 
     Args:
         prompt_tokens, output_tokens: of each request.
-        profile: is told of what is launched; not of what compiles in front.
+        profile: receives what is launched; not what compiles in front.
     """
     requests = len(prompt_tokens)
     tokens = max(prompt_tokens) + max(output_tokens)

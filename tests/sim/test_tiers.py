@@ -209,7 +209,7 @@ def test_a_stretch_of_decodes_taken_at_once_changes_nothing() -> None:
         assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
 
 
-def test_without_tiers_a_run_says_nothing_of_them() -> None:
+def test_without_tiers_a_run_reports_nothing_of_them() -> None:
     setup = run({}).setup
     assert "tiers" not in setup.about()
     assert "tiers" not in msgspec.to_builtins(setup.config)

@@ -31,6 +31,7 @@ from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.cluster.routed import ClusterWatch
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
@@ -392,7 +393,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
         if isinstance(base.asked, Scenario):
             setup = assemble(base.asked, os.environ, workload=workload)
             fold = WaitFold()
-            done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
+            done = simulate(setup, folder=journals, on_finish=on_finish, observer=fold)
             _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=kept)
             return SimulatedWaits(fold.close(), {})
@@ -403,8 +404,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
             cluster,
             folder=journals,
             on_finish=on_finish,
-            witnesses=folds,
-            on_route=sent.append if cluster.each_alone else None,
+            watch=ClusterWatch(observers=folds, on_route=sent.append if cluster.each_alone else None),
         )
         _go_on(ended.interrupted)
         write_cluster_run(folder, ended, trace=False, report=kept)

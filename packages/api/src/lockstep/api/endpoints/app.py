@@ -1,8 +1,8 @@
-"""Which routes there are, and who may use them. What is not in a table here does not exist.
+"""The table of routes and their access. A route that is not in a table here does not exist.
 
-A route says what it is: `public` (health; no key, no detail), `user` (a key, where there are keys) or `admin` (a key of
-an operator, always; apart from the others, on a Unix socket, and only where one was configured). The decision belongs
-to the handler, so no path is compared for it, however it is written.
+The access of a route is `public` (health; no key, no detail), `user` (a key, where there are keys) or `admin` (always
+the key of an operator, on a Unix socket apart from the other routes, and only where one was configured). Access belongs
+to the handler, so no path is ever compared for it, however the path is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Access = Literal["public", "user", "admin"]
 Handler = Callable[[Server, Any], Awaitable[Response]]
 
 LABEL = re.compile(r"[\x21-\x7e]{1,128}")
-"""What a client may call its request in X-Request-Id; it is given back and logged, and means nothing here."""
+"""Valid values of X-Request-Id, a client's name for its request; it is returned and logged, and has no other effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class HttpRoute:
     access: Access
     handler: Handler
     body: type[Body] | None = None
-    optional: bool = False  # a request without a body is one with all defaults
-    errors: Literal["openai", "anthropic"] = "openai"  # how they look
+    optional: bool = False  # an absent body is a body with all defaults
+    errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
 
 
 ROUTES = (
@@ -181,7 +181,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
             openapi_extra=more,
             response_model=None,
         )
-        if route.method == "GET" and route.access == "public":  # as balancers ask
+        if route.method == "GET" and route.access == "public":  # used by load balancers
             app.add_api_route(
                 route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
             )
@@ -212,7 +212,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
 
 
 def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
-    """Raise RuntimeError for a route that no table has, and so nobody said who may use it."""
+    """Raise RuntimeError for a route outside the tables, whose access is therefore not declared."""
     known = {(route.method, route.path) for route in declared}
     for one in found:
         methods = (one.methods or set()) - {"HEAD"} if isinstance(one, StarletteRoute) else {"?"}
@@ -245,7 +245,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             response, status = error_response(error, route.errors), error.status
         except ClientLeft:
             response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
-        except Exception:  # of one request, which is answered; the others go on
+        except Exception:  # an error of one request, which is answered; other requests go on
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log says how"), route.errors)
         response.headers["X-Request-Id"] = label
@@ -286,7 +286,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
 
 
 def let_in(server: Server, access: Access, request: Request) -> str:
-    """The tenant whom a request is from. Raises ApiError, 401, for one without a key that opens this."""
+    """The tenant of a request. Raises ApiError, 401, for a request without a key that gives access."""
     if access == "public":
         return ""
     if access == "user" and server.keys is None:
@@ -295,7 +295,7 @@ def let_in(server: Server, access: Access, request: Request) -> str:
     tenant = None
     if server.keys is not None:
         given = request.headers.get("authorization")
-        if given is None and "x-api-key" in request.headers:  # as clients of Anthropic's API send it
+        if given is None and "x-api-key" in request.headers:  # sent by clients of Anthropic's API
             given = f"Bearer {request.headers['x-api-key']}"
         tenant = server.keys.tenant_of(given, admin=access == "admin")
     if tenant is None:
@@ -304,10 +304,10 @@ def let_in(server: Server, access: Access, request: Request) -> str:
 
 
 def _refuse_strangers(server: Server, request: Request) -> None:
-    """Where there are no keys, being on this machine is what lets somebody in, and a browser is on this machine too.
+    """Refuse requests of foreign web pages: without keys, access is open to this machine, and so to its browsers.
 
-    So a page of another site, whose browser sends its `Origin`, may not ask; nor one whose name was made to point here,
-    which shows in `Host`. Raises ApiError, 403.
+    A request with the `Origin` of another site is refused, and one with a `Host` name that was made to point to this
+    machine. Raises ApiError, 403.
     """
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
         if value is None:
@@ -325,7 +325,7 @@ def _body_schema(body: type[Body]) -> dict[str, Any]:
 
 
 def _described(app: FastAPI, routes: tuple[HttpRoute, ...]) -> bytes:
-    """openapi.json, bodies included."""
+    """openapi.json, with the bodies."""
     import msgspec
 
     described = app.openapi()

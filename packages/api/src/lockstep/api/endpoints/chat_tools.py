@@ -1,7 +1,8 @@
-"""What a conversation asks beside words: which tools there are, whether one must be called, whether thoughts are told.
+"""Tools and thoughts of a conversation: which tools there are, whether one must be called, whether thoughts are split
+off.
 
-tools, tool_choice, reasoning ──> Asked ──┬──> what the chat template is told
-                                          └──> Reading ──AnswerParser per answer──> content, thoughts, calls
+    tools, tool_choice, reasoning ──> Tools ──┬──> variables of the chat template
+                                              └──> Reading ──AnswerParser per answer──> content, thoughts, calls
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Tools:
-    """Tools as a request has them, checked.
+    """The tools of a request, checked.
 
     Args:
         given: as chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}.
-        choice: auto, none, required, or the name of the one that must be called.
+        choice: auto, none, required, or the name of the tool that must be called.
         parallel: whether an answer may have more than one call.
     """
 
@@ -54,7 +55,7 @@ class Tools:
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
-        """What the chat template is told: where no tool may be called, there is none."""
+        """The tools that the chat template receives: None if no tool may be called."""
         return [dict(one) for one in self.given] if self.given and (self.named or self.choice != "none") else None
 
     @property
@@ -63,13 +64,13 @@ class Tools:
         return self.named or self.choice == "required"
 
     def schemas(self) -> dict[str, Any]:
-        """Of their arguments, by name."""
+        """Schemas of the arguments, by name of the tool."""
         return {one["function"]["name"]: one["function"].get("parameters") for one in self.given}
 
     def grammar(self, limits: Limits) -> dict[str, Any]:
-        """What an answer that must be a call keeps to, as fields of `Wanted`; nothing for one that need not.
+        """The grammar of an answer that must be a call, as fields of `GenerationRequest`; empty if it need not be one.
 
-        Raises: ApiError for schemas that are too much.
+        Raises: ApiError for schemas beyond the limits.
         """
         if not self.obliged:
             return {}
@@ -81,9 +82,9 @@ class Tools:
 
 
 def required_calls(schemas: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
-    """The schema of an answer that consists of calls, as the format REQUIRED reads it: [{"name", "parameters"}, ...].
+    """The schema of an answer that consists of calls, as the format REQUIRED parses it: [{"name", "parameters"}, ...].
 
-    A schema with references is a definition of its own, and its references lead on from there.
+    A schema with references becomes a definition of its own, and its references are resolved within it.
     """
     definitions: dict[str, Any] = {}
     ways = []
@@ -109,7 +110,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 def _refers(schema: Any) -> bool:
-    """Whether there is a reference in it, or below."""
+    """Whether a schema contains a reference at any depth."""
     level = [schema]
     while level:
         below: list[Any] = []
@@ -125,7 +126,7 @@ def _refers(schema: Any) -> bool:
 
 
 def _moved(schema: Any, place: str, depth: int = 64) -> Any:
-    """A schema whose references to itself lead to another place. Raises ApiError for one that is too deep."""
+    """A schema with its references to itself changed to another place. Raises ApiError if it is nested too deeply."""
     if not depth:
         raise ApiError(400, "`tools` have a schema that is nested more than 64 levels deep", "tools")
     if isinstance(schema, list):
@@ -142,7 +143,7 @@ def _moved(schema: Any, place: str, depth: int = 64) -> Any:
 def tools_of(
     given: Sequence[Any], choice: str | Mapping[str, Any] | None, *, parallel: bool | None, where: str = "tools"
 ) -> Tools:
-    """Tools of a chat completion. Raises ApiError for what is none, and for a choice that cannot be."""
+    """The tools of a chat completion. Raises ApiError for an invalid tool, and for a choice that is not possible."""
     functions = []
     for i, one in enumerate(given):
         if not isinstance(one, dict) or one.get("type") != "function":
@@ -156,10 +157,10 @@ def tools_of(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
-    """Refuse a tool without a name that can be called, or whose arguments are no object. Raises ApiError.
+    """Refuse a tool without a valid name, or whose arguments are not an object. Raises ApiError.
 
     Args:
-        place: where a client wrote them, with {} for the number.
+        place: path of a tool in the client's body, with {} for its number.
     """
     names: set[str] = set()
     for i, tool in enumerate(tools):
@@ -177,7 +178,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: st
 def chosen(
     given: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, *, parallel: bool | None = None
 ) -> Tools:
-    """Tools with OpenAI's `tool_choice`: a word, or the name of one. Raises ApiError."""
+    """Tools with OpenAI's `tool_choice`: a keyword, or the name of a tool. Raises ApiError."""
     tools = Tools(given, parallel=parallel is not False)
     if choice is None:
         return tools
@@ -202,14 +203,14 @@ EFFORT = "reasoning_effort"
 
 
 def reads(template: str, name: str) -> bool:
-    """Whether a chat template has a name in it."""
+    """Whether a chat template mentions a name."""
     return re.search(rf"\b{name}\b", template) is not None
 
 
 def template_options(
     options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
 ) -> dict[str, Any]:
-    """What a chat template is told beside messages and tools. Raises ApiError for what it does not look at."""
+    """Variables of a chat template besides messages and tools. Raises ApiError for variables that it does not read."""
     asked: dict[str, tuple[str, Any]] = {}
     if options is not None:
         for name in options.model_extra or {}:
@@ -227,16 +228,16 @@ def template_options(
     return {name: value for name, (_, value) in asked.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------- what comes
+# ------------------------------------------------------------------------------------------------------- parsed answers
 
 
 @dataclass
 class Reading:
-    """How the answers to one request are read.
+    """How the answers to one request are parsed.
 
     Args:
-        form: the format; None for plain text, of which nothing is to be found out.
-        thinks: whether thoughts are told apart.
+        form: the format; None for plain text, which is not parsed.
+        thinks: whether thoughts are split off.
     """
 
     form: Format | None
@@ -247,7 +248,7 @@ class Reading:
     _parsers: dict[int, AnswerParser] = field(default_factory=dict)
 
     def parser(self, index: int) -> AnswerParser:
-        """Of one answer, by its number."""
+        """A parser for one answer, by its number."""
         parser = self._parsers.get(index)
         if parser is None:
             assert self.form is not None
@@ -257,14 +258,14 @@ class Reading:
         return parser
 
     def whole(self, index: int, text: str) -> ParsedAnswer:
-        """One answer, all of which came."""
+        """Parse one complete answer."""
         if self.form is None:
             return ParsedAnswer(content=text, order=[text])
         parser = self.parser(index)
         return ParsedAnswer.of(parser.feed(text) + parser.finish())
 
     def called(self, index: int) -> bool:
-        """Whether an answer has a whole call."""
+        """Whether an answer has a complete call."""
         return index in self._parsers and self._parsers[index].calls > 0
 
     def _make_id(self) -> str:
@@ -273,7 +274,7 @@ class Reading:
         return self.id_prefix + secrets.token_hex(12)
 
     def thought_tokens(self, generation: Generation) -> int:
-        """How many tokens thoughts had so far, over all answers, tags and all."""
+        """Number of tokens of the thoughts so far, over all answers, tags included."""
         return sum(
             bisect_left(choice.answer.starts, self._parsers[choice.index].thought_stop)
             for choice in generation.choices
@@ -291,12 +292,12 @@ def reading_of(
     grammar: Grammar | None = None,
     id_prefix: str = "call_",
 ) -> Reading:
-    """How answers to a prompt are read.
+    """How the answers to a prompt are parsed.
 
     Args:
-        separate: whether thoughts are to be told apart.
-        grammar: what the answer must keep to, from its first token on: then there are no thoughts.
-        going_on: the answer goes on with a message that was begun, and whose thoughts are over unless they are open.
+        separate: whether thoughts are to be split off.
+        grammar: grammar of the answer from its first token on: then there are no thoughts.
+        going_on: the answer continues a message, whose thoughts have ended unless they are open.
     """
     form = PLAIN
     if tools.obliged:
@@ -324,11 +325,11 @@ def reading_of(
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer: thoughts, words, or a call, whose text is its arguments.
+    """A part of an answer: thoughts, text, or a call, whose text is its arguments.
 
     Args:
-        number: its place in the answer.
-        whole: of a call, whether it became one.
+        number: position in the answer.
+        whole: of a call, whether it is complete.
     """
 
     kind: Literal["thought", "content", "call"]
@@ -337,17 +338,17 @@ class Block:
     call_id: str = ""
     name: str = ""
     whole: bool = True
-    id: str = ""  # for whoever gives it one
+    id: str = ""  # set by endpoints that have block ids
 
 
 Step = tuple[Literal["open", "more", "close"], Block, str]
 
 
 class Blocks:
-    """Puts an answer together as blocks, while it comes.
+    """Builds the blocks of an answer while it comes.
 
     Args:
-        first: an answer begins with words at once, as it does where nothing else can come.
+        first: open a text block at once, where no other kind can come first.
     """
 
     def __init__(self, reading: Reading, *, first: bool = False) -> None:
@@ -358,11 +359,11 @@ class Blocks:
         self._first = first
 
     def begin(self) -> list[Step]:
-        """What there is before anything came."""
+        """The steps before any text."""
         return self._to("content") if self._first else []
 
     def take(self, text: str, *, over: bool) -> list[Step]:
-        """More of the answer; at its end there is at least one block, and none is open."""
+        """Take in more of the answer; at its end there is at least one block, and none is open."""
         if self._reading.form is None:
             events: list[Event] = [ContentDelta(text)] if text else []
         else:
@@ -395,7 +396,7 @@ class Blocks:
                 return [*steps, *self._to("content"), self._more(event.rest)] if event.rest else steps
 
     def _to(self, kind: Literal["thought", "content"]) -> list[Step]:
-        """Have a block of this kind open."""
+        """Ensure that a block of this kind is open."""
         if self._open is not None and self._open.kind == kind:
             return []
         return [*self._close(), self._begin(Block(kind, len(self.all)))]
@@ -420,7 +421,7 @@ class Blocks:
 
 
 def blocks_of(answer: ParsedAnswer) -> list[Block]:
-    """A whole answer as blocks, at least one."""
+    """The blocks of a complete answer, at least one."""
     blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
     for one in answer.order or ([] if blocks else [""]):
         number = len(blocks)

@@ -1,8 +1,8 @@
-"""Endpoints about the engine itself: sessions, which users have, and what only an operator may do.
+"""Endpoints about the engine itself: sessions, for users, and operations for operators only.
 
-Each is a control request of `lockstep.core.admin.control`, put by `bridge.ask`, or a message of its own where the
-scheduler takes no part. With several engines an operator's go to all of them, or with `?engine=N` to one. What this
-runtime has no hands for is refused by name with 501, before anything is changed.
+Each is a control request of `lockstep.core.admin.control`, sent by `bridge.ask`, or a message of its own where the
+scheduler takes no part. With several engines an operator's request goes to all of them, or with `?engine=N` to one. An
+operation that this runtime does not support is refused by name with 501, before anything is changed.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from lockstep.core.contract.events import (
 from lockstep.host.weights import Folder, Group, SharedMemory, Source, stamp_of, write_source
 
 MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
-"""vLLM's names for what becomes of requests that run."""
+"""vLLM's names for the treatment of running requests -> Lockstep's."""
 
 # ------------------------------------------------------------------------------------------------------------- sessions
 
 
 async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
-    """Keep the tokens of a conversation between its turns, and their KV as far as there is room."""
+    """Keep the tokens of a conversation between its turns, and their KV as far as memory allows."""
     body, limits = call.body, server.limits
     given = secrets.token_hex(16) if body.session_id is None else body.session_id
     if not given or "\0" in given:
@@ -92,7 +92,7 @@ async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
 
 
 async def close_session(server: Server, call: Call[CloseSessionBody]) -> Response:
-    """Forget a conversation; a turn that runs goes on."""
+    """Close a session; a running turn continues."""
     name = session_name(call.tenant, call.body.session_id)
     engine, closed = await _waited(server.bridge.engine_to_close(name))
     answer = _answer([(engine, await _waited(engine.ask(CloseSession(name))))])
@@ -109,12 +109,12 @@ async def flush_cache(server: Server, call: Call[None]) -> Response:
 
 
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
-    """Stop launching; what runs stays where it is, gives its pages back (retract), or is ended (cancel)."""
+    """Stop launching; running requests stay in place, give their pages back (retract), or are cancelled (cancel)."""
     return await _told(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
 
 
 async def resume(server: Server, call: Call[None]) -> Response:
-    """Go on after a pause or a drain."""
+    """Continue after a pause or a drain."""
     answer = await _told(server, call, Resume())
     for engine in _chosen(server, call):
         server.bridge.drained(engine, draining=False)
@@ -122,32 +122,32 @@ async def resume(server: Server, call: Call[None]) -> Response:
 
 
 async def is_paused(server: Server, call: Call[None]) -> Response:
-    """Whether it stands still."""
+    """Whether the engine is paused."""
     paused = [one.stats is not None and one.stats.paused for _, one in await _asked(server, call, GetState())]
     return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
 async def is_sleeping(server: Server, call: Call[None]) -> Response:
-    """Whether its memory, or part of it, is given back."""
+    """Whether the engine's memory, or part of it, is released."""
     asked = await _asked(server, call, GetState())
     sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in asked]
     return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
 
 
 async def drain(server: Server, call: Call[None]) -> Response:
-    """Take no more requests; answered once all that were accepted have ended."""
+    """Take no more requests; answered once all accepted requests have ended."""
     for engine in _chosen(server, call):
         server.bridge.drained(engine, draining=True)
     return await _told(server, call, Drain())
 
 
 async def abort_all(server: Server, call: Call[None]) -> Response:
-    """Cancel every request there is."""
+    """Cancel all requests."""
     return await _told(server, call, CancelAll())
 
 
 async def server_info(server: Server, call: Call[None]) -> Response:
-    """Settings, and how the engine stands."""
+    """Settings, and the state of the engine."""
     answered = await _asked(server, call, GetState())
     said = {
         "version": version_of("lockstep-api"),
@@ -160,7 +160,7 @@ async def server_info(server: Server, call: Call[None]) -> Response:
 
 
 def weight_version(server: Server) -> str:
-    """Of all engines; where they differ, of each in turn."""
+    """Weights version of the engines; where they differ, the version of each in turn."""
     return ",".join(dict.fromkeys(str(engine.weights_version) for engine in server.bridge.engines))
 
 
@@ -172,17 +172,17 @@ async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
 
 
 async def slow_down(server: Server, call: Call[SlowDownBody]) -> Response:
-    """Leave at least so many seconds between two launches, for testing; none, or 0, ends it."""
+    """Leave at least this many seconds between two launches, for tests; null or 0 ends it."""
     return await _told(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
 
 
 async def freeze_gc(server: Server, call: Call[None]) -> Response:
-    """Take the objects that live now out of the engine's garbage collection."""
+    """Exclude the engine's current objects from garbage collection."""
     return await _told(server, call, FreezeGc())
 
 
 async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
-    """Record what CPU and GPU do, into files of `--profile-dir`."""
+    """Record the activity of CPU and GPU into files of `--profile-dir`."""
     _needs(server, "profile", "traces are taken of a model, with --profile-dir")
     body = call.body
     options = {
@@ -198,13 +198,13 @@ async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
 
 
 async def stop_profile(server: Server, call: Call[None]) -> Response:
-    """End it, and write what was seen."""
+    """End the profile, and write its files."""
     _needs(server, "profile", "traces are taken of a model, with --profile-dir")
     return _answer(await _of_each(server, call, lambda engine: engine.trace(None)))
 
 
 async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
-    """Load a LoRA adapter: read, checked, and there for requests that name it."""
+    """Load a LoRA adapter: it is read, checked, and available to requests that name it."""
     body = call.body
     if body.lora_name in server.models():
         raise ApiError(400, f"`lora_name` is {body.lora_name[:60]!r}, which is the model's own name", "lora_name")
@@ -224,7 +224,7 @@ async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
 
 
 async def unload_adapter(server: Server, call: Call[UnloadLoraBody]) -> Response:
-    """Forget a LoRA adapter; answered once no request uses it. Others go on."""
+    """Unload a LoRA adapter; answered once no request uses it. Other requests continue."""
     name = call.body.lora_name
     if not any(name in one.adapters for one in _chosen(server, call)):
         raise ApiError(404, f"`lora_name` {name[:60]!r} is not loaded", "lora_name")
@@ -238,9 +238,9 @@ def _loaded(server: Server, answered: list[tuple[Bridge, Answered]]) -> Response
 
 
 async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBody]) -> Response:
-    """Load the weights of another folder of the same model into the engine that serves."""
+    """Load the weights of another folder of the same model into the running engine."""
     path = call.body.model_path
-    if server.about().kind == "emulated":  # which reads nothing
+    if server.about().kind == "emulated":  # an emulated engine reads nothing
         return await _update(server, call, Folder(path))
     if not Path(path).is_absolute():
         raise ApiError(400, f"`model_path` must begin with /, got {path[:200]!r}", "model_path")
@@ -253,19 +253,19 @@ async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBod
 
 
 async def update_weights_from_tensor(server: Server, call: Call[WeightsFromTensorBody]) -> Response:
-    """Put tensors in place that lie in shared memory, some or all of the model's."""
+    """Load tensors from shared memory, some or all of the model's."""
     return await _update(server, call, SharedMemory(call.body.shared_memory))
 
 
 async def update_weights_from_group(server: Server, call: Call[WeightsFromGroupBody]) -> Response:
-    """Put tensors in place that a trainer sends over a group, some or all of the model's."""
+    """Load tensors that a trainer sends over a group, some or all of the model's."""
     body = call.body
     shapes = tuple(tuple(shape) for shape in body.shapes)
     return await _update(server, call, Group(body.group_name, tuple(body.names), tuple(body.dtypes), shapes))
 
 
 async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
-    """Meet a trainer that will send weights; answered once all have met. Engine N of several is rank_offset + N."""
+    """Join the group of a trainer that will send weights; answered once all joined. Engine N has rank_offset + N."""
     _needs_weights(server)
     body = call.body
     engines = _chosen(server, call)
@@ -294,7 +294,7 @@ def _needs_weights(server: Server) -> None:
 
 
 async def _update(server: Server, call: Call[Any], source: Source) -> Response:
-    """All engines that are meant get the same version; what runs meanwhile is each one's own business."""
+    """Update the selected engines to one version; requests that run meanwhile are handled by each engine separately."""
     body: WeightsBody = call.body
     states = [(engine, one.stats) for engine, one in await _asked(server, call, GetState())]
     newest = max(0 if stats is None else stats.weights_version for _, stats in states)
@@ -311,7 +311,7 @@ async def _update(server: Server, call: Call[Any], source: Source) -> Response:
 
 
 async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> Response:
-    """The first rows of a tensor, by the name that it has in a checkpoint; of the first engine that is meant."""
+    """The first rows of a tensor, by its name in a checkpoint; of the first selected engine."""
     _needs_weights(server)
     answered = await _waited(_chosen(server, call)[0].read_weights(call.body.name, call.body.truncate_size))
     if answered.weights is None:
@@ -321,17 +321,17 @@ async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> 
 
 
 async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:
-    """Give the memory of weights and KV cache back, or of what `tags` names, once nothing runs. Requests wait then."""
+    """Release the memory of weights and KV cache, or of what `tags` names, once nothing runs. Requests then wait."""
     return await _told(server, call, ReleaseMemory(_tags(call)))
 
 
 async def resume_memory(server: Server, call: Call[MemoryBody]) -> Response:
-    """Take the memory again; requests go on."""
+    """Allocate released memory again; requests continue."""
     return await _told(server, call, ResumeMemory(_tags(call)))
 
 
 def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
-    """What `tags` names, in the body or, as vLLM has it, in the query; all there is where nothing does."""
+    """The value of `tags`, in the body or, as in vLLM, in the query; all tags if absent."""
     level = call.request.query_params.get("level", "1")
     if level != "1":
         raise ApiError(400, f"`level` must be 1, which keeps the weights in other memory, got {level[:20]!r}", "level")
@@ -342,17 +342,17 @@ def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
     return asked
 
 
-# ------------------------------------------------------------------------------------------------------------------ how
+# -------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _needs(server: Server, ability: str, otherwise: str) -> None:
-    """Raise ApiError for what this engine was started without."""
+    """Raise ApiError if this engine was started without an ability."""
     if ability not in server.about().able:
         raise ApiError(501, f"this engine was started without: {otherwise}")
 
 
 def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
-    """The engine that `?engine=N` names, or all that there are. Raises ApiError."""
+    """The engine of `?engine=N`, or all engines. Raises ApiError."""
     engines, named = server.bridge.engines, call.request.query_params.get("engine")
     if named is None:
         return [one for one in engines if not one.gone] or list(engines)
@@ -362,7 +362,7 @@ def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
 
 
 async def _told(server: Server, call: Call[Any], control: Control) -> Response:
-    """Ask for something. Raises ApiError where it is refused."""
+    """Send a control request to the selected engines. Raises ApiError if one refuses it."""
     return _answer(await _asked(server, call, control))
 
 
@@ -373,7 +373,7 @@ async def _asked(server: Server, call: Call[Any], control: Control) -> list[tupl
 async def _of_each(
     server: Server, call: Call[Any], ask: Callable[[Bridge], Awaitable[Answered]]
 ) -> list[tuple[Bridge, Answered]]:
-    """Ask all engines that are meant. Raises ApiError if one of them cannot be asked; the others were."""
+    """Call `ask` for each selected engine. Raises ApiError if one is unavailable; the others were asked."""
     engines = _chosen(server, call)
     answers = await asyncio.gather(*(ask(one) for one in engines), return_exceptions=True)
     found = []
@@ -399,7 +399,7 @@ async def _waited(answer: Awaitable[Awaited]) -> Awaited:
 
 
 def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
-    """What engines said, as one. Raises ApiError where one refused; the others have done it."""
+    """The answers of several engines as one. Raises ApiError if one refused; the others have done as requested."""
     said = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
     shown = [(engine, ok, message) for engine, ok, message in said if not ok] or said
     messages = [message for _, _, message in shown]

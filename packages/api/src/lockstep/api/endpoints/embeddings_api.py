@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: a vector for each input, as the model's pooling makes it."""
+"""POST /v1/embeddings: a vector for each input, by the model's pooling."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ async def prompt_of(server: Server, given: str | list[int], field: str, *, speci
 async def pooled(
     server: Server, call: Call[Any], prompts: list[Prompt], kind: RequestKind, field: str
 ) -> tuple[list[Float32s], int]:
-    """What each prompt comes to, and how many tokens all have.
+    """The result of each prompt, and the number of tokens of all prompts.
 
     Args:
-        kind: embed for vectors [hidden], score for the logits [vocabulary] behind each.
-        field: what the client calls them.
+        kind: embed for vectors [hidden], score for the logits [vocabulary] after each prompt.
+        field: the client's name of the prompts, for errors.
     Raises: ApiError for the first that fails, ClientLeft.
     """
     wanted = GenerationRequest(
@@ -83,7 +83,7 @@ async def pooled(
 
 
 def check_dimensions(asked: int | None, about: EngineInfo) -> None:
-    """Refuse a size that the model's vectors do not have, and that it was not trained to be cut to. Raises ApiError."""
+    """Refuse a size other than that of the model's vectors, unless the model was trained for it. Raises ApiError."""
     if asked in (None, about.vector_size):
         return
     if about.matryoshka is None:
@@ -104,7 +104,7 @@ def shortened(vector: Float32s, dimensions: int | None) -> Float32s:
 
 
 def written(vector: Float32s, encoding: str | None) -> list[float] | str:
-    """As JSON has it: numbers, or base64 of little-endian float32."""
+    """A vector in JSON: numbers, or base64 of little-endian float32."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
     return [float(value) for value in vector]

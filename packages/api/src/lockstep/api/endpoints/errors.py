@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong: one shape, the field's status codes, a sentence that helps.
+"""Errors in answers to clients: one shape, the status codes of the field, a sentence that helps.
 
 {"error": {"message": "...", "type": "BadRequestError", "param": "max_tokens", "code": 400}}
 """
@@ -37,15 +37,15 @@ ANTHROPIC = {
     504: "timeout_error",
 }
 CLIENT_LEFT = 499
-"""In the log and in metrics only: there is nobody to tell."""
+"""Status for a client that left; appears in the log and in metrics only."""
 
 
 class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        param: the field that is wrong, if it is one.
-        retry_after_s: when to come again, where that is known.
+        param: the field that is wrong, if the error is about a field.
+        retry_after_s: seconds after which a retry makes sense, if known.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, *, retry_after_s: float = 1.0) -> None:
@@ -53,17 +53,17 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.retry_after_s = status, message, param, retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The error as a JSON object."""
         kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def anthropic(self) -> dict[str, Any]:
-        """As clients of Anthropic's API read it."""
+        """The error as a JSON object of Anthropic's API."""
         kind = ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
-        """What goes with it: when to come again."""
+        """Headers of the answer: Retry-After."""
         return {"Retry-After": str(max(1, ceil(self.retry_after_s)))} if self.status in (429, 503) else {}
 
 
@@ -78,7 +78,7 @@ REJECTED = {
     "grammar": 400,
     "media": 400,
 }
-"""Status by the core's reason to reject."""
+"""Reason of the core's rejection -> status."""
 
 FAILED = {
     "engine": 503,
@@ -88,7 +88,7 @@ FAILED = {
     "transfer": 500,
     "out_of_kv": 500,
 }
-"""Status by the reason with which an answer ended that is no answer."""
+"""Reason with which an answer failed -> status."""
 
 SENTENCES = {
     "timeout": "the request ran out of time",
@@ -100,7 +100,7 @@ SENTENCES = {
 
 
 def failure(ended: SampleEnded) -> ApiError | None:
-    """What is wrong with an answer that ended like this; None if nothing is."""
+    """The error of an answer that ended; None if it did not fail."""
     status = REJECTED.get(ended.reason, 400) if ended.rejected else FAILED.get(ended.reason)
     if status is None:
         return None
@@ -113,10 +113,10 @@ TENANT_MARK = re.compile(r"(?<=['\"])[0-9a-f]{16} ")
 
 
 def session_name(tenant: str, given: str) -> str:
-    """What the engine calls a tenant's session: another tenant's of the same name is another one."""
+    """The engine's name of a tenant's session: sessions of different tenants with the same name are distinct."""
     return f"{sha256(tenant.encode('utf-8', 'surrogatepass')).hexdigest()[:16]} {given}"
 
 
 def for_clients(message: str) -> str:
-    """A message of the engine, with sessions as clients call them."""
+    """A message of the engine, with the session names that clients use."""
     return TENANT_MARK.sub("", message)

@@ -1,4 +1,4 @@
-"""From what a client asked for to requests of the engine, and from what comes back to pieces of its answer.
+"""From a client's parameters to requests of the engine, and from its results to pieces of the answer.
 
     body ──limits──> prompts ──tokens──> RequestArrived per prompt ──bridge──> replies ──AnswerText──> pieces
 
@@ -32,21 +32,21 @@ from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, 
 from lockstep.core.requests.validation import STOP_TOKENS_MAX
 
 AT_ONCE_CHARACTERS = 4096
-"""Text up to so long is tokenised in the event loop, in well under a millisecond; longer one in a thread."""
+"""Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
 
 REFUSED_WITHIN_S = 0.5
-"""The engine refuses within a step; a stream whose first token takes longer begins without it."""
+"""The engine refuses within a step; a stream whose first token takes longer than this begins without it."""
 
 COMPILED_WITHIN_S = 5.0
-"""The same of a stream with a grammar, which is refused when it has been compiled."""
+"""The same limit for a stream with a grammar, which is refused only after the grammar was compiled."""
 
 MEASURED_AT_ONCE = 16
-"""Messages with tokens of an answer before metrics hear of them, the first and the last apart."""
+"""Messages with tokens of an answer between two updates of the metrics, not counting the first and the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens, and as text where it came as such."""
+    """A prompt as tokens, and as text if it came as text."""
 
     ids: list[int]
     text: str | None = None
@@ -54,14 +54,14 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """What is wanted of each prompt, checked."""
+    """The checked parameters of the answers to each prompt."""
 
     sampling: Sampling
     max_tokens: int | None  # None: as many as fit
     min_tokens: int = 0
     samples: int = 1
-    tops: int | None = None  # logprobs, with so many of the likeliest; None: no logprobs
-    prompt_logprobs_from: int | None = None  # of the prompt, from this position on
+    tops: int | None = None  # number of likeliest tokens with each logprob; None: no logprobs
+    prompt_logprobs_from: int | None = None  # first prompt position with logprobs
     seed: int | None = None
     stream: bool = False
     label: str = ""
@@ -71,12 +71,12 @@ class GenerationRequest:
     max_tokens_field: str = "max_tokens"
     prompt_field: str = "prompt"
     kind: RequestKind = "generate"
-    prompt_tops: int = 0  # with logprobs of the prompt, so many of the likeliest
+    prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
-    session_start: int | None = None  # tokens of the session that stay in front of the prompt; None: all
-    grammar: Grammar | None = None  # what each answer must keep to: `structured_output` makes them
-    adapter: str = ""  # the name of one that is loaded
-    grammar_field: str = "grammar"  # what the client called it
+    session_start: int | None = None  # tokens of the session that stay before the prompt; None: all
+    grammar: Grammar | None = None  # of each answer; made by `structured_output`
+    adapter: str = ""  # name of a loaded adapter
+    grammar_field: str = "grammar"  # the client's field for it
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -85,14 +85,14 @@ class GenerationRequest:
 
 
 async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
-    """Tokens of a text, in a thread where that takes long."""
+    """Tokens of a text, made in a thread if that takes long."""
     if len(prompt) <= AT_ONCE_CHARACTERS:
         return text.encode(prompt, special=special)
     return await asyncio.to_thread(text.encode, prompt, special=special)
 
 
 def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
-    """One prompt or several, as several. Raises ApiError for none."""
+    """One prompt or several, as a list. Raises ApiError for none."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
     if not given:
@@ -101,7 +101,7 @@ def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]
 
 
 def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
-    """Refuse what is too much, before anything is made of it. Raises ApiError."""
+    """Refuse parameters beyond the limits, before anything is made of them. Raises ApiError."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     _at_most(stop_field, "texts", len(stops), limits.stops_max)
     _at_most(stop_field, "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
@@ -120,7 +120,7 @@ def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, sto
 
 
 def _check_draws(sampling: Sampling, about: EngineInfo, limits: Limits) -> None:
-    """Which tokens may be drawn at all, and what else has a say in it."""
+    """Check the fields that restrict or bias the tokens to draw. Raises ApiError."""
     allowed, asked = sampling.allowed_token_ids, sampling.logit_processors
     for name, value in (("allowed_token_ids", allowed), ("logit_processors", asked)):
         if value and not about.logprobs:
@@ -163,7 +163,7 @@ def check_answers(
 
 
 def check_logprobs(tops: int, name: str, about: EngineInfo, limits: Limits) -> None:
-    """Refuse logprobs that the engine does not have, or too many. Raises ApiError."""
+    """Refuse logprobs that the engine does not support, or too many. Raises ApiError."""
     if not about.logprobs:
         raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
     if tops > limits.logprobs_max:
@@ -171,7 +171,7 @@ def check_logprobs(tops: int, name: str, about: EngineInfo, limits: Limits) -> N
 
 
 def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> RequestArrived:
-    """The engine's request for one prompt. Raises ApiError for what can never run."""
+    """The engine's request for one prompt. Raises ApiError for a request that can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), wanted.prompt_field
     if wanted.kind == "generate" and not about.generates:
         raise ApiError(400, "this model gives vectors, by /v1/embeddings, and has no head that says tokens", "model")
@@ -243,7 +243,7 @@ def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> 
 
 
 def _check_grammar(wanted: GenerationRequest, about: EngineInfo, max_tokens: int) -> None:
-    """Refuse structured output where there is none. Raises ApiError."""
+    """Refuse structured output that the engine does not support. Raises ApiError."""
     name = wanted.grammar_field
     if not about.grammars:
         raise ApiError(400, f"`{name}` asks for structured output: {about.no_grammars}", name)
@@ -252,42 +252,42 @@ def _check_grammar(wanted: GenerationRequest, about: EngineInfo, max_tokens: int
 
 
 def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
-    """Names and arguments as a journal holds them."""
+    """Names and arguments of logit processors, as a journal stores them."""
     given = sorted((sampling.logit_processors or {}).items())
     return tuple((name, json.dumps(arguments, sort_keys=True, allow_nan=False)) for name, arguments in given)
 
 
 SEEDS = 2**62
-"""Each sample of a request adds its number to the seed, and all stay within 63 bits."""
+"""Each sample of a request adds its number to the seed, and the sums stay within 63 bits."""
 
 
 def seed_of(given: int) -> int:
-    """The seed that a client's number stands for."""
+    """The seed for a client's number."""
     return given % SEEDS
 
 
-# ------------------------------------------------------------------------------------------------------ what comes back
+# -------------------------------------------------------------------------------------------------------------- answers
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of several, as it comes."""
+    """One answer of several, as far as it came."""
 
     index: int
     prompt: Prompt
     ticket: Ticket
     reply: Reply
     answer: AnswerText
-    taken: int = 0  # tokens that were given out
+    taken: int = 0  # tokens that were returned
     over: bool = False
-    measured: int = 0  # tokens that metrics know of,
-    measured_s: float = 0.0  # when the last of them came,
-    end_measured: bool = False  # and whether they know of the end
+    measured: int = 0  # tokens counted by the metrics
+    measured_s: float = 0.0  # when the last of these came
+    end_measured: bool = False  # whether the metrics counted the end
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What is new of a choice: text, tokens [first:stop), and at last its end."""
+    """The new part of a choice: text, tokens [first:stop), and in the last one its end."""
 
     choice: Choice
     text: str
@@ -298,15 +298,15 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class Usage:
-    """What was used, over all choices."""
+    """Token counts over all choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    thought_tokens: int | None = None  # of the completion's; None where thoughts are not told apart
+    thought_tokens: int | None = None  # of the completion; None where thoughts are not split off
 
     def as_json(self) -> dict[str, object]:
-        """As OpenAI has it."""
+        """The counts as OpenAI's JSON object."""
         said: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -323,10 +323,10 @@ class Generation:
     """The answers to one request of a client.
 
     Args:
-        came_s: when it came, for its time to first token.
-        start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
-        over: told at its end, however that came, how many tokens it was given.
-        together: what requests that should have the same engine have in common; empty: nothing.
+        came_s: time.monotonic of its arrival, for the time to first token.
+        start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended.
+        over: called once at its end with the number of output tokens.
+        together: key of requests that should have the same engine; empty: none.
     """
 
     bridge: Engines
@@ -353,7 +353,7 @@ class Generation:
         """Send a request for each prompt.
 
         Args:
-            admit: asked at last, for so many prompt tokens and answers, whether they may be; gives `over`.
+            admit: called last with the numbers of prompt tokens and answers; raises or returns `over`.
         Raises: ApiError, with nothing running.
         """
         if self.bridge.about is None:
@@ -395,9 +395,9 @@ class Generation:
             ticket.when_placed(partial(self.metrics.began, self, ticket, prompt))
 
     async def accepted(self) -> None:
-        """Wait for the first that comes, though not for long, so that a refusal can still be the answer's status.
+        """Wait briefly for the first result, so that a refusal can still be the status of the answer.
 
-        Raises: ApiError if it was refused.
+        Raises: ApiError if the request was refused.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REFUSED_WITHIN_S if self.wanted.grammar is None else COMPILED_WITHIN_S):
@@ -408,11 +408,13 @@ class Generation:
                 raise error
 
     async def began(self) -> None:
-        """Wait for the first that comes."""
+        """Wait for the first result."""
         await self._changed.wait()
 
     def cancel(self) -> None:
-        """Nobody wants the rest. To be called however it ended; where all of it came, nothing happens."""
+        """Cancel the rest of the answers. To be called however the request ended; without effect after a complete
+        answer.
+        """
         for ticket in self._tickets:
             self.bridge.cancel(ticket)
         over, self.over = self.over, None
@@ -424,7 +426,7 @@ class Generation:
                 choice.over = True
 
     async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """What is new, of all choices that have something, until all are over."""
+        """The new parts of all choices that have some, until all have ended."""
         left = [choice for choice in self.choices if not choice.over]
         while left:
             await self._changed.wait()
@@ -436,7 +438,7 @@ class Generation:
                 yield new
 
     async def whole(self) -> list[tuple[Choice, str]]:
-        """Every choice with its text. Raises ApiError if one of them came to nothing."""
+        """Every choice with its text. Raises ApiError if one of them failed."""
         texts = [""] * len(self.choices)
         async for new in self.pieces():
             for piece in new:
@@ -446,7 +448,7 @@ class Generation:
         return list(zip(self.choices, texts, strict=True))
 
     def usage(self) -> Usage:
-        """Of what came so far. A prompt counts once, however many samples it has."""
+        """Token counts so far. A prompt counts once, however many samples it has."""
         firsts = [ticket.replies[0].ended for ticket in self._tickets]
         in_session = [ended.prompt_tokens for ended in firsts if self.wanted.session and ended is not None]
         return Usage(
@@ -456,7 +458,7 @@ class Generation:
         )
 
     def _failure(self, ended: SampleEnded) -> ApiError | None:
-        """What is wrong with an answer that ended like this; a grammar by the name that the client knows it by."""
+        """The error of an answer that ended; a grammar is named by the field that the client used."""
         error, mark = failure(ended), "`grammar` "
         if error is None or self.wanted.grammar is None or not error.message.startswith(mark):
             return error
@@ -464,7 +466,7 @@ class Generation:
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def weights(self) -> dict[str, Any]:
-        """Which weights all of it came of; of several the versions in turn."""
+        """The weights versions of all answers; of several versions each in turn."""
         versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
         return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
 
@@ -484,12 +486,12 @@ class Generation:
 
 
 def unavailable(error: EngineUnavailable) -> ApiError:
-    """What a client is told when there is no engine to ask."""
+    """The error for a client when no engine is available."""
     return ApiError(503, str(error))
 
 
 def weights_of(ended: SampleEnded) -> dict[str, Any]:
-    """Which weights drew an answer: those of its end, and where it began with others which tokens each drew."""
+    """The weights version at the end of an answer and, if it began with another, the tokens drawn by each version."""
     if not ended.weights:
         return {}
     said: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
@@ -500,7 +502,7 @@ def weights_of(ended: SampleEnded) -> dict[str, Any]:
 
 
 def finish_reason(ended: SampleEnded) -> str:
-    """In OpenAI's words."""
+    """OpenAI's name for the reason of the end."""
     return {
         "length": "length",
         "computed": "length",
@@ -517,5 +519,5 @@ def tokens_of(piece: ChoiceDelta) -> Sequence[int]:
 
 
 def now_s() -> float:
-    """The clock that answers are measured by."""
+    """The clock of all times of answers, seconds."""
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""HTTP below the endpoints: bodies within bounds, answers as JSON or as a stream of events, clients that leave."""
+"""HTTP below the endpoints: bounded bodies, answers as JSON or as a stream of events, and clients that leave."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BodyType = TypeVar("BodyType", bound=Body)
 Result = TypeVar("Result")
 
 PROBLEMS_SHOWN = 3
-FIELDS_MAX = 512  # of a body
+FIELDS_MAX = 512  # fields of a body
 OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class ClientLeft(Exception):
-    """There is nobody to answer any more."""
+    """Raised when the client has left, so that there is no answer to send."""
 
 
 class JsonResponse(Response):
-    """An object as JSON."""
+    """A JSON answer."""
 
     media_type = "application/json"
 
@@ -42,12 +42,12 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "openai") -> JsonResponse:
-    """An error as an answer, in the shape that clients of this API read."""
+    """An error as an answer, in the shape that clients of this API expect."""
     body = error.anthropic() if kind == "anthropic" else error.body()
     return JsonResponse(body, status_code=error.status, headers=error.headers())
 
 
-# ------------------------------------------------------------------------------------------------------------ coming in
+# --------------------------------------------------------------------------------------------------------------- bodies
 
 
 async def read_body(
@@ -96,10 +96,11 @@ async def _read(request: Request, bytes_max: int) -> bytes:
 
 
 def _bad_body(error: ValidationError) -> ApiError:
-    """What is wrong with a body, in a sentence. What was given is not repeated at length."""
+    """The error of an invalid body, in one sentence. The given value is shortened."""
     problems, param = [], None
     for problem in error.errors(include_url=False, include_context=False)[:PROBLEMS_SHOWN]:
-        # Names of the alternatives of a union stand in brackets or are types; a client knows fields and indices.
+        # Names of the alternatives of a union stand in brackets or are types; only fields and indices mean something to
+        # clients.
         place = [str(one) for one in problem["loc"] if isinstance(one, int) or str(one).isidentifier()]
         where = ".".join(place)
         param = param or where or None
@@ -120,7 +121,7 @@ def _says_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 
 def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
-    """Refuse, by name, what this server does not do. Raises ApiError."""
+    """Refuse, by name, fields that this server does not serve. Raises ApiError."""
     for name, value in (body.model_extra or {}).items():
         known = type(body).REFUSED.get(name)
         where = f"{inside}{name[:60]}"
@@ -138,11 +139,11 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
             refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
 
 
-# ------------------------------------------------------------------------------------------------------------ going out
+# -------------------------------------------------------------------------------------------------------------- answers
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do work, whose body was read before, for as long as the client is there. Raises ClientLeft."""
+    """Run `work` while the client stays; the body was read before. Raises ClientLeft."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -158,7 +159,7 @@ async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client left."""
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -169,12 +170,12 @@ def event(data: Any) -> bytes:
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """One server-sent event that is called what its type says."""
+    """One server-sent event, named by its `type`."""
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
 ABORT = "lockstep.abort"
-"""In a connection's scope: what ends it at once, whatever was not sent yet."""
+"""Key in a connection's scope: a function that closes it at once, discarding unsent bytes."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -183,9 +184,9 @@ class EventStream(Response):
     """A stream of server-sent events.
 
     Args:
-        events: what to send. It is closed however the stream ends.
-        slow_s: a client that takes nothing for so long is given up.
-        over: called at the end, whatever was sent.
+        events: what to send. Closed however the stream ends.
+        slow_s: a client that reads nothing for so long is disconnected.
+        over: called at the end, however much was sent.
     """
 
     media_type = "text/event-stream"
@@ -194,11 +195,11 @@ class EventStream(Response):
         super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._slow_s, self._over = events, slow_s, over
-        self.ended: Callable[[bool], object] | None = None  # told at the end whether all was sent
-        self._waits_since: float | None = None  # when what is being sent was begun
+        self.ended: Callable[[bool], object] | None = None  # called at the end with whether everything was sent
+        self._waits_since: float | None = None  # when the current send began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send, until all is sent or the client is gone."""
+        """Send until everything is sent or the client has left."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         all_sent = False
@@ -209,7 +210,7 @@ class EventStream(Response):
                 sending.result()
                 all_sent = True
         finally:
-            if not (sending.done() or leaving.done()):  # given up: what is in its buffers goes with the connection
+            if not (sending.done() or leaving.done()):  # disconnected: bytes in its buffers are discarded
                 scope.get(ABORT, lambda: None)()
                 await asyncio.sleep(0)
             leaving.cancel()
@@ -221,7 +222,7 @@ class EventStream(Response):
                 self.ended(all_sent)
 
     def _stuck(self) -> bool:
-        """Whether the client has taken nothing for too long."""
+        """Whether the client has read nothing for too long."""
         if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
             return False
         log.warning("a client took nothing for %g s and is given up", self._slow_s)

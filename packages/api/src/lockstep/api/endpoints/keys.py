@@ -1,4 +1,4 @@
-"""Who may ask: a TOML file of keys, each with the tenant that it stands for.
+"""Access: a TOML file of keys, each with the tenant that it stands for.
 
     [[keys]]
     tenant = "alice"
@@ -17,7 +17,7 @@
     tokens_per_day = 50_000_000
     answers_max = 64              # open at once, in one worker
 
-The file is read again when it changed. One that cannot be read leaves those before in place, and the log says so.
+The file is read again after a change. If that fails, the previous keys stay in use, and the failure is logged.
 Prefixes in the radix cache are not shared between tenants, unless `isolate_tenants` of the scheduler is set to false.
 """
 
@@ -38,11 +38,11 @@ from lockstep.core.contract.errors import ConfigError
 log = logging.getLogger("lockstep.worker")
 
 KEY_CHARACTERS_MIN = 16
-LOOK_S = 1.0  # how often to see whether the file changed
+LOOK_S = 1.0  # interval between checks for changes
 
 
 class Allowance(msgspec.Struct, frozen=True):
-    """What a tenant may use; None: as much as it wants."""
+    """Limits of a tenant; None: unlimited."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: int | None = None
@@ -66,7 +66,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def allowance(self) -> Allowance:
-        """What it says of its tenant."""
+        """The limits that the key gives its tenant."""
         return Allowance(*(getattr(self, name) for name in Allowance.__struct_fields__))
 
 
@@ -78,9 +78,9 @@ class Keys:
     """The keys of a file. Only their digests are kept.
 
     Args:
-        file: where they came from, to be read again when it changed.
-        stamp: of the file, when they were read.
-        now_s: a clock that does not go back.
+        file: the file, read again after a change.
+        stamp: state of the file when it was read.
+        now_s: a monotonic clock, seconds.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Keys:
 
     @property
     def tenants(self) -> set[str]:
-        """Whom the keys stand for."""
+        """The tenants of all keys."""
         return {tenant for _, tenant, _ in self._known}
 
     def allowance(self, tenant: str) -> Allowance:
-        """What a tenant may use."""
+        """The limits of a tenant."""
         return self._allowed.get(tenant, UNLIMITED)
 
     def _look(self) -> None:
@@ -124,9 +124,9 @@ class Keys:
             log.info("the keys were read again: %d", len(self._known))
 
     def tenant_of(self, authorization: str | None, *, admin: bool = False) -> str | None:
-        """Whom an Authorization header stands for; None for nobody, or nobody who may do this.
+        """The tenant of an Authorization header; None without a valid key, or with `admin` without an operator's key.
 
-        All keys are compared, each in the same time, whatever is given.
+        All keys are compared, each in constant time.
         """
         self._look()
         scheme, _, given = (authorization or "").partition(" ")
@@ -138,8 +138,8 @@ class Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys of a file, now and later. Raises ConfigError, which never shows a key."""
-    stamp = _stamp(path)  # before, so that no change is missed
+    """The keys of a file, which is read again after changes. Raises ConfigError, which never shows a key."""
+    stamp = _stamp(path)  # taken before the file is read, so that no change is missed
     return Keys(_read(path), path, stamp)
 
 
@@ -172,7 +172,7 @@ def _read(path: Path) -> list[Key]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes when a file does; nothing for one that is not there."""
+    """A value that changes with the file; empty for a file that does not exist."""
     try:
         found = path.stat()
     except OSError:

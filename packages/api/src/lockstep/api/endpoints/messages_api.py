@@ -1,7 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, for text, thoughts and calls of tools.
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, for text, thoughts and tool calls.
 
 Events of a stream: message_start, ping; for each block, which is thinking, text or tool_use, content_block_start,
-content_block_delta ..., content_block_stop; message_delta (why it ended, and what was used), message_stop; or error.
+content_block_delta ..., content_block_stop; message_delta (reason of the end, token counts), message_stop; or error.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
 
 
 async def count_tokens(server: Server, call: Call[CountBody]) -> Response:
-    """How many tokens a conversation has, as the model's template writes it."""
+    """Number of tokens of a conversation, as the model's template writes it."""
     server.model(call.body.model)
     prompt = await _prompt(server, call.body, _tools(call.body))
     return JsonResponse({"input_tokens": len(prompt.ids)})
 
 
 def _tools(body: CountBody) -> Tools:
-    """Tools as chat completions have them. Raises ApiError."""
+    """The tools in the form of chat completions. Raises ApiError."""
     for i, tool in enumerate(body.tools or ()):
         if tool.get("type") not in (None, "custom"):
             where = f"tools.{i}.type"
@@ -98,7 +98,7 @@ def _tools(body: CountBody) -> Tools:
 
 
 async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
-    """The conversation in tokens; where the assistant spoke last, the answer goes on with what it said."""
+    """The conversation in tokens; if the last message is the assistant's, the answer continues it."""
     told = []
     if body.system:
         told.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
@@ -112,7 +112,7 @@ async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
 
 
 def _told(message: MessageItem, where: str) -> list[ChatMessage]:
-    """A message as chat completions have it; what came of tools are messages of their own. Raises ApiError."""
+    """A message in the form of chat completions; tool results become messages of their own. Raises ApiError."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     told: list[ChatMessage] = []
@@ -158,7 +158,7 @@ def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:
 
 
 def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
-    """Whether to think, in the words of the model's template; a model that has no choice has none. Raises ApiError."""
+    """Template variables for thinking; empty for a model without that choice. Raises ApiError."""
     if body.thinking is None:
         return {}
     template = (None if server.text is None else server.text.chat_template) or ""
@@ -172,7 +172,7 @@ def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
 
 
 async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator[bytes, None]:
-    """Events, up to the last."""
+    """The events of a stream."""
     yield named_event({"type": "message_start", "message": shape.message(generation.usage())})
     blocks = Blocks(shape.reading, first=shape.reading.form is None)
     for step in blocks.begin():
@@ -195,13 +195,13 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
 
 
 class MessageShape:
-    """How messages look."""
+    """Builds messages in Anthropic's form."""
 
     def __init__(self, model: str, label: str, reading: Reading) -> None:
         self._model, self._label, self.reading = model, label, reading
 
     def message(self, usage: Usage) -> dict[str, Any]:
-        """One that has just begun."""
+        """A message that has just begun."""
         return {
             "id": self._label,
             "type": "message",
@@ -214,12 +214,12 @@ class MessageShape:
         }
 
     def whole(self, generation: Generation, choice: Choice, text: str) -> dict[str, Any]:
-        """One that is whole."""
+        """A complete message."""
         content = [self.block(block) for block in blocks_of(self.reading.whole(0, text))]
         return self.message(generation.usage()) | {"content": content} | self.stopped(choice) | generation.weights()
 
     def block(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
-        """A part of the answer; when it has begun, nothing of it is there."""
+        """A block of the answer; with `begun` an empty one."""
         text = "" if begun else block.text
         if block.kind == "call":
             given = msgspec.Raw(b"{}" if begun else text.encode())
@@ -229,7 +229,7 @@ class MessageShape:
         return {"type": "text", "text": text}
 
     def told(self, step: Literal["open", "more", "close"], block: Block, text: str) -> list[dict[str, Any]]:
-        """A step of a stream as events."""
+        """The events of one step of a stream."""
         at = {"index": block.number}
         if step == "open":
             return [{"type": "content_block_start", **at, "content_block": self.block(block, begun=True)}]
@@ -239,7 +239,7 @@ class MessageShape:
         return [{"type": "content_block_delta", **at, "delta": {"type": kind, name: text}}]
 
     def stopped(self, choice: Choice) -> dict[str, Any]:
-        """Why it ended."""
+        """The fields with the reason of the end."""
         ended, at = choice.reply.ended, choice.answer.stop_reason
         assert ended is not None
         if ended.reason == "text_stop":
@@ -249,7 +249,7 @@ class MessageShape:
         return {"stop_reason": "tool_use" if self.reading.called(0) else "end_turn", "stop_sequence": None}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """Tokens of the prompt that were found in the cache are counted apart from those that were not."""
+        """Token counts. Prompt tokens found in the cache are counted apart from the others."""
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,

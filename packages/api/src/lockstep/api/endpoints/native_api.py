@@ -1,4 +1,4 @@
-"""Endpoints that are not OpenAI's: /generate and the like, as SGLang and vLLM have them, and health.
+"""Endpoints other than OpenAI's: /generate and others, as in SGLang and vLLM, and health.
 
 Streams of /generate are cumulative: every event has the whole text so far.
 """
@@ -39,11 +39,11 @@ from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.core.contract.events import RequestKind
 
-PROBE_S = 20.0  # a token that takes longer does not come
+PROBE_S = 20.0  # a token that takes longer counts as a failure
 PROBE_HOLDS_S = 1.0
 
 OF_A_CONVERSATION = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
-"""What only a chat template looks at."""
+"""Fields that only a chat template reads."""
 
 # ------------------------------------------------------------------------------------------------------------ /generate
 
@@ -104,7 +104,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
 
 
 def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
-    """The session whose next turn this is, if any, and how much of it stays. Raises ApiError."""
+    """The session whose next turn this is, if any, and the number of its tokens that stay. Raises ApiError."""
     params = body.session_params
     if params is None:
         return "", None
@@ -119,7 +119,7 @@ def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
-    """The prompts, and whether they were given as a list of such."""
+    """The prompts, and whether they were given as a list of prompts."""
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:
         name = "text" if body.text is not None else "input_ids"
@@ -180,7 +180,7 @@ def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str)
 
 
 def _finish(choice: Choice) -> dict[str, Any]:
-    """Why an answer ended, in SGLang's words."""
+    """The reason of an answer's end in SGLang's form."""
     ended = choice.reply.ended
     assert ended is not None
     if ended.reason in ("length", "computed"):
@@ -194,7 +194,7 @@ def _finish(choice: Choice) -> dict[str, Any]:
 
 
 async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
-    """End a request by the id that its client gave it, or that its answer has. Unknown ones are passed over."""
+    """Cancel a request by the id that its client gave it, or that its answer has. An unknown id has no effect."""
     try:
         server.bridge.cancel_label(call.body.rid, call.tenant)
     except EngineUnavailable as error:
@@ -228,7 +228,7 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
 
 
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
-    """The text of tokens, without special ones. It is there twice, under the names that two servers have for it."""
+    """The text of tokens, without special ones. Served under the names of two other servers."""
     server.model(call.body.model)
     about, tokens = server.about(), call.body.tokens
     if max(tokens, default=0) >= about.vocabulary:
@@ -241,7 +241,7 @@ async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
 
 
 async def health(server: Server, call: Call[None]) -> Response:
-    """200 while the engine is there and gets on with what it has to do; it is not asked, so nobody waits for it."""
+    """200 while the engine exists and makes progress; sends nothing to the engine, so the answer is immediate."""
     well = not (server.bridge.gone or server.bridge.about is None or server.bridge.stalled(server.settings.stalled_s))
     return Response(status_code=200 if well else 503)
 
@@ -254,14 +254,14 @@ async def ready(server: Server, call: Call[None]) -> Response:
 
 
 def _takes(engine: Bridge) -> bool:
-    """Whether an engine takes requests, if only to keep them until it is there again."""
+    """Whether an engine takes requests, possibly only to keep them until it has restarted."""
     return not engine.gone and (engine.gauges is None or engine.gauges.accepting)
 
 
 async def health_generate(server: Server, call: Call[None]) -> Response:
-    """200 when a token came from each engine. One that is busy shows by its answers that it is well, and is not asked.
+    """200 when each engine generated a token. A busy engine is judged by its answers, without a probe.
 
-    However many ask, there is one such request at a time, and its outcome holds for a second.
+    Concurrent calls share one probe, whose result is valid for a second.
     """
     bridge = server.bridge
     if bridge.gone or bridge.about is None or all(one.tickets or one.gone for one in bridge.engines):
@@ -272,7 +272,7 @@ async def health_generate(server: Server, call: Call[None]) -> Response:
 
 
 async def _probe(server: Server) -> bool:
-    """Whether a token comes from every engine that has nothing to do."""
+    """Whether every idle engine generates a token."""
     asked = [one for one in server.bridge.engines if not (one.tickets or one.gone)]
     try:
         return all(await asyncio.gather(*(_probe_one(server, one) for one in asked)))
@@ -299,7 +299,7 @@ async def _probe_one(server: Server, engine: Bridge) -> bool:
 
 
 async def load(server: Server, call: Call[None]) -> Response:
-    """How much there is to do, as the engines last said; they are not asked."""
+    """The load of the engines as last reported; sends nothing to them."""
     said = _load(server.bridge)
     if len(server.bridge.engines) > 1:
         loads = [_load(one) for one in server.bridge.engines]
@@ -320,7 +320,7 @@ def _load(bridge: Engines) -> dict[str, int]:
 
 
 def _state(engine: Bridge) -> str:
-    """In the router's words."""
+    """The state of an engine in the router's terms."""
     if engine.gone:
         return "down"
     if engine.restarting or engine.about is None:
@@ -329,7 +329,7 @@ def _state(engine: Bridge) -> str:
 
 
 async def usage(server: Server, call: Call[None]) -> Response:
-    """What this key's tenant has used, and what it may."""
+    """Usage and limits of this key's tenant."""
     if server.usage is None or server.keys is None:
         raise ApiError(404, "this server has no keys, so nobody's tokens are counted apart; see /metrics")
     allowance = server.keys.allowance(call.tenant)
@@ -347,7 +347,7 @@ async def usage(server: Server, call: Call[None]) -> Response:
 
 
 async def not_here(server: Server, call: Call[AnyBody]) -> Response:
-    """Refused: other servers have it, and this one does not."""
+    """Refuse an endpoint that other servers have and this one does not."""
     raise ApiError(501, f"{call.request.scope['path']} is not served here; docs/serving.md lists what is")
 
 
@@ -360,12 +360,12 @@ async def metrics(server: Server, call: Call[None]) -> Response:
 
 
 async def about_server(server: Server, call: Call[None]) -> Response:
-    """Which version this is."""
+    """The version of the server."""
     return JsonResponse({"version": version("lockstep-api")})
 
 
 async def model_info(server: Server, call: Call[None]) -> Response:
-    """What is served."""
+    """The served model."""
     about = server.about()
     return JsonResponse(
         {

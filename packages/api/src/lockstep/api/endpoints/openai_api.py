@@ -1,7 +1,7 @@
 """The OpenAI endpoints: /v1/models, /v1/completions, /v1/chat/completions.
 
-Shapes are those that the official client and other servers' clients expect; what is ours alone is `stop_reason`,
-`token_ids` (on request, as vLLM has them) and sentences in errors.
+Shapes are those that the official client and clients of other servers expect; additions are `stop_reason`, `token_ids`
+(on request, as in vLLM) and sentences in errors.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ from lockstep.api.text.chat_formats.driver import (
 from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.errors import ConfigError
 
-MARK = "\ue000here\ue000"  # of no model name or id
+MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
 SHAPED_AT_ONCE_CHARACTERS = 16384
-"""Whole answers up to so long are read in the event loop, in some milliseconds."""
+"""Whole answers up to this length are parsed in the event loop, in some milliseconds."""
 
 ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
-"""In a chat template that tells a call by its content, which is none; others would write `None`, or fail."""
+"""Matches a chat template that recognises a call by its empty content; other templates would write `None`, or fail."""
 
 AT_ONCE_MESSAGES = 64
-"""A conversation of so many messages and tools is written in the event loop; a longer one in a thread."""
+"""A conversation with up to this many messages and tools is rendered in the event loop; a longer one in a thread."""
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions; a chat goes on as long as there is room."""
+"""OpenAI's default for completions; a chat has no such default and may use all room that is left."""
 
 # --------------------------------------------------------------------------------------------------------------- models
 
 
 async def models(server: Server, call: Call[None]) -> Response:
-    """What is served."""
+    """The served models."""
     names = (*server.models(), *server.bridge.adapters)
     return JsonResponse({"object": "list", "data": [_model(server, name) for name in names]})
 
 
 async def model(server: Server, call: Call[None]) -> Response:
-    """One of them."""
+    """One of the served models."""
     return JsonResponse(_model(server, server.model(call.request.path_params["name"])))
 
 
@@ -137,7 +137,7 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
 
 
 def check_best_of(body: CompletionBody, samples: int, about: EngineInfo) -> None:
-    """Refuse fewer answers to choose from than are wanted, and choosing where it cannot be done. Raises ApiError."""
+    """Refuse `best_of` below `n`, and `best_of` that is not supported. Raises ApiError."""
     if body.best_of is None or body.best_of == samples:
         return
     if body.best_of < samples:
@@ -226,9 +226,9 @@ async def conversation(
     """Messages as the model's template writes them, in tokens.
 
     Args:
-        options: what else the template is told.
-        go_on: the last message is not over: the answer continues it.
-        field: what the client calls them.
+        options: further variables of the template.
+        go_on: the last message is incomplete: the answer continues it.
+        field: the client's name of the messages.
     Raises: ApiError.
     """
     if len(given) > server.limits.messages_max:
@@ -268,7 +268,7 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
     """A message for the template: content as text, arguments of tool calls as objects.
 
     Args:
-        nothing: the content of one that has calls, or thoughts, and no content.
+        nothing: content of a message that has calls, or thoughts, and no content.
     """
     said: dict[str, Any] = message.model_dump(exclude_unset=True)
     if message.content is None:
@@ -298,11 +298,11 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
     return said
 
 
-# ------------------------------------------------------------------------------------------------------ what both share
+# --------------------------------------------------------------------------------------------------------------- shared
 
 
 def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> None:
-    """Refuse `prompt_logprobs` where there are none, or too many. Raises ApiError."""
+    """Refuse `prompt_logprobs` that are not supported, or too many. Raises ApiError."""
     if body.prompt_logprobs is None:
         return
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", about, limits)
@@ -311,7 +311,7 @@ def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> No
 
 
 def label_of(body: OpenAI, kind: str) -> str:
-    """What an answer is called, by the client if it likes. Raises ApiError."""
+    """The id of an answer, chosen by the client or fresh. Raises ApiError."""
     if body.rid and body.request_id:
         raise ApiError(400, "`rid` and `request_id` both say what the request is called; give one of them", "rid")
     return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
@@ -338,7 +338,7 @@ def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) 
 
 
 async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
-    """As one object, or as a stream."""
+    """The answer as one object, or as a stream."""
     if shape.body.stream:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
@@ -349,14 +349,14 @@ async def _answer(server: Server, call: Call[Any], generation: Generation, shape
 
 
 async def shaped(shape: Callable[[], Shaped], characters: int) -> Shaped:
-    """What is made of answers: of long ones in a thread, as they are read character by character."""
+    """Call `shape`, which parses answers of this length character by character; for long answers in a thread."""
     return shape() if characters <= SHAPED_AT_ONCE_CHARACTERS else await asyncio.to_thread(shape)
 
 
 async def streamed(
     server: Server, call: Call[Any], generation: Generation, events: AsyncGenerator[bytes, None]
 ) -> EventStream:
-    """A stream, once it is clear that it is not refused. Raises ApiError, ClientLeft."""
+    """A stream, begun once the request was accepted. Raises ApiError, ClientLeft."""
     try:
         await unless_left(call.request, generation.accepted())
     except BaseException:
@@ -401,7 +401,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
 
 
 def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
-    """Of each `drawn` answers, to one prompt, the `kept` whose tokens have the highest logprob on average."""
+    """Of each `drawn` answers to one prompt, the `kept` whose tokens have the highest mean logprob."""
     if kept == drawn:
         return texts
 
@@ -414,25 +414,27 @@ def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list
 
 
 class CompletionShape:
-    """How completions look."""
+    """Builds completions."""
 
     KIND = CHUNK = "text_completion"
 
     def __init__(self, server: Server, body: Any, model: str, label: str, best: tuple[int, int] = (1, 1)) -> None:
-        """Args: best: of so many answers to a prompt only the first number is given, those with the best logprobs."""
+        """Args: best: (kept, drawn): of `drawn` answers to a prompt only the `kept` with the best logprobs are
+        returned.
+        """
         self._best = best
         self.body, self.names, self._model, self._label = body, server.names, model, label
         self._created = int(time.time())
-        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands around a piece of text
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes around a piece of text
 
     @property
     def only_text(self) -> bool:
         """Whether a piece of an answer has nothing but text, until its end."""
-        no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 are some
+        no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 is a request for logprobs
         return no_logprobs and not self.body.return_token_ids
 
     def plain_event(self, piece: ChoiceDelta, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
-        """The event of a piece that is only text; all of one choice are alike, so most of it was written before."""
+        """The event of a piece that is only text, from a template that is encoded once per choice."""
         around = self._plain.get(piece.choice.index)
         if around is None:
             said = self.delta(replace(piece, text=MARK))
@@ -456,16 +458,16 @@ class CompletionShape:
         }
 
     def usage(self, generation: Generation) -> dict[str, object]:
-        """What was used so far."""
+        """Token counts so far."""
         return generation.usage().as_json()
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
-        """A piece of an answer in a stream, in as many chunks as it takes."""
+        """A piece of an answer in a stream, as one or more chunks."""
         said = self.delta(piece)
         return [] if said is None else [said]
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A part of a stream."""
+        """A chunk of a stream."""
         return {
             "id": self._label,
             "object": self.CHUNK,
@@ -487,9 +489,9 @@ class CompletionShape:
         return said
 
     def likeliest_of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
-        """For each token of the prompt its logprob and those of the likeliest in its place, by id, as vLLM has them.
+        """For each prompt token its logprob and those of the likeliest tokens at its position, by id, as in vLLM.
 
-        `rank` is 1 for the likeliest, and null for a token that is not among those asked for.
+        `rank` is 1 for the likeliest, and null for a token that is not among the requested ones.
         """
         said: list[dict[str, Any] | None] = []
         for token, value, tops in zip(
@@ -511,13 +513,13 @@ class CompletionShape:
         return said
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """What a stream begins with, for one answer; None for nothing."""
+        """The first event of a stream for one answer; None for no event."""
         if not self.body.echo:
             return None
         return {"index": choice.index, "text": choice.prompt.text or "", "logprobs": None, "finish_reason": None}
 
     def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
-        """A piece of an answer in a stream; None for one that nobody sees."""
+        """A piece of an answer in a stream; None for a piece without visible content."""
         if not self._shows(piece):
             return None
         said = self._piece(piece) | {"text": piece.text}
@@ -525,7 +527,7 @@ class CompletionShape:
         return said
 
     def logprobs(self, choice: Choice, first: int, stop: int, *, echo: bool) -> dict[str, Any] | None:
-        """Of output tokens [first:stop), with `echo` of the prompt in front of them."""
+        """Logprobs of output tokens [first:stop), with `echo` preceded by those of the prompt."""
         if self.body.logprobs is None:
             return None
         reply = choice.reply
@@ -550,7 +552,7 @@ class CompletionShape:
         }
 
     def _likeliest(self, token: str, value: float | None, tops: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-        """The likeliest in a token's place, and the token; None for one that has nothing in front of it."""
+        """The likeliest tokens at a token's position, and the token; None for the first token of a prompt."""
         if value is None:
             return None
         return {self.names.of(one)[0]: logprob for one, logprob in tops[: self.body.logprobs]} | {token: value}
@@ -578,7 +580,7 @@ class CompletionShape:
 
 
 class ChatShape(CompletionShape):
-    """How chat completions look."""
+    """Builds chat completions."""
 
     KIND = "chat.completion"
     CHUNK = "chat.completion.chunk"
@@ -586,7 +588,7 @@ class ChatShape(CompletionShape):
     def __init__(self, server: Server, body: Any, model: str, label: str, reading: Reading) -> None:
         super().__init__(server, body, model, label)
         self._reading = reading
-        self._thoughts: dict[int, list[str]] = {}  # that wait for the end of them
+        self._thoughts: dict[int, list[str]] = {}  # thoughts withheld until their end
 
     @property
     def only_text(self) -> bool:
@@ -594,14 +596,14 @@ class ChatShape(CompletionShape):
         return super().only_text and self._reading.form is None
 
     def usage(self, generation: Generation) -> dict[str, object]:
-        """What was used so far, that for thoughts apart."""
+        """Token counts so far, with those of thoughts apart."""
         used = generation.usage()
         if self._reading.thinks:
             used.thought_tokens = self._reading.thought_tokens(generation)
         return used.as_json()
 
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
-        """The answer as one object. The prompt's logprobs stand beside the choices, which share it."""
+        """The answer as one object. The logprobs of the prompt stand beside the choices, which share it."""
         said = super().whole(generation, texts)
         if self.body.prompt_logprobs is not None:
             said["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
@@ -640,7 +642,7 @@ class ChatShape(CompletionShape):
         return said
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
-        """A piece of an answer in a stream: what it means, one thing a chunk; at last why it ended."""
+        """A piece of an answer in a stream as chunks: one per parsed event; the last chunk has the finish reason."""
         if self._reading.form is None:
             return super().deltas(piece)
         index = piece.choice.index
@@ -659,7 +661,7 @@ class ChatShape(CompletionShape):
         return chunks
 
     def _meant(self, index: int, said: Event) -> list[dict[str, Any]]:
-        """An event as deltas."""
+        """A parsed event as deltas."""
         match said:
             case Thought():
                 if not self._tells_thoughts:
@@ -686,12 +688,12 @@ class ChatShape(CompletionShape):
         return [{"reasoning_content": kept}] if kept else []
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """Who speaks."""
+        """The role of the answer."""
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
-        """A piece of an answer in a stream; None for one that nobody sees."""
+        """A piece of an answer in a stream; None for a piece without visible content."""
         if not (self._shows(piece) or self.body.logprobs):
             return None
         said = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
@@ -702,7 +704,7 @@ class ChatShape(CompletionShape):
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)
 
     def chat_logprobs(self, choice: Choice, first: int, stop: int) -> dict[str, Any] | None:
-        """Of output tokens [first:stop)."""
+        """Logprobs of output tokens [first:stop)."""
         if not self.body.logprobs:
             return None
         reply, most = choice.reply, self.body.top_logprobs or 0
@@ -719,7 +721,7 @@ class ChatShape(CompletionShape):
 
 
 def prompt_logprobs(choice: Choice) -> list[float | None]:
-    """Of each token of the prompt; the first has nothing in front of it, and none."""
+    """Logprob of each prompt token; None for the first."""
     ended = choice.reply.ended
     assert ended is not None
     positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
@@ -728,7 +730,7 @@ def prompt_logprobs(choice: Choice) -> list[float | None]:
 
 
 def prompt_top_logprobs(choice: Choice) -> list[list[tuple[int, float]]]:
-    """The likeliest in the place of each token of the prompt, likeliest first; none for the first token."""
+    """The likeliest tokens at the position of each prompt token, likeliest first; none for the first token."""
     ended = choice.reply.ended
     assert ended is not None
     positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()

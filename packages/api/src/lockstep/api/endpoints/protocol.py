@@ -1,4 +1,4 @@
-"""HTTP below the application: heads and bodies that end in time, and only so many connections.
+"""HTTP below the application: deadlines for heads and bodies, and a bounded number of connections.
 
 connection ──head_s──> headers ──body_s──> body ──> the application
      │                    └ larger than HEAD_BYTES_MAX: 400        a late head: 408; a late body: 408 by the
@@ -16,14 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lockstep.api.endpoints.http import ABORT
 from lockstep.api.settings import Limits
 
-SEND_BYTES_MAX = 128 * 1024  # that the kernel keeps for a client that reads slowly
-CLOSE_S = 30.0  # for a client to take the rest of what was said last
+SEND_BYTES_MAX = 128 * 1024  # kept by the kernel for a client that reads slowly
+CLOSE_S = 30.0  # for a client to read the rest of the last answer
 HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
 BODY_GRACE_S = 5.0  # for the application to refuse a late body itself
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """What every connection must keep to. `bounded_by` makes one that knows its limits."""
+    """The limits of every connection. `bounded_by` makes a subclass with values."""
 
     limits = Limits()
     _head_bytes = 0
@@ -31,7 +31,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Somebody came."""
+        """Take in a new connection."""
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection is not None:
@@ -42,7 +42,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect(self.limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Somebody left."""
+        """Take in the end of the connection."""
         self._expect(None)
         super().connection_lost(exc)
 
@@ -50,32 +50,32 @@ class BoundedProtocol(HttpToolsProtocol):
         """Take bytes in."""
         if self._in_head:
             self._head_bytes += len(data)
-            if self._late is None:  # the next head on a connection that was kept
+            if self._late is None:  # the next head on a kept connection
                 self._expect(self.limits.head_s)
         super().data_received(data)
         if self._in_head and self._head_bytes > HEAD_BYTES_MAX and not self.transport.is_closing():
             self.send_400_response(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
 
     def on_headers_complete(self) -> None:
-        """The head is over."""
+        """Take in the end of the head."""
         self._in_head, self._head_bytes = False, 0
-        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # for a stream that nobody reads
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # for a stream without a reader
         self._expect(self.limits.body_s + BODY_GRACE_S)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The next head begins."""
+        """Take in the end of a message; the next head begins."""
         self._in_head = True
         self._expect(None)
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing more comes: close, and soon, even if what was said last is never read."""
+        """Close an idle connection soon, even if the client never reads the rest of the last answer."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _expect(self, seconds: float | None) -> None:
-        """What comes next must be over after so long; None: nothing is waited for."""
+        """Set the deadline of the next part; None: no deadline."""
         if self._late is not None:
             self._late.cancel()
         self._late = None if seconds is None else self.loop.call_later(seconds, self._is_late)
@@ -98,5 +98,5 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_by(limits: Limits) -> type[BoundedProtocol]:
-    """Connections within these limits."""
+    """A protocol class with these limits."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})

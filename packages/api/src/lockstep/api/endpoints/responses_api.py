@@ -1,5 +1,7 @@
-"""/v1/responses: OpenAI's newer endpoint, for text. Answers are stored for a while (`stored_responses`): they can be
-had again, and `previous_response_id` goes on from one. With `background` the answer is made while nobody waits for it.
+"""/v1/responses: OpenAI's newer endpoint, for text.
+
+Answers are stored for a while (`stored_responses`): they can be fetched again, and `previous_response_id` continues
+one. With `background` the answer is made while no client waits for it.
 
 Events of a stream, each with a `sequence_number`:
 
@@ -58,13 +60,13 @@ log = logging.getLogger("lockstep.worker")
 TEXTS = ("input_text", "output_text", "text")
 NONE_STORED = "this server stores no answers (--stored-responses 0)"
 ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
-"""Of the input of an answer, in one list: as OpenAI has it."""
+"""Default and largest number of input items in one list, as at OpenAI."""
 
 CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
-"""How long an answer that is cancelled may take to end with what came of it; later it has ended with nothing."""
+"""Seconds for a cancelled answer to end with its partial output, and between checks; later it ends with no output."""
 
 Keep = Callable[[dict[str, Any]], object]
-"""Told what became of an answer."""
+"""Called with an answer whenever its state changes."""
 
 
 async def responses(server: Server, call: Call[ResponseBody]) -> Response:
@@ -127,7 +129,7 @@ async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]
 
 
 def _kept(server: Server, body: ResponseBody) -> bool:
-    """Whether the answer is stored: OpenAI's default is that it is. Raises ApiError for what needs that and has not."""
+    """Whether the answer is stored; OpenAI's default is true. Raises ApiError if a field needs it and it is false."""
     if server.responses is None:
         for name in ("store", "background", "previous_response_id"):
             if getattr(body, name):
@@ -142,7 +144,7 @@ def _kept(server: Server, body: ResponseBody) -> bool:
 
 
 def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
-    """The conversation that an input goes on from, as items. Raises ApiError."""
+    """The conversation that an input continues, as items. Raises ApiError."""
     name = call.body.previous_response_id
     if not name:
         return []
@@ -157,7 +159,7 @@ def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
 
 
 def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All that led to an answer, as items with ids."""
+    """The whole input of an answer, as items with ids."""
     given: list[dict[str, Any]]
     if isinstance(body.input, str):
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
@@ -173,7 +175,7 @@ async def _begun(
     shape: ResponseShape,
     before: list[dict[str, Any]],
 ) -> Response:
-    """Answer that it is under way, and go on with it. Raises ApiError where it was refused, or cannot be stored."""
+    """Report that the answer is in progress, and make it in the background. Raises ApiError if it was refused."""
     store = server.responses
     assert store is not None
     try:
@@ -191,7 +193,7 @@ async def _begun(
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
-    """Make an answer that nobody waits for."""
+    """Make an answer in the background."""
     try:
         await generation.began()
         store.change(tenant, shape.response("in_progress"), over=False)
@@ -199,7 +201,7 @@ async def _in_background(store: StoredResponses, tenant: str, generation: Genera
         store.change(tenant, said, over=True)
     except ApiError as error:
         store.change(tenant, shape.failed(error.message), over=True)
-    except Exception:  # of one request; the others go on
+    except Exception:  # an error of one request; other requests go on
         log.exception("a response in the background failed")
         store.change(tenant, shape.failed("the server failed; its log says how"), over=True)
     finally:
@@ -218,7 +220,7 @@ def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stor
 
 
 async def response(server: Server, call: Call[None]) -> Response:
-    """An answer that was stored, as far as it came."""
+    """A stored answer, as far as it came."""
     asked = call.request.query_params
     if asked.get("stream", "false").lower() not in ("false", "0", ""):
         raise ApiError(400, "`stream`: a stored response comes whole; ask again until it is over", "stream")
@@ -226,7 +228,7 @@ async def response(server: Server, call: Call[None]) -> Response:
 
 
 async def delete_response(server: Server, call: Call[None]) -> Response:
-    """Forget an answer; one that is under way is cancelled."""
+    """Delete an answer; one in progress is cancelled."""
     store, name, stored = _found(server, call)
     if not stored.over:
         _cancel(server, call, name)
@@ -235,7 +237,7 @@ async def delete_response(server: Server, call: Call[None]) -> Response:
 
 
 async def cancel_response(server: Server, call: Call[None]) -> Response:
-    """End an answer that is made in the background, with what came of it; one that has ended stays as it is."""
+    """Cancel an answer made in the background, keeping its partial output; an answer that has ended is unchanged."""
     store, name, stored = _found(server, call)
     if not stored.said["background"]:
         raise ApiError(400, f"response {name[:80]!r} is not made in the background; close its connection to end it")
@@ -243,7 +245,8 @@ async def cancel_response(server: Server, call: Call[None]) -> Response:
         return JsonResponse(stored.said)
     _cancel(server, call, name)
     until_s = time.monotonic() + CANCELLED_WITHIN_S
-    while not stored.over and time.monotonic() < until_s:  # the worker that made it, which may be another, stores it
+    # stored by the worker that makes the answer, possibly another one
+    while not stored.over and time.monotonic() < until_s:
         await asyncio.sleep(CANCELLED_LOOK_S)
         stored = _found(server, call)[2]
     if not stored.over:
@@ -260,7 +263,7 @@ def _cancel(server: Server, call: Call[None], name: str) -> None:
 
 
 async def input_items(server: Server, call: Call[None]) -> Response:
-    """What led to an answer, newest first or, with `order` asc, as it was said; `after` an item, `limit` of them."""
+    """The input of an answer, newest first or with `order` asc oldest first; `after` an item, `limit` of them."""
     items = _found(server, call)[2].input
     asked = call.request.query_params
     order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(ITEMS_LISTED))
@@ -280,11 +283,11 @@ async def input_items(server: Server, call: Call[None]) -> Response:
     return JsonResponse({"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends})
 
 
-# ------------------------------------------------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------------------------------------------------------- input
 
 
 def _tools(body: ResponseBody) -> Tools:
-    """Tools as chat completions have them: here their fields lie one level up. Raises ApiError."""
+    """The tools in the form of chat completions: here their fields are one level up. Raises ApiError."""
     nested: list[dict[str, Any]] = []
     for i, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
@@ -313,10 +316,10 @@ def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
     """Messages for the template: thoughts and calls of one turn belong to one message. Raises ApiError.
 
     Args:
-        before: so many of them come from an answer before, and are not among those that the client numbers.
+        before: number of leading items from earlier answers, which the client's numbering does not count.
     """
     messages: list[ChatMessage] = []
-    turn: dict[str, Any] = {}  # of the assistant, that is not over
+    turn: dict[str, Any] = {}  # of the assistant, incomplete
 
     def over() -> None:
         if turn:
@@ -372,7 +375,7 @@ def _message(item: InputItem, index: int) -> ChatMessage:
 
 
 def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str, ...]) -> str:
-    """Parts of a message as one text. Raises ApiError for what is none."""
+    """The parts of a message as one text. Raises ApiError for a part that is not text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -385,11 +388,11 @@ def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str
     return "\n".join(texts)
 
 
-# ------------------------------------------------------------------------------------------------------- what is said
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> AsyncGenerator[bytes, None]:
-    """Events, up to the last."""
+    """The events of a stream."""
     numbers = count()
 
     def told(kind: str, **more: Any) -> bytes:
@@ -421,15 +424,15 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
 
 
 class ResponseShape:
-    """How responses look."""
+    """Builds responses."""
 
     def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading, *, kept: bool = False) -> None:
         self._body, self._model, self._label, self.reading, self._kept = body, model, label, reading, kept
         self._created = time.time()
-        self.cut = False  # before it was over
+        self.cut = False  # whether the answer was cut off
 
     def response(self, status: str) -> dict[str, Any]:
-        """One that is not whole yet."""
+        """A response that is not complete yet."""
         body = self._body
         return {
             "id": self._label,
@@ -459,11 +462,11 @@ class ResponseShape:
         }
 
     def failed(self, message: str) -> dict[str, Any]:
-        """One that came to nothing."""
+        """A response that failed."""
         return self.response("failed") | {"error": {"code": "server_error", "message": message}}
 
     def ended(self, generation: Generation, choice: Choice, blocks: Sequence[Block]) -> dict[str, Any]:
-        """One that is."""
+        """A response that has ended."""
         assert choice.reply.ended is not None
         reason = finish_reason(choice.reply.ended)
         status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
@@ -488,7 +491,7 @@ class ResponseShape:
     def told(
         self, step: Literal["open", "more", "close"], block: Block, text: str, *, last: bool = False
     ) -> list[tuple[str, dict[str, Any]]]:
-        """A step of a stream as events; `last` if no block comes behind this one, as far as anybody knows."""
+        """The events of one step of a stream; `last` if this is the last block so far."""
         name, at = DELTAS[block.kind], {"output_index": block.number}
         if step == "open":
             added = ("output_item.added", at | {"item": self.item(block, begun=True)})
@@ -512,8 +515,8 @@ class ResponseShape:
         """A block as an item.
 
         Args:
-            begun: nothing of it is there yet.
-            last: it is the one at which an answer that was cut off stopped.
+            begun: the item is still empty.
+            last: the item at which an answer that was cut off stopped.
         """
         block.id = block.id or f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
         status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
@@ -526,7 +529,7 @@ class ResponseShape:
         return {"id": block.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def part(self, block: Block) -> dict[str, Any]:
-        """Its text."""
+        """The content part of a block."""
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

@@ -1,7 +1,7 @@
-"""Request bodies: the fields that are served, and by name those that others serve and this server refuses.
+"""Request bodies: the fields that are served, and the names of fields that other servers serve and this one refuses.
 
-Unknown fields are accepted, as by other servers, and noted in the debug log; with `strict` they are refused. A field of
-REFUSED is known: it is accepted as long as it has a value that changes nothing, and refused by name otherwise.
+Unknown fields are accepted, as in other servers, and noted in the debug log; with `strict` they are refused. A field of
+REFUSED is known: it is accepted with a value that changes nothing, and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 def _check_label(value: str) -> str:
-    """What a client calls its request: people read it in logs and on terminals, which obey control characters."""
+    """A client's name for its request: logs and terminals show it, so control characters are refused."""
     for at, character in enumerate(value):
         if ord(character) in CONTROLS:
             raise ValueError(f"Character {at} is a control character, {CONTROLS[ord(character)]}; leave it out")
@@ -30,17 +30,17 @@ def _check_label(value: str) -> str:
 Label = Annotated[Name, AfterValidator(_check_label)]
 
 ITEMS_MAX = 2**14
-"""Of a list of objects: messages, parts of one, tools. Each costs a microsecond or more."""
+"""Greatest length of a list of objects (messages, parts, tools). Each object costs a microsecond or more to check."""
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
-"""A list in which the first mistake is the only one that is told: telling a million takes minutes, and gigabytes."""
+"""A list whose first error is the only one reported: reporting a million takes minutes, and gigabytes."""
 
 Objects = Items[dict[str, Any]]
 
 
 def _check_ids(value: Any) -> list[int]:
-    """Token ids: a list of whole numbers, looked at without a step in Python for each."""
+    """Token ids: a list of integers, checked without a Python step for each."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("Input should be a list of token ids")
     if value and not 0 <= min(value) <= max(value) < 2**31:
@@ -56,7 +56,7 @@ def _check_texts(value: Any) -> str | list[str]:
 
 
 def _check_id_lists(value: Any) -> list[Any]:
-    """Token ids, or a list of lists of them."""
+    """Token ids, or a list of such lists."""
     if isinstance(value, list) and set(map(type, value)) == {list}:
         _check_ids(list(chain.from_iterable(value)))
         return value
@@ -74,7 +74,7 @@ def _check_prompts(value: Any) -> str | list[Any]:
 
 
 def _check_bias(value: Any) -> dict[str, float]:
-    """Biases by token, as JSON has them."""
+    """Biases by token, as in JSON."""
     if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
         raise ValueError("Input should be an object of numbers, by token id")
     if value and not -100.0 <= min(value.values()) <= max(value.values()) <= 100.0:
@@ -90,7 +90,7 @@ def _check_arguments(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _check_metadata(value: Any) -> dict[str, str]:
-    """A few short texts by name, within OpenAI's limits."""
+    """Up to OpenAI's limits of short texts by name."""
     if not isinstance(value, dict) or len(value) > 16 or not set(map(type, value.values())) <= {str}:
         raise ValueError("Input should be an object of at most 16 texts")
     if any(len(name) > 64 or len(text) > 512 for name, text in value.items()):
@@ -99,7 +99,7 @@ def _check_metadata(value: Any) -> dict[str, str]:
 
 
 def _check_documents(value: Any) -> list[Any]:
-    """A list of texts or objects, looked at without a step in Python for each."""
+    """A list of texts or objects, checked without a Python step for each."""
     if not isinstance(value, list) or not set(map(type, value)) <= {str, dict}:
         raise ValueError("Input should be a list of texts")
     return value
@@ -137,28 +137,29 @@ WHY = {
     "response_format": "is of chat completions; a response has the same as `text.format`",
     "abort_all": "is an operator's: /abort_all on --admin-socket",
 }
-"""What is said of a known field that is not served, beside its name."""
+"""Known field that is not served -> the text of the error after its name."""
 
 
 def empty(value: Any) -> bool:
-    """Whether a value says as much as if it were not there."""
+    """Whether a value has the same meaning as an absent field."""
     return value in NOTHING or value in ([], {})
 
 
 class Body(BaseModel):
-    """What all bodies have in common: no coercion between types, no NaN, no infinity."""
+    """Base of all bodies: no coercion between types, no NaN, no infinity."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Known fields that are not served, with the values beside nothing that change no answer.
+    """Known fields that are not served -> values, besides null, that change no answer.
 
-    Where the first of them is true, or None, false and the like do change it: then nothing is null alone.
+    If the first of these values is true, or is None, then false and other empty values do change an answer: a first
+    None leaves null alone as a harmless value.
     """
 
 
 class StreamOptions(Body):
-    """What a stream has beside tokens."""
+    """What a stream has besides tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -182,14 +183,14 @@ class Sampling(Body):
     min_tokens: Count | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIdList | None = None
-    logit_processors: Arguments | None = None  # those that the operator enabled, by name
+    logit_processors: Arguments | None = None  # enabled by the operator, by name
 
 
 SchemaOrText = dict[str, Any] | bool | Text
 
 
 class Structured(Body):
-    """What the answer must look like; `structured_output.py` reads them. At most one of them says something."""
+    """Fields that constrain the answer; `structured_output.py` reads them. At most one of them may be set."""
 
     json_schema: SchemaOrText | None = None  # SGLang's names
     regex: Text | None = None
@@ -198,7 +199,7 @@ class Structured(Body):
 
 
 class StructuredOpenAI(Structured):
-    """The same under the names of OpenAI and vLLM, the older of vLLM's as well."""
+    """Fields that constrain the answer under the names of OpenAI and vLLM, including vLLM's older ones."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -209,9 +210,9 @@ class StructuredOpenAI(Structured):
 
 
 class Timed(Body):
-    """How long an answer may take. The headers X-Queue-Timeout and X-Request-Timeout say the same of any request."""
+    """Time limits of an answer. The headers X-Queue-Timeout and X-Request-Timeout set the same limits."""
 
-    queue_timeout_s: Seconds | None = None  # until it begins to run
+    queue_timeout_s: Seconds | None = None  # until it starts to run
     timeout_s: Seconds | None = None  # until it ends
 
 
@@ -228,9 +229,9 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     return_token_ids: bool | None = None
     cache_salt: Name | None = None
     prompt_logprobs: Count | None = None
-    rid: Label | None = None  # SGLang's: what the answer is called, and may be cancelled by
-    request_id: Label | None = None  # vLLM's: the same, behind `cmpl-` or `chatcmpl-`
-    lora_path: Name | None = None  # the name of an adapter, as SGLang has it; `model` may be one as well
+    rid: Label | None = None  # SGLang's name for the id of the answer, which also serves to cancel it
+    request_id: Label | None = None  # vLLM's name for it, used after `cmpl-` or `chatcmpl-`
+    lora_path: Name | None = None  # the name of an adapter, as in SGLang; `model` may name one as well
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "bad_words": (),
@@ -270,7 +271,7 @@ class CompletionBody(OpenAI):
 
 
 class ChatMessage(Body):
-    """A message; what else it has is for the template, if it knows it."""
+    """A message; further fields are for the template, if it reads them."""
 
     role: Name
     content: Text | Objects | None = None
@@ -280,7 +281,7 @@ class ChatMessage(Body):
 
 
 class TemplateOptions(Body):
-    """`chat_template_kwargs`: what clients may tell a chat template, if it reads it; nothing else is passed on."""
+    """`chat_template_kwargs`: variables that clients may set if the chat template reads them; no other is passed on."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -304,8 +305,8 @@ class ChatBody(OpenAI):
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Name | None = None  # for a chat template that reads it
     separate_reasoning: bool | None = None  # false: thoughts stay in the content, as the model writes them
-    include_reasoning: bool | None = None  # false: they are told apart, and not told
-    stream_reasoning: bool | None = None  # false: in a stream they come in one piece
+    include_reasoning: bool | None = None  # false: thoughts are split off and dropped
+    stream_reasoning: bool | None = None  # false: in a stream thoughts come in one piece
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -344,10 +345,11 @@ class NativeSampling(Sampling, Structured):
 
 
 class SessionParams(Body):
-    """Of which session a request is the next turn."""
+    """The session of which a request is the next turn."""
 
     id: Name
-    offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # tokens of it that stay in front; -1, None: all
+    # tokens of the session that stay before the prompt; -1, None: all
+    offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "replace": (), "rid": ()}
 
@@ -397,13 +399,13 @@ class EmbeddingBody(Timed):
         "embed_dtype": ("float32",),
         "input_type": (),
         "instruction": (),
-        "normalize": (None,),  # as the model's own pooling does
+        "normalize": (None,),  # by the model's own pooling
         "truncate_prompt_tokens": (),
     }
 
 
 class ScoreBody(Timed):
-    """POST /score, /v1/score: labels behind texts, or how near texts are to each other."""
+    """POST /score, /v1/score: probabilities of labels after texts, or similarity of texts."""
 
     model: Name | None = None
     query: Prompts | None = None
@@ -447,7 +449,7 @@ class RerankBody(Timed):
 
 
 class InputItem(Body):
-    """One item of a response's input: a message, a call, what came of one, or thoughts."""
+    """One item of a response's input: a message, a call, a call's result, or thoughts."""
 
     type: Name = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -471,7 +473,7 @@ class ReasoningOptions(Body):
 
 
 class TextSettings(Body):
-    """`text` of a response: what it must look like."""
+    """`text` of a response: the form of its text."""
 
     format: dict[str, Any] | None = None
 
@@ -492,9 +494,9 @@ class ResponseBody(Sampling, Timed):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     stream: bool | None = None
-    store: bool | None = None  # false: it cannot be had again
-    background: bool | None = None  # it is answered at once, and fetched later
-    previous_response_id: Name | None = None  # of a stored answer, which this goes on from
+    store: bool | None = None  # false: it cannot be fetched again
+    background: bool | None = None  # answered at once, and fetched later
+    previous_response_id: Name | None = None  # id of a stored answer, which this one continues
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
@@ -521,7 +523,7 @@ class MessageItem(Body):
 
 
 class MessageMetadata(Body):
-    """Who asks, in the client's words."""
+    """The end user of a request, as named by the client."""
 
     user_id: Name | None = None
 
@@ -538,7 +540,7 @@ class Thinking(Body):
     """Whether the model is to think; for a chat template that reads `enable_thinking` or `thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None  # advice, for a chat template that reads `thinking_budget`
+    budget_tokens: Count | None = None  # a hint, for a chat template that reads `thinking_budget`
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 
@@ -585,7 +587,7 @@ class TokenizeBody(Body):
     tools: Objects | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Name | None = None  # for a chat template that reads it
-    add_special_tokens: bool | None = None  # of a prompt; a chat template writes them itself
+    add_special_tokens: bool | None = None  # of a prompt; a chat template writes special tokens itself
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = None
@@ -621,13 +623,13 @@ class AbortBody(Body):
 class OpenSessionBody(Body):
     """POST /open_session"""
 
-    session_id: Name | None = None  # None: one that nobody can guess
+    session_id: Name | None = None  # None: a random one
     capacity_of_str_len: Annotated[
         int, Field(ge=2, lt=2**31)
     ]  # SGLang's name; in tokens, prompt and output of any turn
-    timeout: Seconds | None = None  # closed by itself after so long without a turn; None: the most that is allowed
-    parent: Name | None = None  # begins as that session stands
-    parent_tokens: Count | None = None  # with so many of its tokens; None: all
+    timeout: Seconds | None = None  # seconds without a turn until it is closed; None: the longest allowed
+    parent: Name | None = None  # the session that this one is branched from
+    parent_tokens: Count | None = None  # number of its tokens to keep; None: all
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"streaming": ()}
 
@@ -669,13 +671,13 @@ class StateBody(Body):
 
 
 Version = Annotated[int, Field(ge=1, lt=2**53)] | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,14}$")]
-"""Of weights: a whole number, which rises. SGLang has it as text."""
+"""Of weights: an ascending integer. SGLang sends it as text."""
 
 
 class WeightsBody(Body):
-    """What updates of the weights have in common. Without `mode`: wait, and in_place where the engine is paused."""
+    """Common fields of weight updates. Without `mode`: wait, or in_place if the engine is paused."""
 
-    weight_version: Version | None = None  # above those there were; None: the next
+    weight_version: Version | None = None  # above all earlier ones; None: the next
     mode: Literal["wait", "retract", "cancel", "in_place", "keep", "abort"] | None = None
     abort_all_requests: bool = False  # SGLang's name for mode cancel
 
@@ -690,7 +692,7 @@ class WeightsFromDiskBody(WeightsBody):
 class WeightsFromTensorBody(WeightsBody):
     """POST /update_weights_from_tensor"""
 
-    shared_memory: Name  # NAME of /dev/shm/NAME, which holds a safetensors file; whoever made it removes it
+    shared_memory: Name  # NAME of /dev/shm/NAME, a safetensors file; the process that made the file removes it
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "load_format": ("auto", "safetensors"),
@@ -728,9 +730,9 @@ class LoadLoraBody(Body):
     """POST /load_lora_adapter. Names are those of vLLM and SGLang."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder as PEFT writes it
-    pinned: bool = False  # it stays on the device
-    load_inplace: bool = False  # a newer version of one that is loaded
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder in PEFT's format
+    pinned: bool = False  # whether it stays on the device
+    load_inplace: bool = False  # whether it replaces a loaded one as a newer version
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": ()}
 
@@ -761,4 +763,4 @@ class SlowDownBody(Body):
 
 
 class AnyBody(Body):
-    """Whatever it is that nobody here can do."""
+    """The body of an endpoint that this server does not have."""

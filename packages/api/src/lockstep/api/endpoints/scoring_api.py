@@ -1,8 +1,8 @@
-"""POST /score and /rerank: what a model makes of texts beside each other, without saying a token.
+"""POST /score and /rerank: relations between texts by the model, without generated tokens.
 
-query + items, label_token_ids    how likely each label is to be the next token behind each item, as SGLang has it
-text_1, text_2                    how near texts are: the cosine of their vectors, as vLLM has it for such models
-query, documents                  the nearest documents first, as Jina, Cohere and vLLM have it
+query + items, label_token_ids    probability of each label as the next token after each item, as in SGLang
+text_1, text_2                    similarity of texts: the cosine of their vectors, as in vLLM for such models
+query, documents                  the documents by similarity, as in Jina, Cohere and vLLM
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BY_LABELS, BY_VECTORS = ("query", "items", "label_token_ids"), ("text_1", "text_
 
 
 async def score(server: Server, call: Call[ScoreBody]) -> Response:
-    """Judge labels behind texts, or how near texts are to each other."""
+    """Probabilities of labels after texts, or similarity of texts."""
     body = call.body
     labels, vectors = ([name for name in names if getattr(body, name) is not None] for names in (BY_LABELS, BY_VECTORS))
     if bool(labels) == bool(vectors):
@@ -80,7 +80,7 @@ def label_scores(logits: Float32s, labels: list[int], *, among_labels: bool) -> 
 
     Args:
         logits: [vocabulary].
-        among_labels: as if no other token could come.
+        among_labels: normalise over the labels only.
     """
     exact = logits.astype(np.float64)
     chosen = exact[labels]
@@ -106,7 +106,7 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
 
 
 async def rerank(server: Server, call: Call[RerankBody]) -> Response:
-    """The documents that are nearest to a query, nearest first."""
+    """The documents by similarity to a query, most similar first."""
     body = call.body
     name = server.model(body.model)
     texts = [_document(one, number) for number, one in enumerate(body.documents)]
@@ -134,7 +134,7 @@ def _document(given: str | dict[str, Any], number: int) -> str:
 async def _unit_vectors(
     server: Server, call: Call[Any], texts: list[str], field: str
 ) -> tuple[NDArray[np.float64], int]:
-    """The texts' vectors [texts, hidden], each of length 1, and how many tokens they have. Raises ApiError."""
+    """The texts' vectors [texts, hidden], each of length 1, and their number of tokens. Raises ApiError."""
     if not server.about().vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, and so no vectors to compare", "model")
     check_answers(len(texts), 1, server.limits, field)
@@ -146,5 +146,5 @@ async def _unit_vectors(
 
 
 def _used(call: Call[Any], tokens: int) -> dict[str, Any]:
-    """What stands below an answer: tokens, and whose weights it is of."""
+    """Common fields of the answers: token counts, and the weights version."""
     return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}, **call.request.state.generation.weights()}

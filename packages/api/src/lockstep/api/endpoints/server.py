@@ -1,4 +1,4 @@
-"""What every endpoint of a worker works with."""
+"""The state of a worker that every endpoint uses."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 
 
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
-"""What requests that belong together have in common, for the router of several engines; nothing else looks at it."""
+"""Header with the key of requests that belong together, for the router of several engines only, and its limit."""
 
 CHARACTERS_MIN = 2**20
-"""Text up to so long is always put into tokens before it is found to be too long; some tokenizers drop characters."""
+"""Text up to this length is always tokenised before its length is judged; some tokenizers drop characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[BodyType]):
-    """One HTTP request, let in and read."""
+    """One HTTP request, with access granted and its body read."""
 
     request: Request
     body: BodyType
     tenant: str
-    came_s: float  # by time.monotonic
+    came_s: float  # time.monotonic
 
 
 @dataclass
@@ -59,14 +59,14 @@ class Server:
     metrics: Metrics
     usage: UsageCounter | None = None
     responses: StoredResponses | None = None
-    background: set[asyncio.Task[None]] = field(default_factory=set)  # answers that nobody waits for
-    watchers: list[Watcher] = field(default_factory=list)  # told of every request that was answered
-    told: list[Callable[[], object]] = field(default_factory=list)  # once, when the engine is there
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
+    watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
+    told: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
     recent: Recent = field(default_factory=Recent)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest,
-    probed_s: float = 0.0  # and when it ended
+    probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest
+    probed_s: float = 0.0  # when it ended
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
@@ -86,7 +86,7 @@ class Server:
         return self.settings.limits
 
     def about(self) -> EngineInfo:
-        """What the engine is. Raises ApiError while there is none."""
+        """Properties of the engine. Raises ApiError while there is none."""
         if self.bridge.gone:
             raise unavailable(EngineUnavailable(self.bridge.gone))
         if self.bridge.about is None:
@@ -94,11 +94,11 @@ class Server:
         return self.bridge.about
 
     def models(self) -> tuple[str, ...]:
-        """What clients may call the model. Raises ApiError while there is no engine."""
+        """Names of the model for clients. Raises ApiError while there is no engine."""
         return self.settings.served_model_name or (self.about().model,)
 
     def model(self, asked: str | None) -> str:
-        """The name that answers have. Raises ApiError, 404, for a model that is not served."""
+        """The model name for the answer. Raises ApiError, 404, for a model that is not served."""
         known = self.models()
         if asked is not None and asked not in known and not self._adapter_named(asked):
             served = ", ".join((*known, *self.bridge.adapters))
@@ -106,7 +106,7 @@ class Server:
         return known[0] if asked is None else asked
 
     def _adapter_named(self, asked: str | None) -> str:
-        """The adapter that a model's name means: its own, or MODEL:ADAPTER as SGLang has it. Empty for none."""
+        """The adapter that a model name means: its own name, or MODEL:ADAPTER as in SGLang. Empty for none."""
         adapters = self.bridge.adapters
         if not adapters or asked is None or asked in self.models():
             return ""
@@ -114,12 +114,12 @@ class Server:
         return asked if asked in adapters else name if model in self.models() and name in adapters else ""
 
     def adapter(self, model: str | None, lora_path: str | None = None) -> str:
-        """The adapter that a request is for, empty for the model alone. Raises ApiError for one that is not loaded.
+        """The adapter of a request, empty for the model alone. Raises ApiError for one that is not loaded.
 
         Args:
-            lora_path: SGLang's field, which has the name of one.
+            lora_path: SGLang's field for the name of an adapter.
         """
-        self.model(model)  # one that was unloaded a moment ago is no name of the model alone
+        self.model(model)  # raises for an adapter that was just unloaded, whose name does not mean the model alone
         named = self._adapter_named(model)
         if not lora_path:
             return named
@@ -133,29 +133,29 @@ class Server:
         return lora_path
 
     def needs_text(self, what: str) -> Texts:
-        """The tokenizer. Raises ApiError if the model came without."""
+        """The tokenizer. Raises ApiError if the model came without one."""
         if self.text is None:
             raise ApiError(400, f"{what} needs a tokenizer, and this model came without; give token ids")
         return self.text
 
     async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
-        """Tokens of a text. Raises ApiError for one that is longer than any that could fit."""
+        """Tokens of a text. Raises ApiError for text that is too long to fit."""
         text = self.needs_text(what)
         self.check_length(what, len(prompt))
         return await encode(text, prompt, special=special)
 
     def characters_max(self) -> int:
-        """The longest text that could fit, or is short enough to be looked at anyway."""
+        """Number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
         return max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
 
     def check_length(self, what: str, characters: int) -> None:
-        """Refuse text whose tokens nobody needs to count: making them takes memory and time. Raises ApiError."""
+        """Refuse text that is certainly too long, before tokens of it cost memory and time. Raises ApiError."""
         most = self.characters_max()
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
     def generate(self, call: Call[BodyType], wanted: GenerationRequest, prompts: list[Prompt]) -> Generation:
-        """Send what is wanted to the engine. Raises ApiError."""
+        """Send a request to the engine. Raises ApiError."""
         if self.draining:
             raise ApiError(503, "the server is about to stop")
         start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
@@ -175,7 +175,7 @@ class Server:
 
 
 def _due(call: Call[BodyType], header: str, name: str) -> float | None:
-    """When the time is up that a header or a field gives, the shorter one; None where neither does. Raises ApiError."""
+    """The deadline (time.monotonic) from a header or a field, the earlier one; None without both. Raises ApiError."""
     said = call.request.headers.get(header)
     field_s: float | None = getattr(call.body, name, None)
     times = [] if field_s is None else [field_s]

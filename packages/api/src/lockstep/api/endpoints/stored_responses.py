@@ -1,11 +1,11 @@
-"""What /v1/responses has answered, kept for a while: to be had again, to be gone on from, to be cancelled.
+"""Answers of /v1/responses, kept for a while: to be fetched again, continued, or cancelled.
 
-    FOLDER/responses.sqlite     beside the sockets, for all workers of a server; it goes with the server
+    FOLDER/responses.sqlite     beside the sockets, for all workers of a server; removed with the server
 
-Bounds are each tenant's own, so that nobody's answers make room for another's: so many answers, so many bytes, so long.
-Beyond them those that ended first go. What is on its way stays, for somebody will ask for it: where nothing that ended
-can go, nothing more is begun. With an answer stands the whole conversation that led to it, so that what goes on from it
-needs nothing older.
+Bounds (number of answers, bytes, seconds) hold for each tenant separately, so one tenant's answers never displace
+another's. Beyond them the answers that ended first are removed. An answer in progress stays, since its client will
+fetch it: if no ended answer can be removed, no new answer is stored. Each answer is stored with the whole conversation
+before it, so a continuation needs no older answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 log = logging.getLogger("lockstep.worker")
 
-BUSY_S = 1.0  # that another worker may be writing
+BUSY_S = 1.0  # longest wait for another worker that writes
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, ended_s REAL,
@@ -44,26 +44,26 @@ DELETE FROM responses WHERE number IN (
 """
 UNDER_WAY = "CREATE INDEX IF NOT EXISTS under_way ON responses (tenant, pid, bytes) WHERE ended_s IS NULL"
 FAILURE_BYTES = 1024
-"""Kept free for one that is on its way, so that there is room at least to say why it failed."""
+"""Bytes kept free for an answer in progress, so that there is room at least for the message of its failure."""
 ABANDONED = "the process that worked on it ended"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer. `input` has what led to it, answers before it included."""
+    """One answer. `input` is its whole input, earlier answers included."""
 
     said: dict[str, Any]
     input: list[dict[str, Any]]
-    over: bool  # nothing more comes of it
+    over: bool  # whether the answer has ended
 
 
 class StoredResponses:
-    """One worker's view of them.
+    """One worker's access to the stored answers.
 
     Args:
-        folder: where the file is, or will be.
-        most, bytes_max, kept_s: of one tenant: answers, bytes of them, and seconds from when each ended.
-        now_s: seconds since 1970.
+        folder: folder of the file, which is created if missing.
+        most, bytes_max, kept_s: limits per tenant: answers, their bytes, and seconds after each ended.
+        now_s: returns seconds since 1970.
     """
 
     def __init__(
@@ -71,20 +71,21 @@ class StoredResponses:
     ) -> None:
         path = folder / "responses.sqlite"
         self._most, self._bytes_max, self._kept_s, self._now_s = most, bytes_max, kept_s, now_s
-        with _alone(folder / "responses.sqlite.lock"):  # workers begin at the same time, and one of them makes it
+        # workers start at the same time, and one of them creates the file
+        with _alone(folder / "responses.sqlite.lock"):
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._base = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-            self._base.execute("PRAGMA journal_mode = WAL")  # a worker that is killed leaves it whole
-            self._base.execute("PRAGMA synchronous = OFF")  # it need not survive the machine
+            self._base.execute("PRAGMA journal_mode = WAL")  # the file stays intact when a worker is killed
+            self._base.execute("PRAGMA synchronous = OFF")  # the data need not survive a crash of the machine
             self._base.execute(TABLE)
             self._base.execute(UNDER_WAY)
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file."""
         self._base.close()
 
     def put(self, tenant: str, said: dict[str, Any], items: Sequence[dict[str, Any]], *, over: bool) -> str:
-        """Keep an answer, or one that is on its way. Returns why that cannot be; empty: it is kept."""
+        """Store an answer, complete or in progress. Returns why that is not possible; empty: it is stored."""
         answer, led = msgspec.json.encode(said), msgspec.json.encode(items)
         size = len(answer) + len(led) + (0 if over else FAILURE_BYTES)
         row = (tenant, said["id"], self._now_s() if over else None, os.getpid(), size, answer, led)
@@ -102,9 +103,9 @@ class StoredResponses:
         return why
 
     def change(self, tenant: str, said: dict[str, Any], *, over: bool) -> None:
-        """There is more of one that is on its way; where there is no room for one that ended, it has failed.
+        """Update an answer in progress; one that has ended and does not fit is stored as failed.
 
-        One that was cancelled or deleted stays as it is.
+        An answer that was cancelled or deleted is not changed.
         """
         try:
             with self._transaction():
@@ -114,7 +115,7 @@ class StoredResponses:
 
     def _change(self, tenant: str, said: dict[str, Any], *, over: bool) -> None:
         answer, key = msgspec.json.encode(said), (tenant, said["id"])
-        if not over:  # as large as when it came, but for a word
+        if not over:  # the size is that at its creation, apart from the status
             change = "UPDATE responses SET said = ? WHERE tenant = ? AND id = ? AND ended_s IS NULL"
             self._base.execute(change, (answer, *key))
             return
@@ -133,7 +134,7 @@ class StoredResponses:
         self._push_out(tenant)
 
     def _no_room(self, tenant: str, name: str, size: int) -> str:
-        """Why so many bytes do not fit beside the other answers that are on their way; empty: they do."""
+        """Why this many bytes do not fit beside the other answers in progress; empty: they fit."""
         if size > self._bytes_max:
             return f"with what led to it, it takes {size} bytes, and limits.responses_bytes_max is {self._bytes_max}"
         self._end_abandoned(tenant)
@@ -151,12 +152,12 @@ class StoredResponses:
         return ""
 
     def _push_out(self, tenant: str) -> None:
-        """Forget what ended long ago, and what ended first where there is too much."""
+        """Remove expired answers, and beyond the limits those that ended first."""
         bounds = {"most": self._most, "bytes_max": self._bytes_max, "since_s": self._now_s() - self._kept_s}
         self._base.execute(OLDEST, {"tenant": tenant, **bounds})
 
     def _end_abandoned(self, tenant: str) -> None:
-        """What was on its way in workers that are gone has failed."""
+        """Mark answers in progress as failed if their worker has ended."""
         rows = self._base.execute("SELECT DISTINCT pid FROM responses WHERE tenant = ? AND ended_s IS NULL", (tenant,))
         for pid in [pid for (pid,) in rows.fetchall() if not _lives(pid)]:
             under_way = "SELECT number, said FROM responses WHERE tenant = ? AND ended_s IS NULL AND pid = ?"
@@ -166,7 +167,7 @@ class StoredResponses:
                 self._base.execute(change, (answer, self._now_s(), len(answer), number))
 
     def get(self, tenant: str, name: str) -> StoredResponse | None:
-        """One of this tenant's; None if there is none, or not any more."""
+        """One answer of this tenant; None if it does not exist or has expired."""
         row = self._row(tenant, name)
         if row is not None and row[2] is None and not _lives(row[3]):
             with suppress(sqlite3.Error), self._transaction():
@@ -187,7 +188,7 @@ class StoredResponses:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Nobody else writes meanwhile, and all of it is done or nothing."""
+        """A transaction without concurrent writers, committed as a whole or not at all."""
         self._base.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -198,12 +199,12 @@ class StoredResponses:
             raise
 
     def remove(self, tenant: str, name: str) -> None:
-        """Forget one."""
+        """Remove an answer."""
         self._base.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
 
 
 def _failed(said: dict[str, Any], message: str) -> dict[str, Any]:
-    """An answer that came to nothing."""
+    """An answer with status failed."""
     error = {"code": "server_error", "message": message}
     kept = {name: value for name, value in said.items() if name != "completed_at"}
     return kept | {"status": "failed", "output": [], "error": error, "incomplete_details": None}
@@ -211,17 +212,17 @@ def _failed(said: dict[str, Any], message: str) -> dict[str, Any]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Nobody else is in here meanwhile."""
+    """Hold an exclusive lock of a file."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(file)  # and with it the lock
+        os.close(file)  # releases the lock as well
 
 
 def _lives(pid: int) -> bool:
-    """Whether there is such a process, which is one of ours."""
+    """Whether a process with this id, of the same user, runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,13 +1,13 @@
-"""From the fields of a request to the grammar that its answer must keep to. Pure functions; nothing is compiled here.
+"""From the fields of a request to the grammar of its answer. Pure functions; nothing is compiled here.
 
     response_format, structured_outputs, guided_*, json_schema, regex, ebnf, structural_tag, text.format
-        ──grammar_asked──> Asked(field, grammar) ──> Wanted.grammar ──> RequestArrived.grammar ──> the engine compiles
+        ──requested_grammar──> OutputConstraint(field, grammar) ──> GenerationRequest.grammar
+        ──> RequestArrived.grammar ──> the engine compiles
 
-Whoever obliges the model for reasons of its own, as a named tool does, makes a grammar by `json_schema`, `regex`,
-`choice`, `ebnf` or `structural_tag` and puts it into `Wanted.grammar`.
-
-Size and depth are looked at here, before anything is sent. Whether a grammar can be compiled the engine says, in a
-process that may be killed: `lockstep.host.grammar_compiler`.
+Other code that constrains the model, as a named tool does, makes a grammar with `json_schema`, `regex`, `choice`,
+`ebnf` or `structural_tag` and puts it into `GenerationRequest.grammar`. Size and depth are checked here, before
+anything is sent. The engine reports whether a grammar compiles, from a process that may be killed:
+`lockstep.host.grammar_compiler`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lockstep.core.contract.events import Grammar
 from lockstep.host.grammars import make_grammar
 
 ANY_OBJECT = {"type": "object"}
-"""What `json_object` asks for."""
+"""The schema of `json_object`."""
 
 SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputConstraint:
-    """What an answer must keep to, and which field says so."""
+    """The grammar of an answer, and the field that requested it."""
 
     field: str
     grammar: Grammar
@@ -68,11 +68,11 @@ def ebnf(source: str) -> Grammar:
 
 
 def structural_tag(tag: dict[str, Any]) -> Grammar:
-    """Free text with parts in it that keep to a schema, behind what triggers them.
+    """Free text with parts that match a schema, each started by a trigger.
 
     Args:
-        tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, and, beside what others have,
-            "at_least_one": the answer has a part; "stop_after_first": and nothing behind it.
+        tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, and, beyond other servers,
+            "at_least_one": the answer has such a part; "stop_after_first": the answer ends after the first part.
     """
     return make_grammar("structural_tag", _json({name: value for name, value in tag.items() if name != "type"}))
 
@@ -81,12 +81,12 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
 
 
 def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
-    """What the fields of a request ask for; None for free text.
+    """The grammar that the fields of a request ask for; None for free text.
 
     Args:
-        fields: by name, those of READERS; null, false, empty texts, lists and objects are as good as absent.
-        inside: what stands in front of their names in an error.
-    Raises: ApiError for a field that says nothing sensible, for two of them, and for too much.
+        fields: by name, those of READERS; null, false, empty texts, lists and objects count as absent.
+        inside: prefix of their names in errors.
+    Raises: ApiError for an invalid field, for two fields at once, and for values beyond the limits.
     """
     found: list[OutputConstraint] = []
     for name, reader in READERS.items():
@@ -224,10 +224,10 @@ READERS: dict[str, Callable[[Any, str, Limits], Grammar | None]] = {
     "structural_tag": _structural_tag,
     "format": _text_format,
 }
-"""Fields by name, with what makes a grammar of each: OpenAI's, vLLM's old and new, SGLang's, and `text.format`."""
+"""Field names -> functions that make a grammar: OpenAI's, vLLM's old and new ones, SGLang's, and `text.format`."""
 
 
-# ------------------------------------------------------------------------------------------------- what all of them do
+# -------------------------------------------------------------------------------------------------------------- helpers
 
 
 def _bounded(grammar: Grammar, where: str, limits: Limits) -> Grammar:
@@ -239,7 +239,7 @@ def _bounded(grammar: Grammar, where: str, limits: Limits) -> Grammar:
 
 
 def _check_depth(value: Any, where: str, limits: Limits) -> None:
-    """Refuse what is nested too deeply, level by level."""
+    """Refuse values that are nested too deeply."""
     level: list[Any] = [value]
     for _ in range(limits.grammar_depth_max):
         level = [

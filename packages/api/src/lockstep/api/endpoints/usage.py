@@ -1,10 +1,10 @@
-"""What each tenant has used, and whether it may go on. All workers of a server count in the same files.
+"""Usage and limits of each tenant. All workers of a server count in the same files.
 
     FOLDER/<digest of the tenant>     one record, read and written under a lock; a few dozen microseconds
 
-Rates are buckets: `requests_per_minute` fills one with as many as a minute allows, and a request takes one out.
-`tokens_per_minute` fills one with tokens: prompts take theirs when they come, answers when they end, and so it can fall
-below zero; nothing is admitted until it is filled above that again. `tokens_per_day` counts from midnight, UTC.
+Rates are token buckets: `requests_per_minute` fills one with as many as a minute allows, and a request takes one out.
+`tokens_per_minute` fills one with tokens: prompts take theirs on arrival, answers at their end, and so it can fall
+below zero; nothing is admitted until it is above zero again. `tokens_per_day` counts from midnight, UTC.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ DAY_S = 86_400
 
 
 class UsageRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What one tenant has used."""
+    """Usage of one tenant."""
 
-    filled_s: float = 0.0  # when the buckets were last filled, in seconds since 1970
-    minute_requests: float = 0.0  # left in them
+    filled_s: float = 0.0  # when the buckets were last filled, seconds since 1970
+    minute_requests: float = 0.0  # left in the bucket
     minute_tokens: float = 0.0
     day: int = 0  # days since 1970
     day_tokens: int = 0  # used on that day
-    requests: int = 0  # in all
+    requests: int = 0  # total
     prompt_tokens: int = 0
     output_tokens: int = 0
 
     def refill(self, allowance: Allowance, now_s: float) -> None:
-        """Fill the buckets with what came since; a clock that went back brings nothing."""
+        """Fill the buckets for the time that has passed; a clock that went back fills nothing."""
         share = max(0.0, now_s - self.filled_s) / 60.0
         self.filled_s = now_s
         requests, tokens = allowance.requests_per_minute, allowance.tokens_per_minute
@@ -57,19 +57,19 @@ class UsageCounter:
     """Counts for one worker.
 
     Args:
-        folder: where records are; made if missing.
-        now_s: seconds since 1970.
+        folder: folder of the records; created if missing.
+        now_s: returns seconds since 1970.
     """
 
     def __init__(self, folder: Path, now_s: Callable[[], float] = time.time) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._now_s = folder, now_s
-        self._open: Counter[str] = Counter()  # answers, of this worker, by tenant
+        self._open: Counter[str] = Counter()  # open answers of this worker, by tenant
 
     def admit(self, tenant: str, allowance: Allowance, prompt_tokens: int, answers: int) -> Callable[[int], object]:
-        """Count a request, if it may be.
+        """Count a request, if the limits allow it.
 
-        Returns: to be called once with the tokens that its answers had. Raises: ApiError, 429.
+        Returns: a function to be called once with the number of output tokens. Raises: ApiError, 429.
         """
         most = allowance.answers_max
         if most is not None and self._open[tenant] + answers > most:
@@ -87,7 +87,7 @@ class UsageCounter:
         return partial(self._over, tenant, answers)
 
     def read(self, tenant: str, allowance: Allowance) -> UsageRecord:
-        """What a tenant has used so far."""
+        """The usage of a tenant so far."""
         with self._changed(tenant) as record:
             record.refill(allowance, self._now_s())
         return record
@@ -102,7 +102,7 @@ class UsageCounter:
 
     @contextmanager
     def _changed(self, tenant: str) -> Iterator[UsageRecord]:
-        """A tenant's record, to be changed while nobody else does. Nothing is written where an error ends it."""
+        """A tenant's record, locked for a change. Nothing is written if an exception ends the block."""
         path = self._folder / sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -115,7 +115,7 @@ class UsageCounter:
             if len(new) < len(written):
                 os.ftruncate(file, len(new))
         finally:
-            os.close(file)  # and with it the lock
+            os.close(file)  # releases the lock as well
 
 
 def _take(record: UsageRecord, tokens: int) -> None:
@@ -124,7 +124,7 @@ def _take(record: UsageRecord, tokens: int) -> None:
 
 
 def _refuse_too_much(record: UsageRecord, allowance: Allowance, now_s: float) -> None:
-    """Raise ApiError for a tenant that has used what it may."""
+    """Raise ApiError for a tenant that has reached its limits."""
     requests, tokens, day = allowance.requests_per_minute, allowance.tokens_per_minute, allowance.tokens_per_day
     if requests is not None and record.minute_requests < 1.0:
         wait_s = (1.0 - record.minute_requests) * 60.0 / requests

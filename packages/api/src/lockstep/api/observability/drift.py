@@ -1,8 +1,8 @@
-"""How far the cost model is off while a server runs: of each batch the time it took over the time that was predicted.
+"""Measured over predicted time of each batch while a server runs.
 
-`DriftMeter.fold` is an observer of the host: what a batch is predicted to take is worked out when it is launched, and
-held against its times when it comes back. It costs a few microseconds a batch. What it counts goes to the workers with
-the gauges, and from there to Prometheus (docs/serving.md, "Drift").
+`DriftMeter.fold` is an observer of the host: the duration of a batch is predicted when it is launched, and compared
+with its measured times when it is collected. The cost is a few microseconds per batch. The counts go to the workers
+with the gauges, and from there to Prometheus (docs/serving.md, "Drift").
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from lockstep.sim.results.batch_times import Durations
 
 
 class DriftMeter:
-    """Counts by kind of batch: extend, decode, mixed.
+    """Counts batches by kind (extend, decode, mixed) and by measured over predicted time.
 
     Args:
-        speed: of an emulated engine, whose batches take so many times less than predicted.
-        adapters: which rows run on adapters, for a cost model that prices them.
+        speed: speed-up of an emulated engine, by which its predictions are divided.
+        adapters: the adapters of the rows, for a cost model that prices them.
     """
 
     def __init__(self, cost: CostModel, speed: float = 1.0, adapters: RowAdapters | None = None) -> None:
         self._cost, self._speed, self._adapters = cost, speed, adapters
-        self._expected: dict[int, tuple[str, float]] = {}  # by batch in flight: its kind, microseconds
+        # by batch in flight: its kind, and its predicted microseconds
+        self._expected: dict[int, tuple[str, float]] = {}
         self._durations = Durations()
         self._kinds: dict[str, _Kind] = {}
 
     def fold(self, event: ObservedEvent, step: Step) -> None:
-        """Take in an event and what was decided."""
+        """Take in an event and its decisions."""
         if type(event) is BatchFinished:
             expected = self._expected.pop(event.batch_id, None)
             took_us = self._durations.took_us(event.started_us, event.finished_us)
@@ -54,7 +55,7 @@ class DriftMeter:
             self._expected[plan.batch_id] = plan.mode, self._predicted_us(plan) / self._speed
 
     def read(self) -> tuple[BatchDrift, ...]:
-        """All that was counted so far."""
+        """All counts so far."""
         return tuple(
             BatchDrift(mode, tuple(kind.counts), kind.ratios, kind.took_us / 1e6, kind.predicted_us / 1e6)
             for mode, kind in self._kinds.items()
@@ -73,14 +74,14 @@ class DriftMeter:
         if self._adapters is not None:
             shape = self._adapters.on(plan, shape)
         us = self._cost.batch_us(shape).mean_us
-        for _ in range(1, plan.steps):  # each step one position on, with every row of the launch
+        for _ in range(1, plan.steps):  # each step is one position on, with every row of the launch
             context_tokens += shape.decode_rows
             us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return us
 
 
 class _Kind:
-    """Batches of one kind."""
+    """Counts of one kind of batch."""
 
     __slots__ = ("counts", "predicted_us", "ratios", "took_us")
 

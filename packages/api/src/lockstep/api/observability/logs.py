@@ -1,4 +1,4 @@
-"""The log of a process: lines for people, or with `log_format` json one object each for machines."""
+"""The log of a process: text lines, or with `log_format` json one object per line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 
 EXTRA = "fields"
-"""What a record carries beside its message, a dict: `log.info(..., extra={EXTRA: {...}})`."""
+"""Name of the attribute of a log record that holds further fields, a dict: `log.info(..., extra={EXTRA: {...}})`."""
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line: time, level, process, logger, message, what it carries, and an exception's text."""
+    """Formats a record as one JSON line: time, level, process, logger, message, further fields, and an exception's
+    text.
+    """
 
     def __init__(self, role: str) -> None:
         super().__init__()
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """The JSON line of a record."""
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         said = {
             "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -38,7 +40,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_log(level: str, role: str, form: LogFormat = "text") -> None:
-    """Log to stderr."""
+    """Set up the log to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     lines = logging.Formatter(f"%(asctime)s %(levelname)s {role}: %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(JsonLines(role) if form == "json" else lines)

@@ -1,9 +1,9 @@
-"""What Prometheus sees: our names, and on demand the same figures under the names of other servers' dashboards.
+"""Prometheus metrics: Lockstep's names, and on request the same figures under names that other dashboards use.
 
-Times are those of the worker: from the request's head to a token's arrival from the engine; to the first token and
-between two of them only where the client streams, since the tokens of others come together. How the engine stands comes
-with its messages. Several workers share their figures through files (prometheus_client's multiprocess
-mode), so it does not matter which of them is asked.
+Times are those of the worker: from the request's head to a token's arrival from the engine; time to the first token and
+between tokens are measured only where the client streams, since other answers are delivered whole. The state of an
+engine comes with its messages. Several workers share their figures through files (prometheus_client's multiprocess
+mode), so any of them can serve all figures.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ SGLANG = {
     "kv_used_tokens": "num_used_tokens",
     "prefix_cache_hit_ratio": "cache_hit_rate",
 }
-"""Where the meaning is equal; the prefix is sglang:."""
+"""Metrics with an SGLang equivalent of the same meaning -> its name after the prefix sglang:."""
 
 NOT_VLLM = (
     *("engine_up", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
-"""What vLLM has not is called, or begins, so; everything else is its name, too."""
+"""Metrics whose names begin so have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 
 class Metrics:
@@ -74,7 +74,7 @@ class Metrics:
         )
 
     def name_model(self, name: str, engines: int = 1) -> None:
-        """What figures are labelled with, once it is known; nothing is generated before."""
+        """Set the model label of all figures, before the first request is generated."""
         self._model = name
         keys = ("model_name", "engine")
 
@@ -107,10 +107,10 @@ class Metrics:
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 
-    # --------------------------------------------------------------------------------------------------- what happened
+    # --------------------------------------------------------------------------------------------------------- requests
 
     def began(self, generation: Generation, ticket: Ticket, prompt: Prompt) -> None:
-        """A prompt of a request was sent to its engine."""
+        """Count a prompt that was sent to its engine."""
         engine = ticket.engine
         for _ in ticket.replies:
             self._prompt[engine].observe(len(prompt.ids))
@@ -120,11 +120,11 @@ class Metrics:
         self._prompt_tokens[engine].inc(len(prompt.ids))
 
     def saw(self, generation: Generation, choice: Choice) -> None:
-        """Tokens of a choice came, or its end did. What was seen before is not counted again."""
+        """Count new tokens of a choice, or its end. Tokens that were counted before are not counted again."""
         reply, engine = choice.reply, choice.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
-            if generation.wanted.stream:  # tokens of others come when the answer is whole, or a few dozen at a time
+            if generation.wanted.stream:  # other answers come whole, or a few dozen tokens at a time
                 self._saw_times(generation, choice, arrivals)
             now_s, tokens = arrivals[-1]
             self._output_tokens[engine].inc(tokens - choice.measured)
@@ -146,7 +146,7 @@ class Metrics:
         self._saw_phases(engine, ended)
 
     def _saw_phases(self, engine: int, ended: SampleEnded) -> None:
-        """Where its time went, as the engine says."""
+        """Record the times of queue, prefill and decode that the engine reported."""
         if ended.queue_us >= 0:
             self._queue[engine].observe(ended.queue_us / 1e6)
         if ended.prefill_us < 0:
@@ -168,17 +168,17 @@ class Metrics:
             observe(now_s - before_s)
 
     def answered(self, path: str, method: str, status: int) -> None:
-        """An HTTP request was answered."""
+        """Count an HTTP request that was answered."""
         self._http.labels(path, method, str(status)).inc()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
-        """The text format: figures of all workers, and how the engines stand, which each worker is told.
+        """The text format: figures of all workers, and the state of the engines, which every worker has.
 
         Args:
-            gauges: of each engine, the newest; None: it has not said anything yet, or is not there.
-            up: which of them take requests, where that is known.
+            gauges: of each engine, the newest; None: none received yet, or the engine is not running.
+            up: for each engine whether it takes requests; empty where that is unknown.
         """
         source: Any = self.registry
         if FOLDER in os.environ:
@@ -196,7 +196,7 @@ class Metrics:
         return generate_latest(_Given([*found, *self._renamed(found)]))
 
     def _labels(self, engine: int) -> tuple[str, str]:
-        """Of a model and an engine. What no engine was ever given has `none`."""
+        """Label values of a model and an engine. Requests that never had an engine get `none`."""
         return self._model, str(engine) if engine >= 0 else "none"
 
     def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
@@ -207,7 +207,7 @@ class Metrics:
             yield one
 
     def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:
-        """How an engine stands."""
+        """Metrics of an engine's state."""
         labels, values = ("model_name", "engine"), self._labels(engine)
         used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
         hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
@@ -247,7 +247,7 @@ class Metrics:
             yield from self._drift(engine, gauges.drift)
 
     def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
-        """What became of drafts, under the names that vLLM gave these figures."""
+        """Metrics of verified drafts, under vLLM's names."""
         labels = ("model_name", "engine")
         for name, about, value in (
             (
@@ -275,7 +275,7 @@ class Metrics:
         yield mean
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
-        """How far the cost model is off, by kind of batch. Buckets of Prometheus contain those before them."""
+        """Metrics of measured over predicted times, by kind of batch. Buckets of Prometheus are cumulative."""
         labels = ("model_name", "engine", "kind")
         about = "Time of a batch over the time predicted."
         ratio = HistogramMetricFamily("lockstep_batch_time_ratio", about, labels=labels)
@@ -290,7 +290,7 @@ class Metrics:
         yield from (ratio, took, meant)
 
     def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
-        """The same under the names that other servers' dashboards ask for."""
+        """The same metrics under the names that other servers' dashboards use."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
             if "vllm" in self._compat and not name.startswith(NOT_VLLM_GROUPS) and name not in NOT_VLLM:
@@ -303,7 +303,7 @@ Figure = TypeVar("Figure")
 
 
 class _ByEngine(dict[int, Figure]):
-    """A figure for each engine, and one more, if it is ever asked for, for what none was given."""
+    """One figure for each engine and, created on first use, one for requests without an engine."""
 
     def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
         super().__init__({engine: make(engine) for engine in range(engines)})
@@ -315,7 +315,7 @@ class _ByEngine(dict[int, Figure]):
 
 
 class _Given:
-    """A registry of metrics that are there already."""
+    """A registry of metrics that already exist."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics

@@ -1,6 +1,7 @@
-"""What a request spent where in the engine, and how large its batches are: read off events and Steps.
+"""Times of a request in the engine by phase, and token counts of its batches: read from events and Steps.
 
-In the host's thread, beside the outbox: arrivals and admissions come with the Steps, tokens and ends with the sinks.
+Runs in the host's thread, beside the outbox: arrivals and admissions come with the Steps, tokens and ends with the
+sinks.
 
     arrival -- queue --> admission -- prefill --> first token -- decode --> last token
 """
@@ -17,7 +18,7 @@ from lockstep.core.contract.samples import sample_count
 
 
 class RequestTimes(NamedTuple):
-    """Of one request, in microseconds; -1 for what did not happen, or happened in an engine before this one."""
+    """Times of one request in microseconds; -1 for a phase that did not happen, or not in this generation."""
 
     queue_us: int = -1
     prefill_us: int = -1
@@ -25,22 +26,24 @@ class RequestTimes(NamedTuple):
 
 
 class EngineTimes:
-    """Watches an engine."""
+    """Derives request times and batch counts from the events of an engine."""
 
     def __init__(self) -> None:
         self._arrived_us: dict[RequestId, int] = {}
         self._admitted_us: dict[RequestId, int] = {}
-        self.batch_counts = [0] * (len(ITERATION_TOKENS) + 1)  # batches by their tokens, the last without a bound
+        # batches by their tokens; the last bucket has no upper bound
+        self.batch_counts = [0] * (len(ITERATION_TOKENS) + 1)
         self.batch_tokens = 0
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Take in an event and its Step, before anything of it is performed."""
+        """Take in an event and its Step, before its commands are performed."""
         if type(event) is RequestArrived:
             for sample in range(sample_count(event)):
                 self._arrived_us[event.request_id + sample] = event.time_us
         for decided in step.decided:
             if type(decided) is RequestAdmitted:
-                self._admitted_us.setdefault(decided.request_id, decided.time_us)  # later ones follow a retraction
+                # later admissions follow a retraction
+                self._admitted_us.setdefault(decided.request_id, decided.time_us)
             elif type(decided) is RequestRejected:
                 self.take(decided.request_id, -1, -1)
         for command in step.commands:
@@ -50,10 +53,10 @@ class EngineTimes:
                 self.batch_tokens += tokens
 
     def take(self, request_id: RequestId, first_us: int, last_us: int) -> RequestTimes:
-        """The times of a request that ended, which are then forgotten.
+        """The times of a request that ended; the record is removed.
 
         Args:
-            first_us, last_us: when its first and last token came; -1 if none did.
+            first_us, last_us: engine time of its first and last token; -1 without tokens.
         """
         arrived_us = self._arrived_us.pop(request_id, -1)
         admitted_us = self._admitted_us.pop(request_id, -1)
@@ -66,7 +69,7 @@ class EngineTimes:
 
 
 def new_tokens_of(plan: BatchPlan) -> int:
-    """New tokens of a plan. Where a row stands may be open, how many it verifies is not."""
+    """Number of new tokens of a plan. A row's position may still be open; its number of tokens to verify is not."""
     if plan.speculation is None:
         return int(plan.stops.sum() - plan.starts.sum())
     extending = slice(plan.extend_rows)

@@ -1,4 +1,4 @@
-"""An HTTP request that was answered, as the live page and spans have it."""
+"""An HTTP request that was answered, as the live page and the spans show it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECENT = 100
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where a request's time went in the engine; microseconds, -1 for what did not happen or is not known."""
+    """Times of a request by phase in the engine; microseconds, -1 for a phase that did not happen or is unknown."""
 
     queue_us: int = -1
     prefill_us: int = -1
@@ -25,11 +25,11 @@ class Phases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What became of a request.
+    """An answered request.
 
     Args:
-        request_id: of the header X-Request-Id.
-        generation: what it asked of the engine; None if it never came so far.
+        request_id: value of the header X-Request-Id.
+        generation: its generation; None if it was answered before one started.
     """
 
     request_id: str
@@ -37,11 +37,11 @@ class Served:
     path: str
     status: int
     tenant: str
-    came_s: float  # by time.monotonic
+    came_s: float  # time.monotonic
     ended_s: float
     headers: Mapping[str, str]
     generation: Generation | None = None
-    ended_at_s: float = field(default_factory=time.time)  # by the calendar
+    ended_at_s: float = field(default_factory=time.time)  # seconds since the epoch
 
     @property
     def took_s(self) -> float:
@@ -49,17 +49,17 @@ class Served:
 
     @property
     def phases(self) -> Phases:
-        """Of its first answer."""
+        """The phases of its first answer."""
         ended = None if self.generation is None else self.generation.choices[0].reply.ended
         return Phases() if ended is None else Phases(ended.queue_us, ended.prefill_us, ended.decode_us)
 
     @property
     def label(self) -> str:
-        """What the engine and its journal call it: for `lockstep explain RUN --request LABEL`."""
+        """The label in the engine and its journal, as used by `lockstep explain RUN --request LABEL`."""
         return "" if self.generation is None else self.generation.wanted.label
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """The request as a JSON object."""
         said: dict[str, Any] = {
             "request_id": self.request_id,
             "path": self.path,
@@ -96,10 +96,10 @@ class Recent:
         self._rows: deque[tuple[str, dict[str, Any]]] = deque(maxlen=RECENT)
 
     def add(self, served: Served) -> None:
-        """Remember one."""
+        """Add a request."""
         if served.generation is not None and served.generation.choices:
             self._rows.append((served.tenant, served.row()))
 
     def of(self, tenant: str | None) -> list[dict[str, Any]]:
-        """The newest first; of one tenant, or with None of all."""
+        """The newest first; of one tenant, or of all with None."""
         return [row for whose, row in reversed(self._rows) if tenant is None or whose == tenant]

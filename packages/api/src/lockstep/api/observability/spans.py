@@ -3,11 +3,11 @@
     lockstep serve --otlp-endpoint http://127.0.0.1:4318/v1/traces
 
 One span for each request that reached the engine, as a child of the `traceparent` that it came with, and below it one
-for each phase that it had: queue, prefill, decode. Attributes have the names of the semantic conventions for generative
-AI where these have one, and those of vLLM's spans where its tools ask for them.
+for each of its phases: queue, prefill, decode. Attributes have the names of the semantic conventions for generative AI
+where these have one, and those of vLLM's spans where its tools read them.
 
-Spans are made when an answer has ended, from times that were taken anyway, and sent by a thread of their own. A
-collector that is not there costs log lines and nothing else.
+Spans are made when an answer has ended, from times that are recorded anyway, and sent by a thread of their own. An
+unreachable collector causes log lines and nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HINT = 'pip install "lockstep-api[otel]"'
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ConfigError if there is nothing to send spans with, or the endpoint is no URL."""
+    """Raise ConfigError if the exporter is not installed or the endpoint is not a URL."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"`otlp_endpoint` must be a URL, got `{endpoint}`\nhint: http://127.0.0.1:4318/v1/traces")
     try:
@@ -35,12 +35,12 @@ def check_endpoint(endpoint: str) -> None:
 
 
 class SpanExporter:
-    """Sends spans.
+    """Sends spans to a collector.
 
     Args:
-        endpoint: of a collector, such as http://127.0.0.1:4318/v1/traces.
-        model: what answers call the model, once it is known.
-        service: what the collector calls this server; OTEL_SERVICE_NAME goes before it.
+        endpoint: URL of a collector, such as http://127.0.0.1:4318/v1/traces.
+        model: returns the name of the model in answers, once it is known.
+        service: name of this server at the collector; OTEL_SERVICE_NAME takes precedence.
     """
 
     def __init__(self, endpoint: str, model: Callable[[], str], service: str = "lockstep") -> None:
@@ -77,7 +77,7 @@ class SpanExporter:
         )
         inside, phases = set_span_in_context(span), served.phases
         at_ns = ended_ns - 1000 * sum(max(us, 0) for us in (phases.queue_us, phases.prefill_us, phases.decode_us))
-        at_ns = max(at_ns, began_ns)  # the engine's part ends with the answer, to what a token takes to the client
+        at_ns = max(at_ns, began_ns)  # engine times reach the end of the answer, apart from the transport of a token
         for name, took_us in (
             ("queue", phases.queue_us),
             ("prefill", phases.prefill_us),
@@ -119,5 +119,5 @@ class SpanExporter:
         return found
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans and stop."""
         self._provider.shutdown()

@@ -1,10 +1,10 @@
-"""A worker's side of the engine: requests out, answers in, each to whom it belongs.
+"""A worker's side of one engine: requests go out, and answers are dispatched to their tickets.
 
     handler ──submit──> a Ticket, with a Reply for each sample
-    mailbox ──────────> one task fills the replies and says `changed`; nobody but a handler waits for a client
+    mailbox ──────────> one task fills the replies and sets `changed`; only a handler ever waits for a client
 
-A reply keeps what came until its handler takes it. A handler that is slow, because its client is, finds more at once
-the next time: what waits is bounded by the request's own length.
+A reply keeps its tokens until its handler takes them. A handler that is slow, because its client is, finds more the
+next time: the amount that waits is bounded by the request's own length.
 """
 
 from __future__ import annotations
@@ -63,90 +63,90 @@ log = logging.getLogger("lockstep.worker")
 
 
 class EngineUnavailable(LockstepError):
-    """There is no engine to ask: not yet, not any more, or it has more to do than it can take."""
+    """Raised when no engine can take requests: not yet, not any more, or because of overload."""
 
 
 class Reply:
-    """What comes back for one sample.
+    """The answer to one sample, as far as it has come.
 
     Args:
-        changed: set whenever something came; several replies may share it.
+        changed: set whenever the reply changes; several replies may share it.
     """
 
     def __init__(self, changed: asyncio.Event) -> None:
-        self.tokens: list[int] = []  # all so far
+        self.tokens: list[int] = []  # all received so far
         self.logprobs: list[float] = []
-        self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens beside each
+        self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens at each position
         self.ended: SampleEnded | None = None
-        self.differs = False  # tokens that were given out already came again, and were others
-        self.arrivals: list[tuple[float, int]] = []  # when so many tokens were there; whoever measures takes them
+        self.differs = False  # repeated tokens differed from those already sent to the client
+        self.arrivals: list[tuple[float, int]] = []  # (time, number of tokens received); the metrics take them away
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
-        """Take tokens in from number `offset` on. Returns how many of them were seen before."""
+        """Take in tokens whose first is output number `offset`. Returns how many of them were received before."""
         repeats = len(self.tokens) - offset
         if repeats < 0:
             raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
         if repeats and self.tokens[offset : offset + len(tokens)] != tokens[:repeats]:
-            self.differs = True  # only where numerics depend on the batch
+            self.differs = True  # happens only where numerics depend on the batch
         self.tokens += tokens[repeats:]
         self.arrivals.append((now_s, len(self.tokens)))
         self._changed.set()
         return repeats
 
     def end(self, ended: SampleEnded) -> None:
-        """Nothing more comes."""
+        """Record the end of the sample."""
         self.ended = ended
         self._changed.set()
 
 
 class Ticket:
-    """A request on its way.
+    """A request that was sent, or waits to be sent, to an engine.
 
     Args:
-        number: by which its engine is told of it; -1: it has no engine yet.
-        submit: it, as an engine is to be told, with what there is of its answers.
-        waiting_tokens: of its prompt, until the first answer came.
+        number: identifies the request to its engine; -1: it has no engine yet.
+        submit: the message to the engine, with the number of output tokens already received.
+        waiting_tokens: tokens of its prompt until the first answer comes, then 0.
     """
 
     def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
         self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
-        self.sent = False  # to an engine, perhaps one that is not any more
-        self.engine = -1  # that has it
-        self.session = ""  # what requests to several engines stay together by
+        self.sent = False  # to an engine, possibly one that has ended
+        self.engine = -1  # number of its engine
+        self.session = ""  # key that keeps requests on one engine
         self._placed: list[Callable[[], object]] = []
 
     @property
     def open(self) -> bool:
-        """Whether anything may still come."""
+        """Whether an answer may still come."""
         return any(reply.ended is None for reply in self.replies)
 
     def when_placed(self, told: Callable[[], object]) -> None:
-        """Call this once it is known which engine has it."""
+        """Call `told` once the request has an engine."""
         if self.engine >= 0:
             told()
         else:
             self._placed.append(told)
 
     def placed(self, engine: int) -> None:
-        """An engine has it."""
+        """Record the engine that has the request."""
         self.engine = engine
         told, self._placed = self._placed, []
         for one in told:
             one()
 
     def cancelled(self) -> None:
-        """Its client left."""
+        """End the replies, since the client left."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
                 reply.end(SampleEnded(self.number, sample, "cancelled", output_tokens=len(reply.tokens)))
 
     def failed(self, message: str) -> None:
-        """No engine will ever answer."""
+        """End the replies, since no engine will answer."""
         self.refused("engine", message)
 
     def refused(self, reason: str, message: str, *, rejected: bool = False) -> None:
-        """Nothing more comes, for a reason as engines have it."""
+        """End the replies with an error, for a reason in the terms of engines."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
                 reply.end(SampleEnded(self.number, sample, reason, error=message, rejected=rejected))
@@ -159,39 +159,39 @@ def make_ticket(
     start_by_s: float | None = None,
     finish_by_s: float | None = None,
 ) -> Ticket:
-    """A ticket that no engine has; `changed` is set whenever something of it came."""
+    """A ticket without an engine; `changed` is set whenever one of its replies changes."""
     submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s))
     replies = [Reply(changed) for _ in range(request.parallel_samples)]
     return Ticket(-1, submit, replies, prompt_length(request.prompt))
 
 
 class Bridge:
-    """One worker's connection to the engine. Made and used in the worker's event loop.
+    """One worker's connection to one engine. Made and used in the worker's event loop.
 
     Args:
-        folder: of the engine's sockets.
-        number: of the engine, where there are several.
+        folder: folder of the engine's sockets.
+        number: number of the engine among several.
     """
 
     def __init__(self, folder: Path, worker: int, number: int = 0) -> None:
         self.worker, self.number = worker, number
-        self.about: EngineInfo | None = None  # once the engine is there
-        self.gauges: Gauges | None = None  # the newest
-        self.known = KnownAdapters()  # adapters,
-        self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # and the same by name
-        self.gone = ""  # why the engine takes nothing any more
-        self.restarting = False  # requests are taken, and wait for the next engine
-        self.away = False  # the next engine is on its way, whether there was one before or not
-        self.generation = -1  # of the engine that said welcome
+        self.about: EngineInfo | None = None  # None until the engine has sent Welcome
+        self.gauges: Gauges | None = None  # received last
+        self.known = KnownAdapters()  # adapters
+        self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
+        self.gone = ""  # why the engine takes no requests any more
+        self.restarting = False  # new requests are taken, and wait for the next engine
+        self.away = False  # the engine is starting, for the first time or again
+        self.generation = -1  # of the engine that sent Welcome
         self._origin = f"{folder.name}/{worker}"
-        self.tickets: dict[int, Ticket] = {}  # that are open
-        self.open_answers = 0  # in all of them
-        self.waiting_answers = 0  # of which nothing came back yet,
-        self.waiting_tokens = 0  # and the tokens of their prompts
-        self.heard_s = time.monotonic()  # when the engine last said something, or had nothing to do
-        self.welcome: Callable[[EngineInfo], object] | None = None  # told when the engine is there
-        self.stands: Callable[[], object] | None = None  # told whenever the engine came, or left
-        self.over: Callable[[Ticket], object] | None = None  # told when nothing more comes of a ticket
+        self.tickets: dict[int, Ticket] = {}  # open ones, by number
+        self.open_answers = 0  # samples of the open tickets
+        self.waiting_answers = 0  # samples without any answer yet
+        self.waiting_tokens = 0  # prompt tokens of these
+        self.heard_s = time.monotonic()  # when the engine last sent a message, or had nothing to do
+        self.welcome: Callable[[EngineInfo], object] | None = None  # called when the engine can take requests
+        self.stands: Callable[[], object] | None = None  # called whenever the engine appears or ends
+        self.over: Callable[[Ticket], object] | None = None  # called when a ticket has ended
         self._asked: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
         self._context = zmq.asyncio.Context()
@@ -203,22 +203,22 @@ class Bridge:
 
     @property
     def engines(self) -> tuple[Bridge, ...]:
-        """Itself, where others have several."""
+        """This bridge: the only engine. See `ClusterBridge.engines`."""
         return (self,)
 
     async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
-        """Who is to open a session, and what to call if it does not."""
+        """The engine that is to open a session, and a callback for when that fails."""
         return self, lambda: None
 
     async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
-        """Who has a session, and what to call once it has not."""
+        """The engine of a session, and a callback for when the session is closed."""
         return self, lambda: None
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
-        """There is no router that would have to know."""
+        """Do nothing: there is no router that would have to be informed."""
 
     async def run(self) -> None:
-        """Read what comes until cancelled. Raises WireError."""
+        """Read messages until cancelled. Raises WireError."""
         self._send(Hello(self.worker, PROTOCOL))
         while True:
             message = read_by_worker(await self._mailbox.recv(), self.worker)
@@ -226,7 +226,7 @@ class Bridge:
             HANDLERS[type(message)](self, message)
 
     def close(self) -> None:
-        """Give the sockets up."""
+        """Close the sockets."""
         self._mailbox.close()
         self._engine.close()
 
@@ -240,11 +240,12 @@ class Bridge:
         finish_by_s: float | None = None,
         session: str = "",
     ) -> Ticket:
-        """Send a request; `changed` is set whenever something of it came.
+        """Send a request; `changed` is set whenever one of its replies changes.
 
         Args:
-            start_by_s, finish_by_s: by time.monotonic, when it must have begun to run, or ended.
-            session: not looked at; a router would.
+            start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended; else it is
+                cancelled.
+            session: not used with one engine.
         Raises: EngineUnavailable.
         """
         self._needs_engine()
@@ -253,7 +254,7 @@ class Bridge:
         return ticket
 
     def take_on(self, ticket: Ticket) -> None:
-        """Send a ticket that no engine has, or keep it for the next engine."""
+        """Send a ticket that has no engine, or keep it for the next engine generation."""
         if not self.tickets:
             self.heard_s = time.monotonic()
         number = self._next_ticket
@@ -271,27 +272,27 @@ class Bridge:
         ticket.placed(self.number)
 
     def cancel_label(self, label: str, tenant: str) -> None:
-        """Cancel whatever a tenant calls so, by whichever worker it came. Raises EngineUnavailable."""
+        """Cancel all requests of a tenant with this label, of all workers. Raises EngineUnavailable."""
         self._needs_engine(now=True)
         self._send(CancelLabel(self.worker, label, tenant))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Its client left. Nothing more of it is waited for."""
+        """Cancel a request whose client left, and end its replies."""
         if ticket.number not in self.tickets:
             return
         ticket.cancelled()
         self._forget(ticket)
-        if not self.gone and not self.restarting:  # what is not asked for again is cancelled
+        if not self.gone and not self.restarting:  # otherwise it is cancelled, since it is not submitted again
             self._send(Cancel(self.worker, ticket.number))
 
     def end_all(self, message: str) -> None:
-        """Nothing more comes of what is open, and clients are told so."""
+        """End all open requests with this error message."""
         for ticket in list(self.tickets.values()):
             ticket.failed(message)
             self.cancel(ticket)
 
     async def ask(self, control: Control) -> Answered:
-        """Ask for something other than tokens. Raises EngineUnavailable."""
+        """Send a control request and wait for its answer. Raises EngineUnavailable."""
         return await self._answer(lambda number: Ask(self.worker, number, control))
 
     async def trace(self, options: dict[str, Any] | None) -> Answered:
@@ -299,18 +300,18 @@ class Bridge:
         return await self._answer(lambda number: ProfileRequest(self.worker, number, options))
 
     async def read_weights(self, name: str, rows: int) -> Answered:
-        """The first rows of a tensor. Raises EngineUnavailable."""
+        """Read the first rows of a tensor. Raises EngineUnavailable."""
         return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
 
     async def join_group(
         self, name: str, address: str, port: int, rank: int, ranks: int, backend: Literal["gloo", "nccl"] = "gloo"
     ) -> Answered:
-        """Meet a trainer that will send weights. Raises EngineUnavailable."""
+        """Join the group of a trainer that will send weights. Raises EngineUnavailable."""
         place = (name, address, port, rank, ranks, backend)
         return await self._answer(lambda number: JoinGroup(self.worker, number, *place))
 
     async def leave_group(self, name: str) -> Answered:
-        """Leave it. Raises EngineUnavailable."""
+        """Leave the group of a trainer. Raises EngineUnavailable."""
         return await self._answer(lambda number: LeaveGroup(self.worker, number, name))
 
     async def load_lora(self, name: str, path: str, *, pinned: bool) -> Answered:
@@ -318,19 +319,19 @@ class Bridge:
         return await self._answer(lambda number: LoadLora(self.worker, number, name, path, pinned))
 
     async def unload_lora(self, name: str) -> Answered:
-        """Forget one. Raises EngineUnavailable."""
+        """Unload an adapter. Raises EngineUnavailable."""
         return await self._answer(lambda number: UnloadLora(self.worker, number, name))
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Where the adapters came from that requests may name."""
+        """The adapters that requests may name, with the path that each came from."""
         if self._named[0] is not self.known:
             self._named = (self.known, {one.name: one.path for one in self.known.entries})
         return self._named[1]
 
     @property
     def weights_version(self) -> int:
-        """Of the weights that the engine has, as far as is known here."""
+        """Version of the engine's weights, as last reported."""
         if self.gauges is not None:
             return self.gauges.weights_version
         return 0 if self.about is None else self.about.weights_version
@@ -345,7 +346,7 @@ class Bridge:
         return await future
 
     def stalled(self, after_s: float) -> bool:
-        """Whether there is something to do, and the engine has said nothing for so long."""
+        """Whether requests are open and the engine has sent nothing for `after_s` seconds."""
         return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
 
     def _began(self, ticket: Ticket) -> None:
@@ -383,15 +384,15 @@ class Bridge:
     # ---------------------------------------------------------------------------------------- one handler per message
 
     def welcomed(self, message: Welcome) -> None:
-        """The engine is there."""
+        """Take in the properties of the engine, and submit open requests again."""
         if message.protocol != PROTOCOL:
             raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
-        if message.generation <= self.generation:  # it was greeted twice
+        if message.generation <= self.generation:  # an answer to a second Hello
             return
         first = self.about is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
-        if self.gauges is None:  # else newer ones were faster
+        if self.gauges is None:  # otherwise newer gauges came first
             self.gauges = message.gauges
         for ticket in self.tickets.values():
             self._submit(ticket)
@@ -402,12 +403,12 @@ class Bridge:
         log.info("ready: %s on %s", message.about.model, message.about.device)
 
     def engine_restarting(self, message: EngineRestarting) -> None:
-        """The engine ended, and another one will go on with what is open. Nothing of what was sent reaches it."""
+        """Take in that the engine ended and another generation follows. Messages sent so far will not reach it."""
         if self.gone or message.generation <= self.generation:
             return
         self.restarting, self.away = self.about is not None, True
         self.gauges = None
-        self.known = KnownAdapters(-1, self.known.entries)  # those of the next engine are newer, whatever it counts
+        self.known = KnownAdapters(-1, self.known.entries)  # the next engine counts its revisions anew
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
@@ -415,7 +416,7 @@ class Bridge:
         self._say_how_it_stands()
 
     def take(self, message: StepAnswers) -> None:
-        """What a step of the engine has for this worker."""
+        """Take in the results of one engine step."""
         if message.gauges is not None:
             self.gauges = message.gauges
         if message.tickets:
@@ -457,17 +458,17 @@ class Bridge:
             first += count
 
     def answered(self, message: Answered) -> None:
-        """The answer to `ask`."""
+        """Take in the answer to a control request."""
         future = self._asked.pop(message.ticket, None)
         if future is not None and not future.done():
             future.set_result(message)
 
     def adapters_known(self, message: AdaptersKnown) -> None:
-        """There are others than before."""
+        """Take in a changed set of adapters."""
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
 
     def engine_gone(self, message: EngineGone) -> None:
-        """The engine ended: so does everything that waits for it."""
+        """Take in that the engine ended for good, and end everything that waits for it."""
         if self.gone:
             return
         self.gone = message.message
@@ -504,5 +505,5 @@ def _ns(seconds: float | None) -> int | None:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none; it is in the journal, so an answer can be had again."""
+    """A seed for a request that names none; the journal stores it, so the answer can be reproduced."""
     return secrets.randbits(62)

@@ -1,4 +1,4 @@
-"""How the processes of a server begin: their settings, their log, and whose children they are."""
+"""The start of a server's child processes: their settings, their log, and their end when the parent process ends."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ from lockstep.api.settings import ServeSettings
 
 SETTINGS_FILE = "settings.json"
 EXIT_FOR_GOOD = 3
-"""An engine's, where another one would end alike: settings that cannot be, a journal that cannot be gone on with."""
+"""Exit status of an engine whose successor would fail alike: impossible settings, or a journal that cannot be
+continued.
+"""
 
 
 def write_settings(folder: Path, settings: ServeSettings) -> None:
-    """Leave settings for the processes to come."""
+    """Write the settings file that child processes read, with mode 0600."""
     path = folder / SETTINGS_FILE
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(settings))
 
 
 def read_settings(folder: Path) -> ServeSettings:
-    """What `write_settings` left."""
+    """Read the settings file that `write_settings` wrote."""
     return msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
 
 
 def say_ready(folder: Path, worker: int) -> None:
-    """Leave word for the launcher that a worker has met its engines."""
+    """Mark a worker as connected to its engines, by a file that the launcher polls."""
     (folder / f"ready-{worker}").touch(mode=0o600)
 
 
 def is_ready(folder: Path, worker: int) -> bool:
-    """Whether it left word."""
+    """Whether a worker marked itself with `say_ready`."""
     return (folder / f"ready-{worker}").exists()
 
 
 def begin(folder: Path, role: str) -> ServeSettings:
-    """Read the settings and set up a child: Ctrl-C is its parent's business, and without a parent it ends."""
+    """Read the settings and set up a child process: it ignores SIGINT, and ends when its parent does."""
     settings = read_settings(folder)
     start_log(settings.log_level, role, settings.log_format)
-    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which their own children would inherit
+    signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which child processes of this one would inherit
     threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
     return settings
 
 
 def _end_with_parent(folder: Path) -> None:
-    """The parent holds the other end of stdin and never writes: it is closed when the parent is gone."""
+    """End this process when stdin closes: the parent holds the other end and never writes to it."""
     os.read(0, 1)
     logging.getLogger("lockstep.serve").error("the process that started this one is gone")
-    shutil.rmtree(folder, ignore_errors=True)  # which the parent would have done
+    shutil.rmtree(folder, ignore_errors=True)  # the parent did not come to it
     os._exit(1)

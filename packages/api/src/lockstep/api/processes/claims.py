@@ -1,9 +1,11 @@
-"""What was open when the engine before this one died, until its workers have said what they have of it.
+"""Requests that were open when the previous engine generation died, until their workers have submitted them again.
 
-again, have k tokens ──> in the journal        tokens from k on are said again, and it goes on
-                         not in it             nothing of it was ever said: it begins
-                         without what it needs it begins again; what was said before is passed over by number
-                         twice deadly          it is failed, alone
+A worker submits each open request `again`, with the number k of output tokens that it has:
+
+    in the journal             tokens from k on are sent again, and the request goes on
+    not in the journal         no token of it was ever sent: it starts as a new request
+    cannot be continued        it starts again; tokens that were sent before are skipped by number
+    suspect of two deaths      it fails, alone
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ POISON = "the engine ended more than once while it worked on this request, which
 
 @dataclass(frozen=True, slots=True)
 class PriorState:
-    """What there was when an engine began.
+    """What preceded an engine generation.
 
     Args:
-        death: how the engine before it ended, if there was one in this server.
-        workers: those that may have something open.
+        death: how the previous generation in this server ended, if there was one.
+        workers: workers that may have open requests.
     """
 
     death: Death | None = None
@@ -47,10 +49,10 @@ FIRST = PriorState()
 
 
 class Lost(LockstepError):
-    """A request that does not go on.
+    """Raised for a request that cannot go on.
 
     Args:
-        reason: as in `Ended`: "engine" where another engine might, "error" where none would.
+        reason: as in `SampleEnded`: "engine" if another engine might serve it, "error" if none would.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -59,12 +61,12 @@ class Lost(LockstepError):
 
 
 class Claims:
-    """Used in the main thread; until `close` the engine does not run.
+    """Takes up the requests of the previous generation. Used in the main thread; the engine does not run until `close`.
 
     Args:
-        keeper: what is known of the engine before; None: nothing was kept.
-        server: what origins of this server begin with. A request of another one has no client any more.
-        workers: those that there are.
+        keeper: state recovered from the previous generation; None: nothing was kept.
+        server: prefix of the origins of this server. A request of another server has no client any more.
+        workers: the running workers.
     """
 
     def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str, workers: Sequence[int]) -> None:
@@ -72,7 +74,7 @@ class Claims:
         self._told = None if keeper is None else keeper.recovered
         self._taken: set[RequestId] = set()
         self._guilty = set[RequestId]() if keeper is None else set(keeper.verdict.guilty)
-        self.workers: set[int] = set()  # that may ask
+        self.workers: set[int] = set()  # workers with requests that they may submit again
         self.open = True
         if self._told is not None:
             for origin, (first, samples) in self._told.origins.items():
@@ -82,11 +84,11 @@ class Claims:
             self.workers.intersection_update(workers)
 
     def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
-        """Take up a request that an engine before this one was sent.
+        """Take up a request that was submitted to a previous generation.
 
         Args:
-            have: output tokens of each sample that its worker has, or OVER.
-        Returns: its id; None if it has to begin. Raises: Lost.
+            have: for each sample the number of output tokens that the worker has, or OVER if it has ended.
+        Returns: the id of the request; None if it must start anew. Raises: Lost.
         """
         told = self._told
         if told is None:
@@ -120,7 +122,7 @@ class Claims:
         return first
 
     def close(self) -> None:
-        """Cancel what nobody asked for, and let suspects in one at a time."""
+        """Cancel the requests that no worker submitted again, and admit suspects one at a time."""
         self.open = False
         if self._told is None or self._keeper is None:
             return

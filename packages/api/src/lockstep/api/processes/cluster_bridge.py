@@ -1,9 +1,9 @@
-"""A worker's side of several engines: a `Bridge` to each, and the router, which says who takes what.
+"""A worker's side of several engines: a `Bridge` to each, and the router, which assigns requests to engines.
 
-    handler ──submit──> a Ticket that nobody has ──Offer──> router ──Routed──> Bridge of that engine, which sends it
+    handler ──submit──> a Ticket without engine ──Offer──> router ──Routed──> Bridge of that engine, which sends it
 
-To handlers it is what one `Bridge` is, with the figures of all engines together. What is asked of engines themselves
-goes to `engines`.
+Handlers use it like one `Bridge`; its figures are those of all engines together. Control requests go to the bridges in
+`engines`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class ClusterBridge:
     """One worker's connection to all engines. Made and used in the worker's event loop.
 
     Args:
-        folder: of the server's sockets.
+        folder: folder of the server's sockets.
         tenants_apart: whether tenants share no prefixes.
-        admission: of requests that wait at the router; None: none do.
+        admission: settings of the waiting queue of the router; None: requests do not wait there.
     """
 
     def __init__(
@@ -63,19 +63,20 @@ class ClusterBridge:
         admission: DispatchConfig | None = None,
     ) -> None:
         self.worker = worker
-        self.welcome: Callable[[EngineInfo], object] | None = None  # told when all engines are there
+        self.welcome: Callable[[EngineInfo], object] | None = None  # called when all engines can take requests
         folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
             one.stands, one.over = self._look, self._over
         self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
-        self._unrouted: dict[int, Ticket] = {}  # by the number of their offer
-        self._numbers: dict[Ticket, int] = {}  # of all that are open, by how the router knows them
-        self._late: dict[int, asyncio.TimerHandle] = {}  # by number: ends those whose time is up
-        self._asked: dict[int, asyncio.Future[Routed]] = {}  # about sessions
+        self._unrouted: dict[int, Ticket] = {}  # by number of their offer
+        self._numbers: dict[Ticket, int] = {}  # number of the offer of every open ticket
+        # by number of the offer: timer that ends the ticket at its deadline
+        self._late: dict[int, asyncio.TimerHandle] = {}
+        self._asked: dict[int, asyncio.Future[Routed]] = {}  # offers of sessions, by number
         self._next_number = 0
-        self._known: list[EngineInfo] = []  # of the engines left, from which
-        self._about: EngineInfo | None = None  # this was made
+        self._known: list[EngineInfo] = []  # properties of the engines left
+        self._about: EngineInfo | None = None  # and of all together, derived from them
         self._context = zmq.asyncio.Context()
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
         reader_options(self._mailbox)
@@ -83,7 +84,7 @@ class ClusterBridge:
         self._to_router = writer(zmq.Context(self._context), router_address(folder))
 
     async def run(self) -> None:
-        """Read what comes until cancelled. Raises WireError."""
+        """Read messages until cancelled. Raises WireError."""
         readers = [asyncio.ensure_future(one.run()) for one in self.engines]
         readers.append(asyncio.ensure_future(self._read_routes()))
         try:
@@ -98,27 +99,27 @@ class ClusterBridge:
             self._routed(read_routed(await self._mailbox.recv(), self.worker))
 
     def close(self) -> None:
-        """Give the sockets up."""
+        """Close the sockets."""
         for one in self.engines:
             one.close()
         self._mailbox.close()
         self._to_router.close()
 
-    # ---------------------------------------------------------------------------------------------- how things stand
+    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def left(self) -> list[Bridge]:
-        """Engines that are not gone for good."""
+        """Engines that have not ended for good."""
         return [one for one in self.engines if not one.gone]
 
     @property
     def gone(self) -> str:
-        """Why nothing is taken any more; empty while one engine is left."""
+        """Why no request is taken any more; empty while one engine is left."""
         return "" if self.left else self.engines[-1].gone
 
     @property
     def about(self) -> EngineInfo | None:
-        """What all engines can do, once one is there and of the others it is known why not."""
+        """Abilities that all engines have; None until each has either started or failed, and one has started."""
         known = [one.about for one in self.left if one.about is not None]
         if not known or any(one.about is None and not one.away for one in self.left):
             return None
@@ -135,13 +136,13 @@ class ClusterBridge:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Where the adapters came from that requests may name: those that all engines have."""
+        """Adapters that all engines have, with the path that each came from."""
         first, *others = [one.adapters for one in self.left] or [{}]
         return {name: path for name, path in first.items() if all(name in one for one in others)}
 
     @property
     def tickets(self) -> bool:
-        """Whether anything is open."""
+        """Whether any request is open."""
         return bool(self._unrouted) or any(one.tickets for one in self.engines)
 
     @property
@@ -160,10 +161,10 @@ class ClusterBridge:
         return sum(map(of_engine, self.engines)) + sum(map(of_ticket, self._unrouted.values()))
 
     def stalled(self, after_s: float) -> bool:
-        """Whether an engine has something to do, and has said nothing for so long."""
+        """Whether an engine has open requests and has sent nothing for `after_s` seconds."""
         return any(one.stalled(after_s) for one in self.left)
 
-    # -------------------------------------------------------------------------------------------------------- questions
+    # ------------------------------------------------------------------------------------------------- control requests
 
     def submit(
         self,
@@ -173,10 +174,10 @@ class ClusterBridge:
         finish_by_s: float | None = None,
         session: str = "",
     ) -> Ticket:
-        """See `Bridge.submit`. Until the router has said who takes it, it is nobody's.
+        """Offer a request to the router; see `Bridge.submit`. The ticket has no engine until the router has answered.
 
         Args:
-            session: what requests stay together by, where they are no turns of a session.
+            session: key that keeps requests on one engine, if they are not turns of a session.
         """
         if self.gone:
             raise EngineUnavailable(self.gone)
@@ -188,7 +189,7 @@ class ClusterBridge:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Its client left. Nothing more of it is waited for."""
+        """Cancel a request whose client left, and end its replies."""
         number = self._numbers.get(ticket)
         if number is None:
             return
@@ -199,13 +200,15 @@ class ClusterBridge:
             self.engines[ticket.engine].cancel(ticket)
 
     def end_all(self, message: str) -> None:
-        """Nothing more comes of what is open, and clients are told so."""
+        """End all open requests with this error message."""
         for ticket in list(self._numbers):
             ticket.failed(message)
             self.cancel(ticket)
 
     def cancel_label(self, label: str, tenant: str) -> None:
-        """Cancel whatever a tenant calls so, on every engine. Raises EngineUnavailable where one cannot be asked."""
+        """Cancel all requests of a tenant with this label, on every engine. Raises EngineUnavailable if one is
+        unavailable.
+        """
         for ticket in list(self._unrouted.values()):
             request = ticket.submit.request
             if (request.label, request.tenant) == (label, tenant):
@@ -222,20 +225,20 @@ class ClusterBridge:
             raise EngineUnavailable(missed or self.gone)
 
     async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
-        """Who is to open a session, and what to call if it does not. Raises EngineUnavailable."""
+        """The engine that is to open a session, and a callback for when that fails. Raises EngineUnavailable."""
         key, parent_key = session_key(session), session_key(parent) if parent else ""
         routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
         refused = partial(self._send, SessionOver(key)) if routed.fresh else lambda: None
         return self.engines[routed.engine], refused
 
     async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
-        """Who has a session, and what to call once it has not. Raises EngineUnavailable."""
+        """The engine of a session, and a callback for when the session is closed. Raises EngineUnavailable."""
         key = session_key(session)
         routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "close"))
         return self.engines[routed.engine], partial(self._send, SessionOver(key))
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
-        """The router is to send an engine nothing new, or something again."""
+        """Send the router that an engine is to receive nothing new, or to receive requests again."""
         self._send(Drained(engine.number, draining))
 
     async def _ask(self, offer: Callable[[int], Offer]) -> Routed:
@@ -282,14 +285,14 @@ class ClusterBridge:
             self._late[number] = loop.call_later(max(0.0, min(due) - time.monotonic()), self._end_late, number)
 
     def _taken(self, number: int) -> Ticket | None:
-        """A ticket that does not wait for the router any more; None if it did not."""
+        """Remove and return a ticket that waits for the router; None if it does not."""
         late = self._late.pop(number, None)
         if late is not None:
             late.cancel()
         return self._unrouted.pop(number, None)
 
     def _end_late(self, number: int) -> None:
-        """The time of one that waits for the router is up."""
+        """End a request whose time ran out while it waited for the router."""
         ticket = self._taken(number)
         if ticket is not None:
             start_by_ns = ticket.submit.start_by_ns
@@ -298,14 +301,14 @@ class ClusterBridge:
             self._over(ticket)
 
     def _routed(self, message: Routed) -> None:
-        """The router says who takes something."""
+        """Take in the router's assignment."""
         asked = self._asked.get(message.number)
         if asked is not None:
             if not asked.done():
                 asked.set_result(message)
             return
         ticket = self._taken(message.number)
-        if ticket is None:  # its client left meanwhile, and the router has been told
+        if ticket is None:  # its client left meanwhile, and the router has received that
             return
         if message.engine < 0:
             del self._numbers[ticket]
@@ -315,7 +318,7 @@ class ClusterBridge:
                 ticket.refused(message.refused, FULL, rejected=True)
             return
         one = self.engines[message.engine]
-        if one.gone:  # the router did not know that yet
+        if one.gone:  # the router did not have that report yet
             self._send(OfferClosed(self.worker, self._numbers.pop(ticket), 0))
             if self.left:
                 self._offer(ticket)
@@ -329,14 +332,14 @@ class ClusterBridge:
             self._over(ticket)
 
     def _over(self, ticket: Ticket) -> None:
-        """Nothing more comes of a ticket."""
+        """Send the router that a request has ended."""
         number = self._numbers.pop(ticket, None)
         if number is not None:
-            with suppress(EngineUnavailable):  # a router that does not read any more counts for nobody
+            with suppress(EngineUnavailable):  # a router that does not read any more has no use for the count
                 self._send(OfferClosed(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
 
     def _look(self) -> None:
-        """An engine came, or left."""
+        """Take in that an engine appeared or ended."""
         whole = self.about
         if whole is not None and self.welcome is not None:
             welcome, self.welcome = self.welcome, None
@@ -350,4 +353,4 @@ class ClusterBridge:
 
 
 Engines = Bridge | ClusterBridge
-"""What a worker asks: one engine, or several."""
+"""The engines of a worker: one, or several behind a router."""

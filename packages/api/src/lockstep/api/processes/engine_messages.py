@@ -1,4 +1,4 @@
-"""What is said of the engine's lives, between the launcher, the nursery that forks engines, and the engine itself."""
+"""Messages about engine generations, between the launcher, the fork server and the engine itself."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ MESSAGE_BYTES_MAX = 4096
 
 
 class ToForkServer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """From the launcher, about one life of the engine."""
+    """A message from the launcher about one engine generation."""
 
     generation: int
 
 
 class Begin(ToForkServer, frozen=True):
-    """Fork an engine. `death` is how the one before ended, if there was one; `workers` are those that there are."""
+    """Fork an engine. `death` is how the previous generation ended, if there was one; `workers` are the running
+    workers.
+    """
 
     death: Death | None
     workers: tuple[int, ...] = ()
 
 
 class KillEngine(ToForkServer, frozen=True):
-    """Kill it."""
+    """Kill the engine of this generation."""
 
 
 class FromForkServer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """To the launcher, about one life of the engine."""
+    """A message to the launcher about one engine generation."""
 
     generation: int
 
 
 class Began(FromForkServer, frozen=True):
-    """It runs."""
+    """The engine process was forked and has this process id."""
 
     pid: int
 
 
 class EngineExited(FromForkServer, frozen=True):
-    """It ended; negative: by this signal."""
+    """The engine process ended with this exit status; a negative one is the number of a signal."""
 
     status: int
 
 
 class Alive(FromForkServer, frozen=True):
-    """From an engine that serves, several times a second while it gets on with what it has to do."""
+    """Sent by an engine that serves, several times a second while it makes progress."""
 
 
 Command = Begin | KillEngine

@@ -1,13 +1,13 @@
-"""The engine process: an engine, its host's thread, and a mailbox. The nursery forks it.
+"""The engine process: an engine, the thread of its host, and a mailbox. The fork server forks it.
 
     mailbox ──handler──> host.submit, cancel, ask ──> host's thread ──> outbox ──one message per worker and step──>
 
-The main thread reads and dispatches, and waits for nothing else. It ends with status 0 when it is told to, with 1 when
-the engine failed, and with EXIT_FOR_GOOD where the next one would fail alike: settings that cannot be, a journal that
-cannot be gone on with, a message that it does not understand. It also ends when its parent is gone.
+The main thread reads and dispatches messages, and waits for nothing else. The process ends with status 0 on StopEngine,
+with 1 when the engine failed, and with EXIT_FOR_GOOD if the next generation would fail alike: impossible settings, a
+journal that cannot be continued, an unreadable message. It also ends when its parent is gone.
 
-An engine that begins where another one died first waits a moment for workers to say what they have of the answers that
-are open. It takes up what it is asked for, and cancels the rest: its clients have left.
+A generation that follows a death first waits up to CLAIM_S for the workers to submit their open requests again. It
+continues those, and cancels the others: their clients have left.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ from lockstep.host.router_journal import session_key
 log = logging.getLogger("lockstep.engine")
 
 Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
-"""What the scheduler has no say in, or not the first."""
+"""Messages that the scheduler does not answer, or not first."""
 
-LOOK_MS = 200  # how often to see whether the engine still runs
-CLAIM_S = 2.0  # workers have so long to say what they have open; one that is gone says nothing
+LOOK_MS = 200  # interval between checks that the engine still runs
+CLAIM_S = 2.0  # time for workers to submit open requests again; a worker that ended sends nothing
 
 
 @dataclass(slots=True)
@@ -84,18 +84,18 @@ class _OpenTicket:
     samples: int
     label: str
     tenant: str
-    first_id: int = -1  # the engine's id of its first sample
+    first_id: int = -1  # request id of its first sample
 
 
 class EngineProcess:
-    """Takes messages to an engine and sends its answers back.
+    """Passes messages to an engine and sends its answers back.
 
     Args:
-        folder: of the sockets.
+        folder: folder of the sockets.
         generation: of this engine; the server's first is 0.
-        before: what there was when it began.
-        alive: called several times a second while the engine gets on.
-        number: of the engine, which tells a router that it is there; None: there is no other, and no router.
+        before: how the previous generation ended, and its workers.
+        alive: called several times a second while the engine makes progress.
+        number: number of the engine among several, reported to the router; None: the only engine, without a router.
     """
 
     def __init__(
@@ -114,17 +114,20 @@ class EngineProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox = reader(self._context, engine_address(folder))
         self._number, self._folder = number, folder
-        self._writers = Writers(self._context, folder)  # of this thread; the outbox has those of the host's
+        # for the main thread; the outbox has its own for the host's thread
+        self._writers = Writers(self._context, folder)
         self.outbox = Outbox(
             Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift, unit.host
         )
         self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
         self.host.observe = both(self.host.observe, self.outbox.times.observe)
-        self._to_router: zmq.Socket[bytes] | None = None  # kept, since a closed one waits half a second only
-        self._open: dict[tuple[int, int], _OpenTicket] = {}  # by worker and ticket; entries leave in the host's thread
+        # kept open, since a closed socket lingers for half a second only
+        self._to_router: zmq.Socket[bytes] | None = None
+        # by worker and ticket; entries are removed in the host's thread
+        self._open: dict[tuple[int, int], _OpenTicket] = {}
 
     def run(self) -> None:
-        """Serve until told to stop. Raises EngineStopped when the engine ends by itself; WireError."""
+        """Serve until StopEngine. Raises EngineStopped when the engine ends by itself; WireError."""
         try:
             self._await_claims()
             self.outbox.send()
@@ -145,14 +148,14 @@ class EngineProcess:
         finally:
             try:
                 self.unit.close()
-            except JournalError:  # that cannot be written: it was said, and the next engine may have more luck
+            except JournalError:  # the journal cannot be written, which was logged; the next generation may be able to
                 if not self.host.failure:
                     raise
             finally:
                 self._context.destroy(linger=500)
 
     def _await_claims(self) -> None:
-        """Give workers a moment to ask for what was open."""
+        """Wait up to CLAIM_S for workers to submit their open requests again."""
         until_s = time.monotonic() + CLAIM_S
         while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
             if self._mailbox.poll(max(1, round(left_s * 1000))):
@@ -160,7 +163,7 @@ class EngineProcess:
         self._claims.close()
 
     def _tell_router(self) -> None:
-        """Say what is there: called before the engine runs."""
+        """Send the router the engine's capacity and open sessions; called before the engine runs."""
         if self._number is None:
             return
         engine = self.host.engine
@@ -177,11 +180,11 @@ class EngineProcess:
     # ------------------------------------------------------------------------------------- one handler for each message
 
     def handle(self, message: EngineMessage) -> None:
-        """Do what a message asks for."""
+        """Handle a message."""
         HANDLERS[type(message)](self, message)
 
     def greet(self, message: Hello) -> None:
-        """A worker is there."""
+        """Answer a worker's Hello."""
         if message.protocol != PROTOCOL:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
@@ -190,7 +193,7 @@ class EngineProcess:
         self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters, stands))
 
     def submit(self, message: Submit) -> None:
-        """A request. What was meant for an engine before this one comes again, by its worker's own account."""
+        """Submit a request, or take it up `again` from a previous generation, with the worker's count of tokens."""
         if message.generation != self.generation:
             return
         request, clock = message.request, self.host.clock
@@ -203,7 +206,7 @@ class EngineProcess:
         ticket = self._open[key] = _OpenTicket(samples, request.label, request.tenant)
         left = [samples - message.have.count(OVER)]
 
-        def over() -> None:  # in the host's thread
+        def over() -> None:  # called in the host's thread
             left[0] -= 1
             if not left[0]:
                 self._open.pop(key, None)
@@ -226,54 +229,54 @@ class EngineProcess:
         ticket.first_id = first_id
 
     def settled(self, message: Settled) -> None:
-        """A worker has asked for all that it had open."""
+        """Take in that a worker has submitted all of its open requests again."""
         if message.generation == self.generation:
             self._claims.workers.discard(message.worker)
 
     def cancel(self, message: Cancel) -> None:
-        """A client left."""
+        """Cancel a request whose client left."""
         self._cancel(message.worker, message.ticket)
 
     def cancel_label(self, message: CancelLabel) -> None:
-        """Somebody wants the requests of this name to end."""
+        """Cancel the requests with this label."""
         for (worker, number), ticket in list(self._open.items()):
             if ticket.label == message.label and ticket.tenant == message.tenant:
                 self._cancel(worker, number)
 
     def ask(self, message: Ask) -> None:
-        """A control request; it is answered when the engine has an answer."""
+        """Pass a control request to the host; the answer is sent when the engine has one."""
         self.host.ask(message.control, partial(self._answer, message.worker, message.ticket))
 
     def trace(self, message: ProfileRequest) -> None:
-        """A profile; in a thread of its own, since it waits for the engine."""
+        """Begin or end a profile, in a thread of its own, since it waits for the engine."""
         threading.Thread(target=self._look, args=(message, self._traced), daemon=True).start()
 
     def read_weights(self, message: ReadWeights) -> None:
-        """Values of a tensor; in a thread of its own, since they may be put in place at this moment."""
+        """Read values of a tensor, in a thread of its own, since weights may be being loaded."""
         threading.Thread(target=self._look, args=(message, self._weights_read), daemon=True).start()
 
     def group(self, message: JoinGroup | LeaveGroup) -> None:
-        """Join or leave a trainer's group; in a thread of its own, since others may come late."""
+        """Join or leave a trainer's group, in a thread of its own, since other members may come late."""
         threading.Thread(target=self._look, args=(message, self._grouped), daemon=True).start()
 
     def lora(self, message: LoadLora | UnloadLora) -> None:
-        """Load or unload an adapter; in a thread of its own, since it is read, or others use it still."""
+        """Load or unload an adapter, in a thread of its own: files are read, and other requests may still use it."""
         threading.Thread(target=self._look, args=(message, self._adapted), daemon=True).start()
 
     def worker_gone(self, message: WorkerGone) -> None:
-        """Nobody reads what this worker asked for."""
+        """Cancel the requests of a worker that ended."""
         self.outbox.workers.discard(message.worker)
         self._claims.workers.discard(message.worker)
         self.cancel_all_of(message.worker)
 
     def stop(self, message: StopEngine) -> None:
-        """Time to go."""
+        """End the main loop."""
         self.stopping = True
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def cancel_all_of(self, worker: int) -> None:
-        """Cancel what a worker has open. May be called in the host's thread."""
+        """Cancel all open requests of a worker. May be called in the host's thread."""
         for whose, ticket in list(self._open):
             if whose == worker:
                 self._cancel(worker, ticket)
@@ -285,13 +288,14 @@ class EngineProcess:
                 self.host.cancel(opened.first_id + sample)
 
     def _look(self, message: Questions, look: Callable[[Any], Answered]) -> None:
-        """Answer what the scheduler has no say in."""
+        """Answer, in a thread of its own, a message that the scheduler does not answer."""
         try:
             answer = look(message)
         except LockstepError as error:
             answer = Answered(message.worker, message.ticket, False, str(error).partition("\nhint: ")[0])
-        with suppress(EngineStopped):  # then everybody is told so
-            self.host.ask(GetState(), lambda _: self.outbox.answer(answer))  # in its thread, whose outbox it is
+        with suppress(EngineStopped):  # the workers receive EngineGone or EngineRestarting
+            # sends the answer in the host's thread, which owns the outbox
+            self.host.ask(GetState(), lambda _: self.outbox.answer(answer))
 
     def _traced(self, message: ProfileRequest) -> Answered:
         if self.unit.trace is None:
@@ -322,7 +326,7 @@ class EngineProcess:
         return Answered(message.worker, message.ticket, True, f"adapter {message.name} is loaded, version {version}")
 
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
-        """In the host's thread, whose sockets are those of the outbox."""
+        """Send an answer. Called in the host's thread, which owns the sockets of the outbox."""
         if future.exception() is not None:
             self.outbox.answer(Answered(worker, ticket, False, str(future.exception())))
         else:
@@ -349,25 +353,28 @@ HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
 
 
 def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], object], number: int = 0) -> int:
-    """Build the engine of a folder's settings and serve it. Returns the exit status.
+    """Build the engine from the settings of a folder and serve it. Returns the exit status.
 
     Args:
-        number: of the engine, where there are several.
+        number: number of the engine among several.
     """
     several = children.read_settings(folder).dp > 1
     name, life = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
     settings = children.begin(folder, name + life * (generation > 0))
-    # Where all processes of a service get it: workers end first, then comes Stop. SIG_IGN would be inherited by ranks.
+    # SIGTERM may go to all processes of a service: workers end first, then StopEngine comes. Ranks would inherit
+    # SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
-        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"  # a model's was logged when it was shared out
+        # for a model it was logged when the memory was divided
+        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"
         log.info("%s on %s, ready%s", unit.about.model, unit.about.device, memory)
         EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
-        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # perhaps not for long
+        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # possibly temporary, such as a
+        # full disk
         return children.EXIT_FOR_GOOD if for_good and not full else 1
     return 0

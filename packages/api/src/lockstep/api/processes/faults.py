@@ -1,17 +1,17 @@
-"""Faults for tests of recovery: an engine that dies at a place that no test could hit from outside.
+"""Faults for tests of recovery: an engine that dies at a place that a test cannot hit from outside.
 
 LOCKSTEP_FAULT is one of
 
-    written:N[:LIVES[:EVENT]]
-                        killed once records were written N times, with such an event among them where one is named, and
-                        before anything of the last is performed or sent
-    recovered           killed in every second life, when it has recovered and nothing was sent
-    hang:N              stands still at its Nth launch, in its first life
+    written:N[:GENERATIONS[:EVENT]]
+                        killed once records were written N times, counting only writes with such an event if one is
+                        named, before anything of the last write is performed or sent
+    recovered           killed in every second generation, after recovery and before anything was sent
+    hang:N              stands still at its Nth launch, in its first generation
     poison:TOKEN        aborts whenever a batch computes this token
-    greedy:TOKEN        the same, but killed, as by a kernel that has no memory left
+    greedy:TOKEN        killed whenever a batch computes this token, as by a kernel that has no memory left
     arrival:TOKEN       the core raises whenever a prompt that begins with this token arrives
 
-`written` dies in that many lives, or in one. Only the environment of the process can ask for them, no client.
+`written` kills that many generations, by default one. Only the environment of the process sets a fault, no client.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lockstep.host.loop import RuntimeHost
 
 VARIABLE = "LOCKSTEP_FAULT"
 POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 1), "greedy": (1, 1), "arrival": (1, 1)}
-"""How many numbers follow each, at least and at most. Behind both of `written` may be the name of an event."""
+"""Least and greatest number of integers after each fault's name. `written` takes an event's name after its integers."""
 
 
 def install(host: RuntimeHost, generation: int) -> None:
-    """Put in what the environment asks for. Raises ConfigError for what is no fault."""
+    """Install the fault that the environment names. Raises ConfigError for an unknown one."""
     said = os.environ.get(VARIABLE, "")
     if not said:
         return
@@ -68,7 +68,7 @@ def _die() -> None:
 
 
 class _DiesBehindWrites:
-    """A journal behind whose Nth write, of those with an event of this kind, the process dies."""
+    """A journal that kills the process after the Nth write, counting writes with an event of the given kind."""
 
     def __init__(self, journal: JournalSink, writes: int, kind: str) -> None:
         self._journal, self._left, self._kind = journal, writes, kind
@@ -84,7 +84,7 @@ class _DiesBehindWrites:
         self._journal.append_unsealed(event)
 
     def flush(self) -> None:
-        """Write, and perhaps die."""
+        """Write the records, then kill the process if this is the Nth counted write."""
         self._journal.flush()
         self._left -= self._found
         self._found = not self._kind
@@ -103,11 +103,11 @@ class _Faulty:
 
     @property
     def in_flight(self) -> int:
-        """Batches launched and not collected."""
+        """Number of batches launched and not collected."""
         return self._executor.in_flight
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Launch, or not."""
+        """Launch a batch, or fail as the fault demands."""
         self._launches += 1
         while self._launches == self._hangs_at:
             time.sleep(1)
@@ -116,19 +116,19 @@ class _Faulty:
         self._executor.launch(plan, deferred=deferred, contexts=contexts)
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
-        """Let a deferred batch sample."""
+        """Sample a deferred batch."""
         self._executor.sample(batch_id, advance)
 
     def ready(self) -> bool:
-        """Whether the oldest batch's results are there."""
+        """Whether the results of the oldest batch are available."""
         return self._executor.ready()
 
     def pause_s(self) -> float:
-        """How long to wait before the oldest batch is looked at again."""
+        """Seconds until the oldest batch is worth another check."""
         return self._executor.pause_s()
 
     def collect(self) -> BatchResult:
-        """The oldest batch's results."""
+        """The results of the oldest batch."""
         return self._executor.collect()
 
 

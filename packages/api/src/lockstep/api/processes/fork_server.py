@@ -1,13 +1,13 @@
-"""The nursery: a process that has imported all that an engine needs, and forks one when it is told to.
+"""The fork server: a process that has imported everything an engine needs, and forks an engine on command.
 
-    launcher ──Begin, End──> nursery ──fork──> engine 0, which died      messages: `lives`
-             <──Began, Over──        ──fork──> engine 1
-             <──Alive─────────────────────────────┘
+    launcher ──Begin, KillEngine───> fork server ──fork──> engine 0, which died      messages: `engine_messages`
+             <──Began, EngineExited──            ──fork──> engine 1
+             <──Alive───────────────────────────────────────┘
 
 `python -m lockstep.api.processes.fork_server FOLDER DESCRIPTOR NUMBER`: DESCRIPTOR is one end of a socket pair, the
-launcher has the other end; NUMBER is the number of the engine.
-Imports take a second, torch several; a fork takes milliseconds, so that an engine that died is soon replaced. The
-nursery has one thread, opens no device and no socket, and computes nothing: what is forked from it begins clean.
+launcher has the other end; NUMBER is the number of the engine. Imports take a second, with torch several; a fork takes
+milliseconds, so an engine that died is soon replaced. The fork server has one thread, opens no device and no socket,
+and computes nothing: a forked engine starts clean.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ log = logging.getLogger("lockstep.nursery")
 
 
 class ForkServer:
-    """Forks, reaps and reports."""
+    """Forks engines on command, reaps them, and reports their start and end to the launcher."""
 
     def __init__(self, folder: Path, control: socket.socket, engine: int) -> None:
         self.folder, self.control, self.engine = folder, control, engine
-        self.generations: dict[int, int] = {}  # of children that were not reaped, by pid
+        self.generations: dict[int, int] = {}  # pid -> generation, of children not yet reaped
         self._wakeup, self._wake = os.pipe()
         for descriptor in (self._wakeup, self._wake):
             os.set_blocking(descriptor, False)
 
     def run(self) -> int:
-        """Serve until the launcher is gone. In a child this returns as well, with the child's own status."""
+        """Serve until the launcher is gone. Also returns in a forked child, with the exit status of the child."""
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
@@ -83,7 +83,7 @@ class ForkServer:
                 self.control.send(encode(over))
 
     def _live(self, generation: int, before: PriorState) -> int:
-        """Be an engine."""
+        """Run as an engine, in the forked child. Returns its exit status."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(self._wakeup)
@@ -93,23 +93,24 @@ class ForkServer:
         def alive() -> None:
             try:
                 self.control.send(encode(Alive(generation)))
-            except BlockingIOError:  # the launcher has not read for long, and will find enough
+            except BlockingIOError:  # the launcher has not read for long; the reports that wait for it suffice
                 return
 
         return engine_process.main(self.folder, generation, before, alive, self.engine)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve a launcher. Returns the exit status."""
+    """Serve one launcher until it is gone. Returns the exit status."""
     folder = Path(arguments[0])
     control = socket.socket(fileno=int(arguments[1]))
     settings = children.read_settings(folder)
     start_log(settings.log_level, "engine", settings.log_format)
     signal.signal(signal.SIGINT, lambda *_: None)
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # OpenBLAS sees to that
+    # OpenBLAS stops its threads before a fork
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     preload(settings)
     gc.collect()
-    gc.freeze()  # else the first collection of each child copies every page
+    gc.freeze()  # otherwise the first collection in each child would copy every page
     return ForkServer(folder, control, int(arguments[2])).run()
 
 
@@ -121,4 +122,4 @@ if __name__ == "__main__":
         exit_status = 1
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(exit_status)  # a child must not run what was to run at the end of the nursery
+    os._exit(exit_status)  # a child must not run the exit handlers of the fork server

@@ -1,16 +1,16 @@
-"""The launcher: opens the sockets, starts the processes, and is told when one of them ends.
+"""The launcher: opens the sockets, starts the processes, and reacts when one of them ends.
 
-    launcher ─┬─ nursery ── engine     a child ends when the launcher does: it holds the other end of the child's stdin
-              ├─ nursery ── engine     with --dp, one of each per engine
+    launcher ─┬─ fork server ── engine     a child ends when the launcher does: the launcher holds the other end of
+              ├─ fork server ── engine     the child's stdin; with --dp there is one of each per engine
               ├─ API worker 0
               └─ API worker 1 ...
 
-- A worker that ends takes its streams with it; the engines are told, so that they cancel what nobody reads, and another
-  worker takes its place. One that ends as soon as it began is not tried again.
-- An engine that ends is replaced: `supervisor`. One that is given up leaves the server to the others; with the last
-  one, or with one that could not even begin, the server stops with status 1.
-- With several engines the router is one of its threads: `routing`.
-- On SIGTERM or Ctrl-C workers stop first, with time for their answers, then the engines. A second one kills all.
+- When a worker ends, its streams end. The engines receive WorkerGone and cancel its requests, and another worker
+  is started. A worker that ends right after its start stops the server.
+- An engine that ends is replaced: `supervisor`. When one is given up, the others go on; with the last one, or with
+  one that could not even start, the server stops with status 1.
+- With several engines the router is a thread of the launcher: `routing`.
+- On SIGTERM or Ctrl-C the workers stop first, with time for their answers, then the engines. A second signal kills all.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from lockstep.host.inbox import Inbox
 log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
-LOOK_S = 0.05  # how often to see whether all are ready, while it begins
-HEARING_S = 0.5  # what an engine said may take so long to be heard, by a launcher that was itself stopped for a while
+LOOK_S = 0.05  # interval between checks that all are ready, during the start
+HEARING_S = 0.5  # added to an engine's deadline: the launcher may itself have been stopped, with reports unread
 EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
 class ChildEnded:
-    """A child did."""
+    """A child process ended."""
 
     child: Child
 
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """Somebody wants the server to stop."""
+    """The launcher received SIGINT or SIGTERM."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RouterFailed:
-    """By a mistake of ours."""
+    """The router's thread raised an exception."""
 
     error: Exception
 
@@ -79,7 +79,7 @@ Happened = ChildEnded | Signalled | EngineReport | RouterFailed
 
 
 class Launcher:
-    """One server, from its sockets to its end."""
+    """One server, from the opening of its sockets to their removal."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -87,7 +87,7 @@ class Launcher:
         self.children: list[Child] = []
         self._happened: Inbox[Happened] = Inbox()
         self._next_worker = 0
-        self._operators_worker = -1  # which serves the routes of an operator
+        self._operators_worker = -1  # number of the worker that serves the operator's routes
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
         self.folder = fresh_folder()
@@ -110,15 +110,15 @@ class Launcher:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The address of the server for clients."""
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, ready: Callable[[], object] = lambda: None) -> int:
-        """Serve until told to stop, or until that is not possible any more. Returns the exit status.
+        """Serve until a signal comes or the server cannot go on. Returns the exit status.
 
         Args:
-            ready: called once, in a thread, when all engines and API workers take requests.
+            ready: called once, in a thread of its own, when all engines and API workers take requests.
         """
         with self._signals():
             try:
@@ -149,7 +149,7 @@ class Launcher:
                 return
 
     def _next(self) -> int | None:
-        """Wait for something to happen, and do what follows. Returns the exit status when it is over."""
+        """Wait for the next event and handle it. Returns the exit status when the server is to end."""
         match self._wait():
             case Signalled(number):
                 self._stop()
@@ -179,12 +179,12 @@ class Launcher:
                 for engine in self.engines:
                     if engine.due_s is not None and engine.due_s <= time.monotonic():
                         engine.end_hanging()
-            case _:  # of an engine that there is not any more
+            case _:  # a report of an earlier engine generation
                 pass
         return None
 
     def _wait(self) -> Happened | None:
-        """What happens next; None if an engine got nothing done for too long."""
+        """The next event; None if the deadline of an engine passed first."""
         due = [engine.due_s for engine in self.engines if engine.due_s is not None]
         if not due:
             return self._happened.wait()
@@ -194,19 +194,21 @@ class Launcher:
             return None
 
     def _after(self, engine: Supervisor, goes_on: bool, *, first: bool) -> int | None:
-        """An engine ended, and the next one begins or does not. Returns the exit status if that was all."""
+        """Handle the end of an engine, replaced (`goes_on`) or given up. Returns the exit status if it was the last
+        one.
+        """
         self._tell_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
         if goes_on:
             return None
         if not first and not all(one.gone for one in self.engines):
             log.error("%s is given up, and the others go on: %s", engine.name, engine.gone)
             return None
-        time.sleep(0.2)  # before workers hear that it is time to stop
+        time.sleep(0.2)  # so that workers receive EngineGone before SIGTERM
         self._stop()
         return 1
 
     def _worker_ended(self, child: Child) -> bool:
-        """Whether another worker took its place."""
+        """Handle the end of a worker. Returns whether another worker was started in its place."""
         log.error("worker %d ended with %s", child.number, status_text(child.process.returncode))
         self.children.remove(child)
         for engine in self.engines:
@@ -244,11 +246,11 @@ class Launcher:
 
     @property
     def workers(self) -> list[Child]:
-        """Those that run."""
+        """The workers that run."""
         return [child for child in self.children if child.role == "worker"]
 
     def _start_worker(self) -> None:
-        """Start a worker under a number that no other had, so that no message for that one reaches it."""
+        """Start a worker under a number never used before, so that it receives no message meant for another worker."""
         descriptors = [self._listener.fileno()]
         number = self._next_worker
         self._next_worker += 1
@@ -273,7 +275,7 @@ class Launcher:
             stdin=subprocess.PIPE,
             pass_fds=descriptors,
             env=environment,
-            start_new_session=True,  # so Ctrl-C reaches the launcher alone, which stops them in order
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
         )
         child = Child(role, number, process, time.monotonic())
         self.children.append(child)
@@ -284,13 +286,13 @@ class Launcher:
         child.process.wait()
         self._happened.put(ChildEnded(child))
 
-    # ------------------------------------------------------------------------------------------------------- the end
+    # --------------------------------------------------------------------------------------------------------- shutdown
 
     def _living(self) -> bool:
         return any(engine.life is not None for engine in self.engines)
 
     def _stop(self) -> None:
-        """Workers first, so that the engines can still end their answers; then the engines."""
+        """Stop the workers, so that the engines can still end their answers; then the engines."""
         self._over.set()
         for child in self.workers:
             child.process.terminate()
@@ -300,7 +302,9 @@ class Launcher:
             self._wait_for("an engine", self._living, GRACE_S)
 
     def _wait_for(self, who: str, there: Callable[[], bool], seconds: float) -> bool:
-        """Whether what was there ended in time, and nobody lost patience meanwhile."""
+        """Wait while `there()` is true. Returns False after `seconds`, after a second signal, or if a fork server
+        ended.
+        """
         until_s = time.monotonic() + seconds
         while there():
             try:
@@ -351,7 +355,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM become something that happened."""
+        """Turn SIGINT and SIGTERM into events of the launcher."""
         wanted = (signal.SIGINT, signal.SIGTERM)
         before = {one: signal.signal(one, lambda number, _: self._happened.put(Signalled(number))) for one in wanted}
         try:
@@ -362,7 +366,7 @@ class Launcher:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises ConfigError."""
+    """A listening TCP socket. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -389,7 +393,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A Unix socket that only its owner can connect to, also where a dead server left one. Raises ConfigError."""
+    """A listening Unix socket with mode 0600, in place of one that a dead server left. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -409,13 +413,13 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket."""
+    """Whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
         one.settimeout(1.0)
         try:
             one.connect(str(path))
         except ConnectionRefusedError:
             return False
-        except OSError:  # whatever it is, it is not ours to remove
+        except OSError:  # not a leftover of this server: keep it
             return True
     return True

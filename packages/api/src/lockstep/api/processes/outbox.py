@@ -1,7 +1,7 @@
-"""What an engine's steps have for its workers, put together: one message for each worker and step.
+"""Collects what an engine's steps produce for the workers: one message for each worker and step.
 
-Everything here happens in the host's thread. Sinks put down what they are told; `send`, which the host calls when
-nothing more comes of the same event, packs it and hands it over without waiting.
+Everything here runs in the host's thread. Sinks only record; `send`, which the host calls when nothing more follows
+from the same event, packs the records and hands the messages to the sockets without waiting.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ GAUGES_EVERY_US = 250_000
 
 
 class HasAdapters(Protocol):
-    """What is needed of a host."""
+    """The part of a host that the outbox reads."""
 
     adapters: KnownAdapters
 
 
 class Writers:
-    """A socket to each worker. For one thread; another one makes its own."""
+    """A socket to each worker. Not thread-safe: each thread has its own Writers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> None:
         self._context, self._folder = context, folder
@@ -63,13 +63,13 @@ class Writers:
         return True
 
     def close(self) -> None:
-        """Give the sockets up; what was handed over still goes out."""
+        """Close the sockets; messages that were handed over still go out."""
         for socket in self._sockets.values():
             socket.close()
 
 
 class _Page:
-    """What one worker is to be told of this step."""
+    """Results of the current step for one worker."""
 
     def __init__(self) -> None:
         self.tickets: list[int] = []
@@ -95,12 +95,12 @@ class _Page:
 
 
 class Outbox:
-    """Collects for all workers.
+    """Collects the results of a step for all workers.
 
     Args:
-        stuck: told of a worker that has not read for so long that nothing more can be kept for it.
-        drift: how far predictions of batches were off so far, where there are any.
-        host: knows the adapters that there are, of which workers are told.
+        stuck: called with a worker that has not read for so long that no more messages can be kept for it.
+        drift: returns measured over predicted batch times so far, where there are predictions.
+        host: holds the known adapters, which are sent to the workers whenever they change.
     """
 
     def __init__(
@@ -117,29 +117,29 @@ class Outbox:
         self._answers: list[Answered] = []
         self._gauges_us = -GAUGES_EVERY_US
         self._weights_version = engine.memory.weights_version
-        self.workers: set[int] = set()  # who is told how the engine stands,
-        self.newest: Gauges | None = None  # and the last that they were told
+        self.workers: set[int] = set()  # workers that receive gauges
+        self.newest: Gauges | None = None  # the gauges sent last
         self._host, self._adapters = host, 0
-        self.restarts = 0  # engines before this one
-        self.drafts = DraftCounts()  # of the host, while it goes on
+        self.restarts = 0  # engine generations before this one
+        self.drafts = DraftCounts()  # counted by the host as it runs
 
     def page(self, worker: int) -> _Page:
-        """Where to put down what is for a worker."""
+        """The results of the current step for a worker, created on first use."""
         page = self._pages.get(worker)
         if page is None:
             page = self._pages[worker] = _Page()
         return page
 
     def now_us(self) -> int:
-        """The time of the event that is performed."""
+        """The time of the event whose commands are being performed, in microseconds."""
         return self._engine.now_us
 
     def answer(self, answer: Answered) -> None:
-        """Put the answer to a control request down."""
+        """Record the answer to a control request."""
         self._answers.append(answer)
 
     def send(self) -> None:
-        """Tell every worker what this step has for it."""
+        """Send every worker its results of this step."""
         gauges = self._due_gauges()
         if gauges is not None:
             for worker in tuple(self.workers):
@@ -153,11 +153,13 @@ class Outbox:
             for worker in tuple(self.workers):
                 self._writers.send(AdaptersKnown(worker, self._host.adapters))
         answers, self._answers = self._answers, []
-        for answer in answers:  # whoever has one knows of what happened before
+        for answer in answers:  # last, so that a worker with the answer has every result that preceded it
             self._writers.send(answer)
 
     def _due_gauges(self) -> Gauges | None:
-        """How the engine stands: when it comes to rest, and every so often before."""
+        """Gauges of the engine when it becomes idle or its weights change, and at most GAUGES_EVERY_US apart; else
+        None.
+        """
         engine, version = self._engine, self._engine.memory.weights_version
         soon = engine.now_us - self._gauges_us < GAUGES_EVERY_US
         if engine.requests and soon and version == self._weights_version:
@@ -186,7 +188,7 @@ class Outbox:
         return self.newest
 
     def _draft_figures(self) -> DraftFigures | None:
-        """What became of drafts so far, where any are verified."""
+        """Totals of verified drafts; None where no drafts are verified."""
         if not self._engine.config.speculates:
             return None
         found = self.drafts
@@ -197,15 +199,15 @@ class SampleSink:
     """The sink of one sample of one ticket; see `lockstep.host.loop.Sink`.
 
     Args:
-        over: called when nothing more comes.
+        over: called once the sample has ended.
     """
 
     def __init__(self, outbox: Outbox, worker: int, ticket: int, sample: int, over: Callable[[], object]) -> None:
         self._outbox, self._worker, self._ticket, self._sample, self._over = outbox, worker, ticket, sample, over
-        self._first_us = self._last_us = -1  # tokens
+        self._first_us = self._last_us = -1  # engine time of the first and last token; -1: none yet
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Put new tokens down."""
+        """Record new tokens."""
         self._last_us = self._outbox.now_us()
         if self._first_us < 0:
             self._first_us = self._last_us
@@ -219,7 +221,7 @@ class SampleSink:
         page.tokens += tokens
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """Put the end down."""
+        """Record the end of the sample."""
         positions = sorted(extras.prompt_logprobs)
         logprobs = [extras.prompt_logprobs[position] for position in positions]
         tops = [list(extras.prompt_top_logprobs.get(position, {}).items()) for position in positions]
@@ -247,11 +249,11 @@ class SampleSink:
         )
 
     def rejected(self, end: RejectRequest) -> None:
-        """Put the refusal down."""
+        """Record the rejection."""
         self._end(SampleEnded(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
 
     def failed(self, message: str) -> None:
-        """The engine ended first. What that means for the request is not for this engine to say."""
+        """Do nothing: the engine ends, and the next generation decides what becomes of the request."""
 
     def _end(self, ended: SampleEnded) -> None:
         self._outbox.page(self._worker).ended.append(ended)

@@ -1,20 +1,20 @@
 """The router of a server with several engines: `lockstep.core.cluster.router`, with a mailbox.
 
-    worker ──Offer──> router ──Routed──> worker ──Submit──> the engine        tokens never pass here
-    worker ──Over───> router                                                  so it counts exactly what is open
-    engine ──EngineHere──> router <──EngineLost, WorkerLost── launcher
+    worker ──Offer────────> router ──Routed──> worker ──Submit──> the engine        tokens never pass here
+    worker ──OfferClosed──> router                                                  so its counts are exact
+    engine ──EngineHere───> router <──EngineLost, WorkerLost── launcher
 
-It is a thread of the launcher. All workers ask the same one, so what it counts is what there is, in one order, and its
-journal replays to the same decisions (`lockstep journal verify`). Nobody has to restart it: it ends with the launcher,
-and with that everything does.
+The router is a thread of the launcher. All workers use the same one, so its counts cover all requests, in one order,
+and its journal replays to the same decisions (`lockstep journal verify`). It is never restarted: it ends with the
+launcher, and the whole server ends with both.
 
-An engine that died comes back with its requests, which its journal has: until then it is `recovering`, gets nothing
-new, and its requests go on counting. Sessions are an engine's own: whoever has one open takes its turns, whatever the
-policy says, and says which it has whenever it begins.
+An engine that died comes back with its requests, which its journal has: until then it is `recovering`, receives nothing
+new, and its requests still count. A session belongs to the engine that opened it, which takes all of its turns under
+any policy, and reports its open sessions whenever it starts.
 
-With `--admission` requests wait in a line in front of the router, which is `lockstep.core.cluster.dispatch`: what the
-line decides, about whomever, is told to the worker that offered it. What a worker was told is never taken back, so
-nothing is sent again when an engine is lost: who had tokens of it would get others.
+With `--admission` requests wait in a queue in front of the router, `lockstep.core.cluster.dispatch`; each decision of
+the queue is sent to the worker that made the offer. A decision that was sent is never revoked, so nothing is sent again
+when an engine is lost: a client that had received tokens would receive different ones.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from lockstep.core.cluster.router import (
 from lockstep.host.router_journal import NoRouterJournal, RouterJournal, set_aside
 
 JOURNAL_SHARE = 16
-"""A router's file is begun anew when it has this part of the bytes that a journal may have."""
+"""A router starts a new journal file when the current one has reached 1/16 of the bytes allowed for a journal."""
 
 
 REFUSED = {"line_full": "queue_full"}
-"""Why an answer never came to be, as engines say it, by why a line turned a request away."""
+"""Reasons of the waiting queue for a refusal -> the same reasons in the terms of engines."""
 
 
 @dataclass(slots=True)
 class _Offered:
-    """A request that is not over."""
+    """A request that has not ended."""
 
     message: Offer
     fact: RequestOffered
-    fresh: bool  # of a session that was not known
+    fresh: bool  # whether the session was unknown to the router
 
     @property
     def key(self) -> tuple[int, int]:
@@ -80,13 +80,13 @@ class _Offered:
 
 
 class RouterService:
-    """What the router is told by others, as facts for it, and what it decides, as answers for them.
+    """Turns messages into facts for the router, and the router's decisions into answers.
 
     Args:
-        engines: how many there are. Requests are answered once each of them was there.
-        answer: tells a worker.
-        run: where its journal goes; None: nowhere.
-        admission: of the line in front of the router; None: nobody waits.
+        engines: number of engines. Requests are answered once each of them has started.
+        answer: sends a message to a worker.
+        run: folder of the router's journal; None: no journal.
+        admission: settings of the waiting queue in front of the router; None: requests do not wait.
     """
 
     def __init__(
@@ -103,37 +103,38 @@ class RouterService:
         self._config, self._answer, self._run, self._bytes_max = config, answer, run, bytes_max
         self._clock_us, self._began_us = clock_us, clock_us()
         self._admission = admission
-        self.line: dispatch.Dispatcher | None = None  # in front of it, where there is one
-        self.router: Router | None = None  # once every engine was there
-        self._here: dict[int, EngineHere] = {}  # by engine, its newest life
-        self._next_life = dict.fromkeys(range(engines), 0)  # what is said by a life before this is passed over
-        self._lost: set[int] = set()  # for good
+        self.line: dispatch.Dispatcher | None = None  # in front of the router; None: requests do not wait
+        self.router: Router | None = None  # None until every engine has started
+        self._here: dict[int, EngineHere] = {}  # by engine, of its newest generation
+        self._next_life = dict.fromkeys(range(engines), 0)  # by engine; messages of earlier generations are ignored
+        self._lost: set[int] = set()  # engines that ended for good
         self._journal: RouterJournal | NoRouterJournal = NoRouterJournal()
-        self._sessions: dict[str, int] = {}  # that are open, the one heard of last at the end
-        self._pending: dict[tuple[int, int], Offer] = {}  # that nobody can take now, in the order they came
-        self._open: dict[tuple[int, int], tuple[int, RequestOffered]] = {}  # by worker and number: whose, and as what
-        self._waiting: dict[tuple[int, int], int] = {}  # in the line: under which id
-        self._offers: dict[int, _Offered] = {}  # by id, of both
+        self._sessions: dict[str, int] = {}  # open sessions -> engine; the most recently named is last
+        self._pending: dict[tuple[int, int], Offer] = {}  # offers that no engine can take now, in order of arrival
+        # by worker and number: engine, and the offer as the router has it
+        self._open: dict[tuple[int, int], tuple[int, RequestOffered]] = {}
+        self._waiting: dict[tuple[int, int], int] = {}  # by worker and number: id in the waiting queue
+        self._offers: dict[int, _Offered] = {}  # by id, for the waiting queue and the router
         self._next_id = 0
 
     def handle(self, message: RouterMessage) -> None:
-        """Take a message in."""
+        """Handle a message."""
         HANDLERS[type(message)](self, message)
         if isinstance(message, OfferClosed) and self._journal.size_bytes > self._bytes_max // JOURNAL_SHARE:
             assert self.router is not None
             self._begin(list(self.router.state))
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the journal."""
         self._journal.close()
 
     # ------------------------------------------------------------------------------------- one handler for each message
 
     def offer(self, message: Offer) -> None:
-        """Say who takes a request, or a session."""
+        """Assign a request or a session to an engine."""
         known = self._sessions.pop(message.session, None) if message.session else None
         if known is not None:
-            self._sessions[message.session] = known  # heard of now
+            self._sessions[message.session] = known  # moves to the end of the order
         if message.what == "close":
             self._answer(Routed(message.worker, message.number, known or 0, known is None))
             return
@@ -141,13 +142,13 @@ class RouterService:
         only = known if known is not None else self._sessions.get(message.parent, who_refuses)
         if self.router is None:
             self._pending[message.worker, message.number] = message
-        elif self.line is not None and who_refuses is not None:  # it need not wait for that
+        elif self.line is not None and who_refuses is not None:  # the engine refuses at once, without waiting
             self._answer(Routed(message.worker, message.number, who_refuses if only is None else only, known is None))
         else:
             self._offer(message, only, fresh=known is None)
 
     def over(self, message: OfferClosed) -> None:
-        """A request is none any more."""
+        """Remove a request that has ended."""
         key = message.worker, message.number
         self._pending.pop(key, None)
         opened, waits = self._open.pop(key, None), self._waiting.pop(key, None)
@@ -157,7 +158,7 @@ class RouterService:
             self._fact(RequestEnded(time_us=self._now_us(), request_id=request_id, output_tokens=message.output_tokens))
 
     def withdraw(self, message: Withdraw) -> None:
-        """Nobody wants what waits under this label."""
+        """Remove the waiting requests with this label."""
         named = [key for key, offer in self._pending.items() if offer.label == message.label]
         named += [key for key, number in self._waiting.items() if self._offers[number].message.label == message.label]
         for key in named:
@@ -165,18 +166,18 @@ class RouterService:
             self._answer(Routed(*key, -1, refused="cancelled"))
 
     def session_over(self, message: SessionOver) -> None:
-        """A session is open nowhere."""
+        """Forget a session that is no longer open."""
         self._sessions.pop(message.session, None)
 
     def drained(self, message: Drained) -> None:
-        """An operator wants an engine to get nothing new, or something again."""
+        """Stop or resume the assignment of new requests to an engine."""
         here = self._here.get(message.engine)
         if here is None or message.engine in self._lost or here.generation < self._next_life[message.engine]:
             return
         self._state(message.engine, "draining" if message.draining else "up")
 
     def engine_here(self, message: EngineHere) -> None:
-        """An engine can take requests; it may have some already, and sessions."""
+        """Take in that an engine can take requests, with the requests and sessions that it already has."""
         engine = message.engine
         if engine in self._lost or message.generation < self._next_life[engine]:
             return
@@ -190,7 +191,7 @@ class RouterService:
             self._begin_if_all_are_known()
 
     def engine_lost(self, message: EngineLost) -> None:
-        """An engine ended. One that comes back has what it had; of another the workers know that it is gone."""
+        """Take in that an engine ended. A successor keeps its requests; without one, the workers end them."""
         if message.next_generation is not None:
             self._next_life[message.engine] = message.next_generation
             self._state(message.engine, "recovering")
@@ -198,7 +199,7 @@ class RouterService:
         self._lost.add(message.engine)
         self._sessions = {key: whose for key, whose in self._sessions.items() if whose != message.engine}
         gone = [key for key, opened in self._open.items() if opened[0] == message.engine]
-        if self.line is not None:  # workers end what it had, so nothing is to be sent again
+        if self.line is not None:  # the workers end the requests of the engine, so nothing is sent again
             self._state(message.engine, "recovering")
         for key in gone:
             if self.line is not None:
@@ -210,7 +211,7 @@ class RouterService:
             self._begin_if_all_are_known()
 
     def worker_lost(self, message: WorkerLost) -> None:
-        """A worker ended: nobody waits for what it had offered."""
+        """Remove the offers of a worker that ended."""
         for key in [key for key in (*self._open, *self._pending, *self._waiting) if key[0] == message.worker]:
             self.over(OfferClosed(*key, 0))
 
@@ -233,7 +234,7 @@ class RouterService:
         return "draining" if here.draining else "up"
 
     def _begin(self, states: list[EngineState]) -> None:
-        """Make a router, with what is open. What one before it remembered of prompts begins anew."""
+        """Create a router with the open requests. The prompt history of an earlier router is not carried over."""
         tokens = [here.cache_tokens if (here := self._here.get(engine)) else 0 for engine in self._next_life]
         shares = tuple(EngineShare(cache_tokens=one) for one in tokens)
         if self._admission is None:
@@ -268,7 +269,7 @@ class RouterService:
         self._again()
 
     def _who_refuses(self) -> int | None:
-        """Where everybody drains, one of those, who says so; there is nothing to wait for."""
+        """If every engine drains, the number of one of them, which will refuse the request at once; else None."""
         states = self.router.state if self.router is not None else []
         if "draining" in states and "up" not in states and "recovering" not in states:
             return states.index("draining")
@@ -279,7 +280,7 @@ class RouterService:
         return self._next_id - 1
 
     def _offer(self, message: Offer, only: int | None, *, fresh: bool) -> None:
-        """Put a request, or a session that is to be opened, to the router, and do what follows."""
+        """Offer the router a request, or a session to be opened, and carry out its decisions."""
         line = self.line is not None
         offered = RequestOffered(
             time_us=self._now_us(),
@@ -295,7 +296,7 @@ class RouterService:
         self._fact(offered)
 
     def _fact(self, fact: RouterFact) -> None:
-        """Tell the router a fact, write it down, and do what it decided."""
+        """Pass a fact to the router, append it to the journal, and carry out the router's decisions."""
         assert self.router is not None
         if self.line is not None:
             decided = self.line.step(fact)
@@ -309,9 +310,9 @@ class RouterService:
             self._do(one)
 
     def _do(self, routed: RequestRouted) -> None:
-        """Say what was decided about a request to who offered it."""
+        """Send a decision about a request to the worker that offered it."""
         one = self._offers.get(routed.request_id)
-        if one is None or one.key in self._open:  # which was told already, by a router before this one
+        if one is None or one.key in self._open:  # the request was already assigned by an earlier router
             return
         message, key = one.message, one.key
         if routed.reason == "waits":
@@ -337,13 +338,13 @@ class RouterService:
             self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))
             self._again()
             who_refuses = self._who_refuses() if self.line is not None else None
-            if who_refuses is not None:  # so nobody waits for what does not come
+            if who_refuses is not None:  # so that no offer waits for an engine that will not come
                 for key in list(self._waiting):
                     self.over(OfferClosed(*key, 0))
                     self._answer(Routed(*key, who_refuses))
 
     def _again(self) -> None:
-        """Offer again what nobody could take."""
+        """Offer again the requests that no engine could take."""
         pending, self._pending = self._pending, {}
         for message in pending.values():
             self.offer(message)
@@ -367,11 +368,11 @@ HANDLERS: dict[type[RouterMessage], Callable[[RouterService, Any], None]] = {
 
 
 class RouterThread:
-    """Reads what the router is told, until StopRouter.
+    """Reads messages to the router until StopRouter.
 
     Args:
-        folder: of the server's sockets.
-        failed: told why it ended otherwise: a mistake of ours.
+        folder: folder of the server's sockets.
+        failed: called with the exception if the thread ends otherwise.
     """
 
     def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], RouterService], failed: Any) -> None:
@@ -394,7 +395,7 @@ class RouterThread:
             self._mailbox.close()
 
     def join(self, seconds: float) -> None:
-        """Wait until it has ended."""
+        """Wait until the thread has ended."""
         self._thread.join(seconds)
         if not self._thread.is_alive():
             self._context.destroy(linger=200)

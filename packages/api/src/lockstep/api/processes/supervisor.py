@@ -1,8 +1,8 @@
-"""Keeps one engine going: its nursery, and one life of it after the other. Used in the launcher's thread.
+"""Keeps one engine running: its fork server, and one engine generation after the other. Used in the launcher's thread.
 
-When the engine ends, or gets nothing done for so long that it is ended, the nursery forks the next one, which begins
-where its journal stops; workers keep their streams open meanwhile. When that happens too often, or it cannot begin,
-workers are told that it is gone.
+When the engine ends, or is killed because it made no progress for too long, the fork server forks the next generation,
+which continues where the journal stops; workers keep their streams open meanwhile. When restarts are too frequent, or
+the engine cannot start, the workers receive EngineGone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.serve")
 
-YOUNG_S = 2.0  # a process that ends so soon would do so again
-GRACE_S = 5.0  # beyond the time that answers get, until a process that was told to end is killed
-OURS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that somebody sends
+YOUNG_S = 2.0  # a process that ends within this time of its start is not restarted: it would end again
+GRACE_S = 5.0  # from the end of the time for answers until a process that should have ended is killed
+# signals that come from outside, not from a fault of the engine itself
+OURS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(slots=True)
 class Child:
-    """A process of ours. Nurseries have their engine's number."""
+    """A child process of the launcher. A fork server has the number of its engine."""
 
     role: Literal["nursery", "worker"]
     number: int
@@ -49,30 +50,30 @@ class Child:
 
 @dataclass(slots=True)
 class EngineGeneration:
-    """One life of the engine."""
+    """The state of one engine generation."""
 
     generation: int
     pid: int = 0
-    ready: bool = False  # it said that it serves
+    ready: bool = False  # the engine has reported that it serves
     heard_s: float = 0.0
-    hangs: bool = False  # and was ended for it
+    hangs: bool = False  # the engine made no progress and is being killed
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """A nursery or its engine said something."""
+    """A report from the fork server of an engine, or from the engine itself."""
 
     engine: int
     report: engine_messages.Report
 
 
 class Supervisor:
-    """One engine of a server.
+    """Keeps one engine of a server running.
 
     Args:
-        folder: of its sockets.
-        start: starts a nursery: its arguments, and the descriptors that it inherits.
-        workers: numbers of those that there are.
+        folder: folder of the engine's sockets.
+        start: starts a fork server, given its arguments and the descriptors that it inherits.
+        workers: returns the numbers of the running workers.
     """
 
     def __init__(
@@ -89,33 +90,33 @@ class Supervisor:
         self._start, self._happened, self._workers = start, happened, workers
         self.name = "the engine" if settings.dp == 1 else f"engine {number}"
         self.life: EngineGeneration | None = None
-        self.gone = ""  # why there will be none any more
+        self.gone = ""  # why the engine was given up; empty while it is not
         self.next_generation = 0
         self.nursery: Child | None = None
-        self._control: socket.socket | None = None  # to the nursery
-        self._restarts_s: list[float] = []  # when each was, within the window
-        self._down_s = 0.0  # since when there is no engine
+        self._control: socket.socket | None = None  # to the fork server
+        self._restarts_s: list[float] = []  # times of the restarts within the window
+        self._down_s = 0.0  # when the last engine ended
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._to_workers = Writers(self._context, folder)
         self._to_engine = writer(self._context, engine_address(folder))
 
     def begin(self) -> None:
-        """Start the nursery and the first engine."""
+        """Start the fork server and the first engine."""
         self._start_nursery()
         self._begin_engine(None)
 
     @property
     def due_s(self) -> float | None:
-        """When, by time.monotonic, the engine must have got something done; None: whenever."""
+        """Time (time.monotonic, seconds) by which the engine must report progress; None: no limit applies now."""
         life, limit_s = self.life, self.settings.batch_timeout_s
         if life is None or not life.ready or life.hangs or not limit_s:
             return None
         return life.heard_s + limit_s
 
-    # ------------------------------------------------------------------------------------------------ what may happen
+    # -------------------------------------------------------------------------------------------- reports and deadlines
 
     def heard(self, report: Began | Alive) -> None:
-        """The engine began, or still gets on."""
+        """Take in the report that the engine started, or that it makes progress."""
         life = self.life
         if life is None or report.generation != life.generation:
             return
@@ -131,14 +132,14 @@ class Supervisor:
                 log.warning("%s serves %.3f s after the end of the one before", shown, gone_s)
 
     def end_hanging(self) -> None:
-        """It got nothing done for too long."""
+        """Kill the engine, which made no progress for too long."""
         assert self.life is not None
         log.error("%s got nothing done for %g s and is ended", self.name, self.settings.batch_timeout_s)
         self.life.hangs = True
         self.tell_nursery(KillEngine(self.life.generation))
 
     def ended(self, status: int) -> bool:
-        """Start the next one, which recovers; False if there will be none."""
+        """Start the next generation, which recovers from the journal; False if the engine is given up."""
         life, settings = self.life, self.settings
         assert life is not None
         self.life, self._down_s = None, time.monotonic()
@@ -157,7 +158,7 @@ class Supervisor:
         return True
 
     def nursery_ended(self) -> bool:
-        """Nobody tells any more how the engine is: it is ended, and both begin again; False if they do not."""
+        """Restart the fork server and the engine, whose reports have no other path; False if the engine is given up."""
         nursery, life = self.nursery, self.life
         assert nursery is not None
         log.error("the nursery of %s ended with %s", self.name, status_text(nursery.process.returncode))
@@ -169,7 +170,7 @@ class Supervisor:
         return self.ended(-signal.SIGKILL)
 
     def worker_began(self, worker: int) -> None:
-        """Tell a worker what the others have heard already."""
+        """Send a new worker the state of the engine that the other workers have received."""
         if self.gone:
             self._to_workers.send(EngineGone(worker, self.gone))
         elif self.life is not None and self.life.generation and not self.life.ready:
@@ -177,7 +178,7 @@ class Supervisor:
             self._to_workers.send(EngineRestarting(worker, self.life.generation, message))
 
     def _give_up(self, message: str) -> bool:
-        """Nothing will come any more: streams are ended."""
+        """Give the engine up: workers end their streams. Returns False."""
         self.gone = message
         for worker in self._workers():
             self._to_workers.send(EngineGone(worker, message))
@@ -197,8 +198,8 @@ class Supervisor:
         threading.Thread(target=self._hear, args=(ours,), daemon=True).start()
 
     def _hear(self, control: socket.socket) -> None:
-        """Pass on what the nursery and its engine say."""
-        with contextlib.suppress(OSError):  # closed
+        """Read the reports of the fork server and its engine until the socket closes. Runs in a thread of its own."""
+        with contextlib.suppress(OSError):  # the socket was closed
             while frame := control.recv(engine_messages.MESSAGE_BYTES_MAX):
                 self._happened(EngineReport(self.number, engine_messages.read_report(frame)))
 
@@ -208,18 +209,18 @@ class Supervisor:
         self.next_generation += 1
 
     def tell_nursery(self, command: engine_messages.Command) -> None:
-        """Begin a life, or end one."""
+        """Send the fork server a command; without effect if it has ended."""
         assert self._control is not None
-        with contextlib.suppress(OSError):  # it has ended, and we shall hear of it
+        with contextlib.suppress(OSError):  # the fork server has ended, which is reported separately
             self._control.send(engine_messages.encode(command))
 
     def tell_engine(self, message: ToEngine) -> None:
-        """Say something to the engine, if it listens."""
-        with contextlib.suppress(zmq.Again):  # it does not read any more; somebody will notice
+        """Send the engine a message; dropped if the engine does not read."""
+        with contextlib.suppress(zmq.Again):  # the engine does not read any more; its end or its deadline follows
             self._to_engine.send(encode(message), zmq.Flag.DONTWAIT)
 
     def close(self) -> None:
-        """Give the sockets up."""
+        """Close the sockets."""
         self._to_workers.close()
         self._to_engine.close()
         self._context.term()
@@ -228,7 +229,7 @@ class Supervisor:
 
 
 def end_orphan(pid: int) -> None:
-    """Kill an engine whose nursery is gone, and return when it is."""
+    """Kill an engine whose fork server has ended, and return when the engine has ended."""
     until_s = time.monotonic() + GRACE_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -236,15 +237,15 @@ def end_orphan(pid: int) -> None:
             os.kill(pid, 0)
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # not on Linux, or gone
+            except OSError:  # not on Linux, or the process is gone
                 state = ""
-            if state == "Z":  # whoever inherited it has not looked yet; it holds nothing any more
+            if state == "Z":  # a zombie that its new parent has not reaped; it holds no resource any more
                 return
             time.sleep(0.005)
 
 
 def status_text(code: int) -> str:
-    """How a process ended, in words."""
+    """How a process ended, as text for messages."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"status {code}"

@@ -1,22 +1,24 @@
-"""What the processes of a server say to each other: typed, bounded, and never code.
+"""Messages between the processes of a server: typed, bounded, and never code.
 
     API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder that only
     API worker 1 ─────────────────────────────>                its owner can enter; see `sockets.py`
                  <──Welcome, StepAnswers, Answered──
-    launcher ──WorkerGone, Stop──> engine;  launcher ──EngineRestarting, EngineGone──> workers
+    launcher ──WorkerGone, StopEngine──> engine;  launcher ──EngineRestarting, EngineGone──> workers
 
-With several engines each has a folder of its own with all of these sockets, and one more socket is the router's, which
-says who takes what: `routing`.
+With several engines each has a folder of its own with all of these sockets, and one more socket belongs to the router,
+which assigns requests to engines: `routing`.
 
-    API worker ──Offer, Over, ...──> router ──Routed──> API worker;  engine ──EngineHere──> router
+    API worker ──Offer, OfferClosed, ...──> router ──Routed──> API worker;  engine ──EngineHere──> router
 
-An engine that is restarted has a higher generation. A worker that hears of it greets it, submits again whatever is
-open, saying how much of it it has, and ends with Settled. What was sent to the engine before is passed over.
+A restarted engine has a higher generation. A worker that receives its generation sends Hello, submits each open
+request again with the number of output tokens that it has, and ends with Settled. Messages to an earlier generation are
+ignored.
 
-Rules for changing messages: a message is a msgpack array, its first element the name of its type. Fields are only
-added at the end and with a default; anything else raises PROTOCOL. Both sides of a server come from one installation,
-so a message that cannot be read is a mistake of ours: `WireError` names it, and the process that got it ends. A new
-kind of request is one class here, one handler, and one line in the table of whoever gets it (docs/serving.md).
+Rules for changing messages: a message is a msgpack array whose first element is the name of its type. Fields are only
+added at the end and with a default; any other change raises PROTOCOL. All processes of a server come from one
+installation, so an unreadable message is a programming error: `WireError` names it, and the process that received it
+ends. A new kind of request is one class here, one handler, and one line in the table of its receiver
+(docs/serving.md).
 """
 
 from __future__ import annotations
@@ -36,82 +38,83 @@ from lockstep.host.weights import WeightsRead
 PROTOCOL = 1
 OVER = -1
 MESSAGE_BYTES_MAX = 256 * 2**20
-"""A prompt of a million tokens is 4 MB; the logprobs of one are the most that a message can have to carry."""
+"""A prompt of a million tokens is 4 MB; the logprobs of such a prompt are the largest content of a message."""
 
 Int32s = NDArray[np.int32]
 
 
 class WireError(LockstepError):
-    """A message between processes that cannot be read, or that nobody here expects."""
+    """Raised for a message between processes that cannot be read, or that its receiver does not expect."""
 
 
 # --------------------------------------------------------------------------------------------------------- to an engine
 
 
 class ToEngine(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """From a worker, or about one. `worker` is who gets the answer."""
+    """A message to an engine, from a worker or about one. `worker` is the worker that receives the answer."""
 
     worker: int
 
 
 class Hello(ToEngine, frozen=True):
-    """A worker is there, and waits for this generation of the engine or a later one. Answered by Welcome."""
+    """A worker started, and waits for this generation of the engine or a later one. Answered by Welcome."""
 
     protocol: int
     generation: int = 0
 
 
 class Submit(ToEngine, frozen=True):
-    """A request, which the worker knows by `ticket`. Its time and its id are filled in by the engine.
+    """A request, identified to its worker by `ticket`. The engine fills in its time and its id.
 
-    One that an engine before this one was sent already comes `again`, with the output tokens that there are of each
-    sample, or OVER of one that has ended. `request.origin` is what it is called in the journal.
+    A request that was sent to an earlier generation comes `again`, with the number of output tokens that the worker has
+    of each sample, or OVER for a sample that has ended. `request.origin` is its name in the journal.
     """
 
     ticket: int
     request: RequestArrived
-    start_by_ns: int | None = None  # of the machine's monotonic clock: give up if it has not begun by then,
-    finish_by_ns: int | None = None  # or not ended
-    generation: int = 0  # of the engine that it is for
+    # ns of the machine's monotonic clock: cancel if the request has not started by then,
+    start_by_ns: int | None = None
+    finish_by_ns: int | None = None  # or not ended by then
+    generation: int = 0  # of the engine that the ticket was sent to
     again: bool = False
     have: tuple[int, ...] = ()
 
 
 class Settled(ToEngine, frozen=True):
-    """The worker has submitted again whatever it had open."""
+    """The worker has submitted all of its open requests again."""
 
     generation: int
 
 
 class Cancel(ToEngine, frozen=True):
-    """The client of a ticket left. One that is unknown or has ended is passed over."""
+    """The client of a ticket left. A ticket that is unknown or has ended is ignored."""
 
     ticket: int
 
 
 class CancelLabel(ToEngine, frozen=True):
-    """Cancel what this tenant has open under a label, whichever worker sent it."""
+    """Cancel the open requests of this tenant with this label, from all workers."""
 
     label: str
     tenant: str
 
 
 class Ask(ToEngine, frozen=True):
-    """Something other than tokens. Answered by Answered of the same ticket."""
+    """A control request, which produces no tokens. Answered by Answered with the same ticket."""
 
     ticket: int
     control: Control
 
 
 class ProfileRequest(ToEngine, frozen=True):
-    """Begin a profile of the device with these options, or end it. Answered by Answered of the same ticket."""
+    """Begin a profile of the device with these options, or end it. Answered by Answered with the same ticket."""
 
     ticket: int
     options: dict[str, bool | int | tuple[str, ...]] | None
 
 
 class ReadWeights(ToEngine, frozen=True):
-    """What the first rows of a tensor hold. Answered by Answered of the same ticket."""
+    """Read the first rows of a tensor. Answered by Answered with the same ticket."""
 
     ticket: int
     name: str
@@ -119,7 +122,9 @@ class ReadWeights(ToEngine, frozen=True):
 
 
 class JoinGroup(ToEngine, frozen=True):
-    """Meet a trainer that will send weights; rank 0 is the trainer. Answered by Answered of the same ticket."""
+    """Join the group of a trainer that will send weights; rank 0 is the trainer. Answered by Answered with the same
+    ticket.
+    """
 
     ticket: int
     name: str
@@ -131,14 +136,14 @@ class JoinGroup(ToEngine, frozen=True):
 
 
 class LeaveGroup(ToEngine, frozen=True):
-    """Leave it. Answered by Answered of the same ticket."""
+    """Leave the group of a trainer. Answered by Answered with the same ticket."""
 
     ticket: int
     name: str
 
 
 class LoadLora(ToEngine, frozen=True):
-    """Load a LoRA adapter, or a newer version of one. Answered by Answered of the same ticket."""
+    """Load a LoRA adapter, or a newer version of one. Answered by Answered with the same ticket."""
 
     ticket: int
     name: str
@@ -147,14 +152,14 @@ class LoadLora(ToEngine, frozen=True):
 
 
 class UnloadLora(ToEngine, frozen=True):
-    """Forget one, once nobody uses it. Answered by Answered of the same ticket."""
+    """Unload a LoRA adapter once no request uses it. Answered by Answered with the same ticket."""
 
     ticket: int
     name: str
 
 
 class WorkerGone(ToEngine, frozen=True):
-    """From the launcher: the process of this worker ended. What it had asked for is cancelled."""
+    """From the launcher: the process of this worker ended. Its open requests are cancelled."""
 
 
 class StopEngine(ToEngine, frozen=True):
@@ -184,13 +189,13 @@ EngineMessage = (
 
 
 class ToRouter(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """From a worker, an engine or the launcher."""
+    """A message to the router, from a worker, an engine or the launcher."""
 
 
 class Offer(ToRouter, frozen=True):
-    """From a worker: who takes this? Answered by Routed of the same number, once somebody can take it.
+    """From a worker: assign this to an engine. Answered by Routed with the same number, once an engine can take it.
 
-    `session` is what requests stay together by, hashed; of a session that is open its engine is the only one.
+    `session` is the hashed key that keeps requests together; an open session belongs to one engine.
     """
 
     worker: int
@@ -198,15 +203,15 @@ class Offer(ToRouter, frozen=True):
     prompt_tokens: int
     prefix: tuple[int, ...] = ()  # `lockstep.core.cluster.router.prefix_keys`
     session: str = ""
-    what: Literal["request", "open", "close"] = "request"  # a request; a session that is to be opened, or closed
-    parent: str = ""  # a session that is to be continued in another one
-    tenant: str = ""  # where requests wait at the router: whose it is,
-    label: str = ""  # by what it may be cancelled, hashed with the tenant,
-    priority: int | None = None  # and how it stands among those of its tenant
+    what: Literal["request", "open", "close"] = "request"  # a request; opening a session; closing a session
+    parent: str = ""  # session that a session is branched from
+    tenant: str = ""  # of the request, for the waiting queue of the router
+    label: str = ""  # name for cancellation, hashed with the tenant
+    priority: int | None = None  # among the requests of the tenant
 
 
 class OfferClosed(ToRouter, frozen=True):
-    """From a worker: nothing more comes of what it offered under this number."""
+    """From a worker: the offer with this number has ended."""
 
     worker: int
     number: int
@@ -214,19 +219,19 @@ class OfferClosed(ToRouter, frozen=True):
 
 
 class Withdraw(ToRouter, frozen=True):
-    """From a worker: whatever waits under this label is not wanted any more, whichever worker offered it."""
+    """From a worker: withdraw the requests that wait under this label, offered by any worker."""
 
     label: str
 
 
 class SessionOver(ToRouter, frozen=True):
-    """From a worker: this session is not open, or not any more."""
+    """From a worker: this session is not open, or no longer open."""
 
     session: str
 
 
 class Drained(ToRouter, frozen=True):
-    """From a worker: an engine is to get nothing new, or something again."""
+    """From a worker: an engine is to receive nothing new, or to receive requests again."""
 
     engine: int
     draining: bool
@@ -237,20 +242,20 @@ class EngineHere(ToRouter, frozen=True):
 
     engine: int
     generation: int
-    cache_tokens: int  # that its radix cache can hold
-    sessions: tuple[str, ...]  # that are open, hashed
+    cache_tokens: int  # capacity of its radix cache, tokens
+    sessions: tuple[str, ...]  # hashed names of open sessions
     draining: bool
 
 
 class EngineLost(ToRouter, frozen=True):
-    """From the launcher: an engine ended. The next one has this generation; None: there is none."""
+    """From the launcher: an engine ended. `generation` is that of its successor; None: there is no successor."""
 
     engine: int
     next_generation: int | None
 
 
 class WorkerLost(ToRouter, frozen=True):
-    """From the launcher: a worker ended, and with it whatever it had offered."""
+    """From the launcher: a worker ended, and its offers with it."""
 
     worker: int
 
@@ -268,43 +273,44 @@ RouterMessage = (
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an engine is, for whoever checks requests before they go there."""
+    """Properties of an engine, by which workers check requests before they submit them."""
 
-    model: str  # what it is called where nobody gave it a name
-    kind: str  # model, or emulated
+    model: str  # name used where the operator configured none
+    kind: str  # "model" or "emulated"
     vocabulary: int
-    request_tokens_max: int  # prompt and output together
-    prompt_tokens_max: int  # with room for one token of output
+    request_tokens_max: int  # prompt plus output
+    prompt_tokens_max: int  # leaves room for one output token
     eos_token_ids: tuple[int, ...]
-    logprobs: bool  # whether tokens can come with their logprobs
-    settings: dict[str, Any]  # of the scheduler, for people
+    logprobs: bool  # whether tokens can carry logprobs
+    settings: dict[str, Any]  # of the scheduler, for display
     device: str
-    generates: bool = True  # whether it has a head that says which token comes next
-    vector_size: int = 0  # of an embedding; 0: there are none
-    matryoshka: tuple[int, ...] | None = None  # shorter embeddings that it was trained for; () any, None none
-    logit_processors: tuple[str, ...] = ()  # that requests may ask for
-    able: tuple[str, ...] = ()  # what an operator may ask of the device: "profile"
-    grammars: str = ""  # the library that keeps answers to grammars; "" for none,
-    no_grammars: str = "this engine has no grammar backend; leave it out"  # and then why, with what to do
-    weights_version: int = 0  # when a worker was welcomed; later it is in Gauges
+    generates: bool = True  # whether the model has a head that predicts the next token
+    vector_size: int = 0  # size of an embedding; 0: the model has no embeddings
+    # sizes of shorter embeddings that the model was trained for; () any size, None no other
+    matryoshka: tuple[int, ...] | None = None
+    logit_processors: tuple[str, ...] = ()  # names that requests may use
+    able: tuple[str, ...] = ()  # device functions that an operator may use: "profile"
+    grammars: str = ""  # name of the grammar library; "" for none,
+    no_grammars: str = "this engine has no grammar backend; leave it out"  # and then the cause, with a remedy
+    weights_version: int = 0  # when the worker was welcomed; Gauges carry later versions
 
 
 RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
-"""Upper bounds of the buckets that batches are counted in, by measured / predicted time; beyond them is one more."""
+"""Upper bounds of the buckets in which batches are counted by measured / predicted time; one more bucket is above."""
 
 
 class BatchDrift(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Batches of one kind since the engine began, by how far the cost model was off."""
+    """Batches of one kind since the engine started, by measured over predicted time."""
 
-    kind: str  # extend, decode, mixed
-    counts: tuple[int, ...]  # by bucket of RATIOS, each batch in one
+    kind: str  # extend, decode or mixed
+    counts: tuple[int, ...]  # batches by bucket of RATIOS, each batch in one bucket
     ratios: float  # sum of measured / predicted
-    measured_s: float  # sums
+    measured_s: float  # sum
     predicted_s: float
 
 
 class DraftFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Totals since the engine began; see `lockstep.host.drafts.DraftCounts`."""
+    """Totals since the engine started; see `lockstep.host.drafts.DraftCounts`."""
 
     verifications: int
     drafts: int
@@ -313,35 +319,35 @@ class DraftFigures(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 ITERATION_TOKENS = (1, 8, *(16 * 2**power for power in range(11)))
-"""Upper bounds of the counts of batches by their tokens, as vLLM has them."""
+"""Upper bounds of the buckets in which batches are counted by their tokens, as in vLLM."""
 
 
 class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How an engine stands, a few times a second while it works and once when it comes to rest."""
+    """State of an engine, sent a few times a second while it works and once when it becomes idle."""
 
     waiting: int
     running: int
     pages: int
-    token_usage: float  # share of the pool that cannot be had at once
-    cached_tokens: int  # since the engine began: prompt tokens found in the radix cache,
-    new_tokens: int  # and those that had to be computed
+    token_usage: float  # share of the page pool that is neither free nor evictable
+    cached_tokens: int  # since the engine started: prompt tokens found in the radix cache
+    new_tokens: int  # since the engine started: prompt tokens that were computed
     retractions: int
     accepting: bool  # whether new requests are taken
-    drift: tuple[BatchDrift, ...] = ()  # by kind of batch; none without a calibration
-    page_size: int = 0  # tokens
+    drift: tuple[BatchDrift, ...] = ()  # by kind of batch; empty without a calibration
+    page_size: int = 0  # tokens per page
     batch_counts: tuple[
         int, ...
-    ] = ()  # since the engine began: batches by their tokens, up to ITERATION_TOKENS and more
-    batch_tokens: int = 0  # and their tokens
-    pages_cached: int = 0  # held by nobody but the radix cache
-    restarts: int = 0  # engines before this one
+    ] = ()  # since the engine started: batches by their tokens, by bucket of ITERATION_TOKENS
+    batch_tokens: int = 0  # sum over these batches
+    pages_cached: int = 0  # pages used by the radix cache only
+    restarts: int = 0  # engine generations before this one
     weights_version: int = 0
     drafts: DraftFigures | None = None  # where drafts are verified
-    forced_tokens: int | None = None  # that grammars forced, where these are computed together
+    forced_tokens: int | None = None  # tokens that grammars forced, where these are computed together
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """To one worker, which it names: a worker that gets what is for another one must not go on."""
+    """A message to one worker, which it names: a worker must not go on after a message for another worker."""
 
     worker: int
 
@@ -353,11 +359,11 @@ class Welcome(ToWorker, frozen=True):
     about: EngineInfo
     generation: int = 0
     adapters: KnownAdapters = KnownAdapters()
-    gauges: Gauges | None = None  # as it stood a moment ago; None: it says so once it runs
+    gauges: Gauges | None = None  # recent; None: the engine reports them once it runs
 
 
 class LogprobsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Of the tokens of one entry of StepAnswers, in its order. Arrays are packed, little-endian."""
+    """Logprobs of the tokens of one entry of StepAnswers, in its order. Arrays are packed, little-endian."""
 
     entry: int
     logprobs: bytes  # float32 [tokens]
@@ -366,32 +372,32 @@ class LogprobsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Nothing more comes of a sample. Exactly one of these closes each."""
+    """The end of a sample. Each sample ends with exactly one of these."""
 
     ticket: int
     sample: int
     reason: str  # of FinishRequest or RejectRequest; "engine" if the engine ended first
-    error: str = ""  # a sentence, where it was rejected or failed
+    error: str = ""  # a sentence, if the request was rejected or failed
     rejected: bool = False
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    prompt_positions: bytes = b""  # int32: where in the prompt the tokens stand whose logprobs follow
+    prompt_positions: bytes = b""  # int32: prompt positions of the tokens whose logprobs follow
     prompt_logprobs: bytes = b""  # float32
-    prompt_top_ids: bytes = b""  # int32 [positions, tops]: the likeliest in their places
+    prompt_top_ids: bytes = b""  # int32 [positions, tops]: the likeliest tokens at these positions
     prompt_top_logprobs: bytes = b""  # float32
-    vector: bytes = b""  # float32: of a request of kind embed
-    queue_us: int = -1  # from its arrival at the engine to its admission; -1 where that is not known,
-    prefill_us: int = -1  # from there to its first token,
-    decode_us: int = -1  # and from there to its last
-    weights: tuple[tuple[int, int], ...] = ()  # (first output token, version of the weights) of each span
+    vector: bytes = b""  # float32: result of a request of kind embed
+    queue_us: int = -1  # from arrival at the engine to admission; -1 if unknown
+    prefill_us: int = -1  # from admission to the first token
+    decode_us: int = -1  # from the first token to the last
+    weights: tuple[tuple[int, int], ...] = ()  # (first output token, weights version) of each span
 
 
 class StepAnswers(ToWorker, frozen=True):
-    """All that one step of the engine has for a worker: new tokens of its samples, then which of them ended.
+    """Results of one engine step for a worker: new tokens of its samples, then the samples that ended.
 
     Entry i is counts[i] tokens for sample samples[i] of tickets[i], the first of which is output number offsets[i].
-    Offsets seen before are repeats. `tokens` has those of all entries end to end.
+    Offsets that were received before are repeats. `tokens` is the concatenation of all entries.
     """
 
     tickets: bytes = b""  # int64
@@ -405,7 +411,7 @@ class StepAnswers(ToWorker, frozen=True):
 
 
 class Answered(ToWorker, frozen=True):
-    """Answers Ask, and whatever else has a ticket of the kind."""
+    """The answer to Ask or another message with a ticket of its own kind."""
 
     ticket: int
     ok: bool
@@ -415,28 +421,28 @@ class Answered(ToWorker, frozen=True):
 
 
 class AdaptersKnown(ToWorker, frozen=True):
-    """Which adapters requests may name, whenever that changes."""
+    """The adapters that requests may name, sent whenever they change."""
 
     adapters: KnownAdapters
 
 
 class EngineRestarting(ToWorker, frozen=True):
-    """The engine ended, and the next one is on its way. What is open stays open."""
+    """The engine ended, and the next generation is starting. Open requests stay open."""
 
-    generation: int  # of the next
+    generation: int  # of the next engine
     message: str
 
 
 class EngineGone(ToWorker, frozen=True):
-    """The engine ended, and nothing will come of what is open."""
+    """The engine ended for good, and open requests end without an answer."""
 
     message: str
 
 
 class Routed(ToWorker, frozen=True):
-    """From the router: this engine takes it. `fresh`: it was asked about a session that it did not know.
+    """From the router: this engine takes the offer. `fresh`: the offer named a session that the router did not know.
 
-    Engine -1: nobody does, because of what is `refused`, a reason of RejectRequest, or "cancelled".
+    Engine -1: no engine takes it; `refused` is the cause, a reason of RejectRequest or "cancelled".
     """
 
     number: int
@@ -461,27 +467,27 @@ _routed: msgspec.msgpack.Decoder[Routed] = msgspec.msgpack.Decoder(Routed)
 
 
 def encode(message: ToEngine | ToWorker | ToRouter) -> bytes:
-    """A message as bytes."""
+    """Encode a message as bytes."""
     return _encoder.encode(message)
 
 
 def read_by_engine(frame: bytes) -> EngineMessage:
-    """A message to an engine. Raises WireError, which names what came."""
+    """Decode a message to an engine. Raises WireError, which names what came."""
     return _read(_to_engine, frame, "the engine")
 
 
 def read_by_worker(frame: bytes, worker: int) -> WorkerMessage:
-    """A message to this worker. Raises WireError, which names what came."""
+    """Decode a message to this worker. Raises WireError, which names what came."""
     return _for(worker, _read(_to_worker, frame, f"worker {worker}"))
 
 
 def read_routed(frame: bytes, worker: int) -> Routed:
-    """What the router tells this worker. Raises WireError, which names what came."""
+    """Decode a message from the router to this worker. Raises WireError, which names what came."""
     return _for(worker, _read(_routed, frame, f"worker {worker}"))
 
 
 def read_by_router(frame: bytes) -> RouterMessage:
-    """A message to the router. Raises WireError, which names what came."""
+    """Decode a message to the router. Raises WireError, which names what came."""
     return _read(_to_router, frame, "the router")
 
 
@@ -499,7 +505,7 @@ def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, who: str) -> 
 
 
 def _called(frame: bytes) -> str:
-    """What a frame says that it is."""
+    """The name of the message type in a frame, for error messages."""
     try:
         match msgspec.msgpack.decode(frame):
             case [str(name), *_]:

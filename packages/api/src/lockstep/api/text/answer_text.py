@@ -1,9 +1,10 @@
-"""The text of an answer while it comes: characters as they are complete, and nothing behind a stop.
+"""The text of an answer while it comes: only complete characters, and nothing after a stop text.
 
     tokens   | The | answer | is | é¹ | é² |     é² completes the character that é¹ begins
     text     | The   answer   is |    é    |
 
-The engine keeps tokens back that may begin a stop text, so what comes here never begins one that ends later.
+The engine withholds tokens that may begin a stop text, so no stop text begins in tokens that came here and ends in
+later ones.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from lockstep.host.text import StopTexts
 
 
 class AnswerText:
-    """Spells one sample.
+    """Decodes one sample to text.
 
     Args:
-        stops: texts at which it ends; the text in front of the first is the answer, with `include_stop` that, too.
-        stop_token_ids: tokens at which it ends, which are no part of the text.
-        min_tokens: stop texts that are complete before there are so many tokens do not count.
+        stops: texts that end the answer; the text before the first one is the answer, with `include_stop` that one too.
+        stop_token_ids: tokens that end the answer, which are not part of the text.
+        min_tokens: stop texts that are complete within fewer tokens do not count.
     """
 
     def __init__(
@@ -38,16 +39,16 @@ class AnswerText:
         self._stops = [stop for stop in stops if stop]
         self._watch = StopTexts(text, prompt_ids, stops) if text is not None and self._stops else None
         self._step = text.stream(prompt_ids) if text is not None and not self._stops else None
-        self._spelled = 0  # tokens
-        self._shown = 0  # characters that were given out, of the watch's
-        self.stop_reason: int | str | None = None  # the token or the text at which it stopped, if somebody asked for it
-        self.characters = 0  # given out in all
-        self.starts: list[int] = []  # of each token: the characters in front of it
+        self._spelled = 0  # tokens decoded
+        self._shown = 0  # characters returned, of the text that the stop watch holds
+        self.stop_reason: int | str | None = None  # the requested stop token or text that ended the answer, if one did
+        self.characters = 0  # returned in all
+        self.starts: list[int] = []  # for each token the number of characters before it
 
     def spell(self, tokens: Sequence[int], ended: SampleEnded | None) -> str:
-        """What is new of the text of all tokens so far; after the end, all that is left."""
+        """The new text of all tokens so far; after the end, all text that is left."""
         until = len(tokens)
-        if ended is None and self._step is not None and until == self._spelled + 1:  # as most often
+        if ended is None and self._step is not None and until == self._spelled + 1:  # the usual case: one new token
             self.starts.append(self.characters)
             self._spelled = until
             new = self._step(tokens[-1])
@@ -57,7 +58,7 @@ class AnswerText:
             if tokens[-1] in self._stop_token_ids:
                 self.stop_reason = tokens[-1]
             if not self._include_stop:
-                until -= 1  # the token says that the answer is over, and is no part of it
+                until -= 1  # the last token ends the answer and is not part of the text
         new = self._watched(tokens, until, ended) if self._watch is not None else self._plain(tokens, until)
         self.starts += [self.characters] * (len(tokens) - len(self.starts)) if until < len(tokens) else []
         return new

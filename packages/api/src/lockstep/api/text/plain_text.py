@@ -1,10 +1,10 @@
-"""Text without a tokenizer, for an emulated engine: a token of a prompt is a byte, a token of an answer is a word.
+"""Text without a tokenizer, for an emulated engine: a prompt token is a byte, an answer token is a word.
 
     ids   0 .... 255 | 256 | 257 ......... vocabulary
          a byte of   | end | words of answers: " w257"
          UTF-8 each
 
-A prompt has about four times the tokens that a real tokenizer would give it; name one (`--tokenizer DIR`) where that
+A prompt has about four times the tokens that a real tokenizer would give it; use one (`--tokenizer DIR`) where that
 matters.
 """
 
@@ -23,21 +23,21 @@ FIRST_WORD = 257
 
 
 class Texts(Protocol):
-    """What the server needs of a tokenizer: `lockstep.host.text.Text`, or `PlainText`."""
+    """The tokenizer interface that the server uses: `lockstep.host.text.Text` or `PlainText`."""
 
     chat_template: str | None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids; with `special`, what the tokenizer puts around every text as well."""
+        """Token ids of a text; with `special`, including the tokens that the tokenizer puts around every text."""
 
     def characters_max(self) -> int:
-        """Of text, the most that one token of it can stand for."""
+        """The largest number of characters that one token can stand for."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without special tokens."""
+        """The text of tokens, without special tokens."""
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
+        """A decoder of the tokens after a prompt: returns the text that each token completes, often ""."""
 
     def chat(
         self,
@@ -48,29 +48,31 @@ class Texts(Protocol):
         characters_max: int = TEMPLATE_CHARACTERS,
         **more: Any,
     ) -> str:
-        """A conversation as the model's template writes it. Raises ConfigError if there is none, or it refuses."""
+        """A conversation as the model's template writes it. Raises ConfigError if there is no template, or it fails."""
 
 
 class PlainText:
-    """Bytes in, numbered words out."""
+    """Encodes text as UTF-8 bytes; decodes answers as numbered words."""
 
     chat_template: str | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """A token for each byte of UTF-8; what is no Unicode text, such as half a surrogate, is replaced."""
+        """One token per byte of UTF-8; a code point that is not valid Unicode text, such as a lone surrogate, is
+        replaced.
+        """
         return list(text.encode("utf-8", "replace"))
 
     def characters_max(self) -> int:
-        """A token of a prompt is a byte, a character one or more."""
+        """1: a prompt token is a byte, and a character has one or more bytes."""
         return 1
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, without the end."""
+        """The text of tokens, without the end token."""
         step = self.stream(())
         return "".join(map(step, ids))
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """Decode token by token: bytes are given out when they make up a character."""
+        """A decoder token by token: bytes are returned once they form a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def step(token: int) -> str:
@@ -89,6 +91,6 @@ class PlainText:
         characters_max: int = TEMPLATE_CHARACTERS,
         **more: Any,
     ) -> str:
-        """Each message behind its role, then the role of the answer."""
+        """Each message after its role, then the role of the answer."""
         said = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
         return said + ("assistant:" if more.get("add_generation_prompt", True) else "")

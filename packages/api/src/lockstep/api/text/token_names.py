@@ -1,4 +1,4 @@
-"""How single tokens are written in logprobs: as text, and as the bytes that the text may hide."""
+"""Single tokens in logprobs: their text, and their bytes, which the text may not show."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import cache
 from lockstep.api.text.plain_text import BYTES, Texts
 from lockstep.host.text import Text
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes one
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenNames:
-    """Names of the tokens of a tokenizer; without one, their numbers."""
+    """Names of the tokens of a tokenizer; without a tokenizer, their numbers."""
 
     def __init__(self, text: Texts | None) -> None:
         self._text = text
@@ -44,9 +44,9 @@ class TokenNames:
 
 @cache
 def bytes_by_letter() -> Mapping[str, int]:
-    """Which byte a letter stands for in a byte-level vocabulary.
+    """The byte that each letter stands for in a byte-level vocabulary.
 
-    Bytes that print stand for themselves; the others, in order, for the letters from 256 on. Source: GPT-2's encoder.
+    Printable bytes stand for themselves; the others, in order, for the letters from 256 on. Source: GPT-2's encoder.
     """
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printed]

@@ -15,7 +15,7 @@ from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL, Parallelism
 from lockstep.sim.host.adapters import ALL_TARGETS
-from lockstep.sim.host.engine_host import GRAMMAR_COMPILE_US
+from lockstep.sim.host.host_options import GRAMMAR_COMPILE_US
 from lockstep.sim.metrics.slo import Slo
 
 if TYPE_CHECKING:

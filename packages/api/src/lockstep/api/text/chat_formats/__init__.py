@@ -1,1 +1,1 @@
-"""Calls and thoughts in what a model writes: a table for each format, and one driver that reads them as text comes."""
+"""Tool calls and thoughts in a model's output: one table per format, and one driver that parses text as it comes."""

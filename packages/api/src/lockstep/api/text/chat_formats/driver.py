@@ -1,12 +1,13 @@
-"""Reads an answer by the table of its format, while it comes: what is said, what is thought, which tools are called.
+"""Parses an answer by the table of its format while it comes: content, thoughts, and tool calls.
 
-    came     | I look. <tool | _call>{"name": "f", "argu | ments": {"city": "Zü | rich"}}</tool_call>
-    told     | I look.       |                           | f   {"city": "Zü      | rich"}
+    input    | I look. <tool | _call>{"name": "f", "argu | ments": {"city": "Zü | rich"}}</tool_call>
+    output   | I look.       |                           | f   {"city": "Zü      | rich"}
 
-What a text means never depends on where it was cut. What may still turn out to be a call is kept back; what turns out
-to be none comes back as content, white space and all. A call is told once it is sure who is called and that arguments
-begin. One that breaks off behind that is `CallBroken`: in a stream what was told stays told and the rest is content; a
-whole answer has all of it as content. White space in front of a call or between two belongs to the format.
+The result never depends on how the text was cut into pieces. Text that may still become a call is withheld; text that
+turns out not to be one is returned as content, white space included. A call is emitted once its function is certain and
+its arguments begin. A call that breaks off after that emits `CallBroken`: in a stream the part that was emitted stays
+and the rest is content; a whole answer has all of it as content. White space before a call or between two calls belongs
+to the format.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ SPACES = re.compile(f"[{SPACE}]*")
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """What the user is told."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What the model thought."""
+    """More of the model's thoughts."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegan:
-    """A tool is called; its arguments follow."""
+    """A tool call begins; its arguments follow."""
 
     index: int
     call_id: str
@@ -63,18 +64,18 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The arguments of a call are whole, and an object of JSON."""
+    """The arguments of a call are complete, and are a JSON object."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """What began as a call is none.
+    """A call that was emitted turned out not to be one.
 
     Args:
-        raw: all of it, as it was written.
-        rest: what of that was not told as its arguments.
+        raw: its whole text, as the model wrote it.
+        rest: the part of it that was not emitted as arguments.
     """
 
     index: int
@@ -96,16 +97,16 @@ class Called:
 
 @dataclass(slots=True)
 class ParsedAnswer:
-    """A whole answer, by what became of it."""
+    """A whole answer: its content, thoughts and calls."""
 
     content: str = ""
     thought: str = ""
     calls: list[Called] = field(default_factory=list)
-    order: list[str | Called] = field(default_factory=list)  # content and calls, as they came
+    order: list[str | Called] = field(default_factory=list)  # content and calls in order
 
     @classmethod
     def of(cls, events: list[Event]) -> ParsedAnswer:
-        """All events of it, put together."""
+        """The answer that a list of events makes up."""
         contents: list[str] = []
         thoughts: list[str] = []
         open_calls: dict[int, tuple[Called, list[str]]] = {}
@@ -143,12 +144,12 @@ class ParsedAnswer:
 
 
 class AnswerParser:
-    """Takes an answer piece by piece.
+    """Parses an answer piece by piece.
 
     Args:
-        tools: the schemas of their arguments, by name. Formats without marks take nothing else for a call.
-        make_id: gives the id of the next call.
-        calls_max: so many calls are told; further ones are passed over.
+        tools: schemas of the arguments, by name of the tool. Formats without marks recognise calls of these tools only.
+        make_id: returns the id of the next call.
+        calls_max: number of calls to emit; further ones are dropped.
     """
 
     def __init__(
@@ -161,8 +162,8 @@ class AnswerParser:
     ) -> None:
         self._format, self._tools, self._make_id, self._calls_max = format, tools, make_id, calls_max
         self._events: list[Event] = []
-        self._buffer, self._at = "", 0  # what came, and where it is read next
-        self._gone = 0  # characters that were in the buffer before
+        self._buffer, self._at = "", 0  # unread input, and the next position in it
+        self._gone = 0  # number of characters removed from the front of the buffer
         self._state = format.states[format.start]
         self._readers: dict[str, Callable[[State], bool]] = {
             "content": self._spoken,
@@ -176,32 +177,32 @@ class AnswerParser:
             "arguments": self._arguments,
             "call": self._call,
         }
-        self._gap = ""  # white space that was read, and may belong to the format
-        self._held: list[str] = []  # what was taken since the last that was told
-        self._raw: list[str] = []  # of the call that is open
-        self._holding = False  # a call may have begun
-        self._calls_inside = 0  # since it did
-        self._spoke = False  # in this state
+        self._gap = ""  # white space that may belong to the format
+        self._held: list[str] = []  # text taken since the last recorded event
+        self._raw: list[str] = []  # text of the open call
+        self._holding = False  # whether a call may have begun
+        self._calls_inside = 0  # calls since that point
+        self._spoke = False  # whether this state has produced text
         self._after_call = False
-        self._index = -1  # of the newest call that was told
-        self._begun = False  # a call is told, and not over
+        self._index = -1  # of the newest call emitted
+        self._begun = False  # a call is emitted and not complete
         self._name = ""
-        self._keys: set[str] = set()  # of its arguments, where they come one by one
+        self._keys: set[str] = set()  # argument names of the open call, where they come one by one
         self._value_of, self._members = Literal(), Members()
-        self._kept: list[str] = []  # JSON that waits for a name, or the text of one value
+        self._kept: list[str] = []  # JSON that waits for the function's name, or the text of one value
         self._name_said: list[str] = []
-        self._done = False  # the arguments of this object are told
-        self._shape = ""  # what they begin with
-        self._key = ""  # of the newest argument, where they come one by one
-        self._streams = False  # whether its value is told as it comes, because it is text
-        self._newline = ""  # which may be the last of that text, and the format's
+        self._done = False  # the arguments of this object are complete
+        self._shape = ""  # first character of the arguments
+        self._key = ""  # newest argument, where they come one by one
+        self._streams = False  # whether its value is emitted as it comes, being text
+        self._newline = ""  # a line end that may be the last of that text, and then belongs to the format
         self.calls = 0
-        """How many were told, and are whole."""
+        """Number of calls emitted and complete."""
         self.thought_stop = 0
-        """Characters up to the end of the thoughts, tags and all."""
+        """Number of characters up to the end of the thoughts, tags included."""
 
     def feed(self, text: str) -> list[Event]:
-        """More of the answer: what is new for whoever listens."""
+        """Take in more of the answer. Returns the new events."""
         if self._at:
             self._gone += self._at
             self._buffer, self._at = self._buffer[self._at :], 0
@@ -211,7 +212,7 @@ class AnswerParser:
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """The answer is over: what was kept back."""
+        """Take in the end of the answer. Returns the events of the text that was withheld."""
         while self._state.kind == "space" and self._state.other:
             self._pass(self._state)
         state = self._state
@@ -237,10 +238,10 @@ class AnswerParser:
         events, self._events = self._events, []
         return events
 
-    # ----------------------------------------------------------------------------------------------------- what is told
+    # ----------------------------------------------------------------------------------------------------------- output
 
     def _say(self, event: Event) -> None:
-        """Put an event down, with the one before it where they are of one kind."""
+        """Record an event, merged with the previous one if both are of one kind."""
         last = self._events[-1] if self._events else None
         match event, last:
             case ContentDelta(text), ContentDelta(before):
@@ -253,7 +254,7 @@ class AnswerParser:
                 self._events.append(event)
 
     def _utter(self, state: State, text: str) -> None:
-        """Content or thoughts, but for white space at their end."""
+        """Record content or thoughts, except for white space at their end."""
         if state.trims and not self._spoke:
             self._gap, text = "", text.lstrip(SPACE)
         body = text.rstrip(SPACE) if state.rules else text
@@ -276,7 +277,7 @@ class AnswerParser:
         self._tell(CallBegan(self._index, self._make_id(), self._name))
 
     def _argue(self, piece: str, pending: str = "") -> None:
-        """Tell more of the arguments, of all that was taken but for what is pending."""
+        """Record more of the arguments: all that was taken except for `pending`."""
         if not self._begun:
             self._begin()
         if piece:
@@ -291,14 +292,14 @@ class AnswerParser:
         self._keys = set()
 
     def _take(self, text: str) -> None:
-        """Something belongs to the format, or to what may be a call."""
+        """Withhold text that belongs to the format, or to a possible call."""
         if self._holding:
             self._held.append(text)
             if self._begun:
                 self._raw.append(text)
 
     def _give_back(self) -> None:
-        """It was no call, or not one more: what was taken is content."""
+        """Record the withheld text as content: it is not a call, or a call beyond the limit."""
         rest = "".join(self._held)
         if self._begun:
             self._tell(CallBroken(self._index, "".join(self._raw), rest))
@@ -309,7 +310,7 @@ class AnswerParser:
         self._begun, self._holding, self._held, self._raw, self._keys = False, False, [], [], set()
 
     def _fail(self) -> bool:
-        """No rule allows what comes next."""
+        """Handle text that no rule allows. Returns whether parsing goes on."""
         self._give_back()
         self._enter("content")
         return True
@@ -333,7 +334,7 @@ class AnswerParser:
                 self._argue('"')
 
     def _follow(self, rule: Rule, taken: str) -> bool:
-        """Go where a rule leads."""
+        """Apply a rule: perform its action and go to its state."""
         if rule.does == "open" and not self._holding:
             self._holding, self._calls_inside = True, 0
         self._take(self._gap + taken + (rule.text if rule.takes else ""))
@@ -350,7 +351,7 @@ class AnswerParser:
     # ----------------------------------------------------------------------- readers: False when there is nothing to do
 
     def _find(self, state: State) -> tuple[str, Rule | None]:
-        """What stands in front of the first text of a rule, or as much as certainly belongs to none; and the rule."""
+        """The text before the first match of a rule, or the part of it that certainly matches none; and the rule."""
         found = None if state.pattern is None else state.pattern.search(self._buffer, self._at)
         if found is not None:
             rule = state.by_text[found[0]]
@@ -394,7 +395,7 @@ class AnswerParser:
         return True
 
     def _pass(self, state: State) -> None:
-        """None of its rules: to the other state."""
+        """Go to the other state, since no rule of this one matches."""
         spoken = self._format.states[state.other].kind in ("content", "thought")
         if self._holding and not spoken:
             self._take(self._gap)
@@ -403,15 +404,15 @@ class AnswerParser:
         self._enter(state.other)
 
     def _word(self, state: State) -> bool:
-        """The name of a function or of an argument, up to a rule."""
+        """Read the name of a function or of an argument, up to a rule."""
         whole, so_far = (NAME, NAME_SO_FAR) if state.kind == "name" else (KEY, KEY_SO_FAR)
         at = self._at
         before, rule = self._find(state)
         if rule is None:
-            self._at = at  # it is read again with what comes
+            self._at = at  # read again with the next piece
             return so_far.fullmatch(before) is None and self._fail()
         word = before.strip(SPACE)
-        if rule.does == "end" and state.kind == "key":  # behind the last argument
+        if rule.does == "end" and state.kind == "key":  # after the last argument
             allowed = not word and len(before) <= 8
         elif state.kind == "key":
             allowed = whole.fullmatch(before) is not None and word not in self._keys
@@ -433,7 +434,7 @@ class AnswerParser:
         return rule is not None and self._follow(rule, "")
 
     def _value(self, state: State) -> bool:
-        """An argument as plain text: told as it comes where it is text, and otherwise when it is over."""
+        """Read an argument as plain text: a text value is emitted as it comes, any other value at its end."""
         text, rule = self._find(state)
         self._take(text)
         if not self._streams:
@@ -471,7 +472,7 @@ class AnswerParser:
         return self._follow_value(state, self._at)
 
     def _follow_value(self, state: State, at: int) -> bool:
-        """Tell a value that ends by itself as it comes."""
+        """Emit a value that ends by itself as it comes."""
         literal, said = self._value_of, []
         while at < len(self._buffer) and literal.state not in ("whole", "bad"):
             at, piece = literal.run(self._buffer, at)
@@ -489,7 +490,7 @@ class AnswerParser:
         return True
 
     def _call(self, state: State) -> bool:
-        """An object that names a function and has its arguments."""
+        """Read an object that names a function and has its arguments."""
         members = self._members
         while self._at < len(self._buffer):
             stop = members.run(self._buffer, self._at)
@@ -504,7 +505,7 @@ class AnswerParser:
                     self._done = True
                 if not (self._done and self._name):
                     return self._fail()
-                self._held = []  # members behind the arguments are no text
+                self._held = []  # members after the arguments are not text
                 self._enter(state.then)
                 return True
             if (members.piece or members.over) and not self._member(members):
@@ -512,7 +513,7 @@ class AnswerParser:
         return False
 
     def _member(self, members: Members) -> bool:
-        """More of the value of one of its members. False where that cannot be."""
+        """Read more of the value of one member of an object. False if the value is not possible there."""
         if members.key == "name":
             if self._name:
                 return False
@@ -532,7 +533,7 @@ class AnswerParser:
                 return False
             self._kept.append(members.piece)
             self._done = members.over
-            if self._done and self._shape != "{":  # a text that holds the object, or null for none
+            if self._done and self._shape != "{":  # a string that contains the object, or null for none
                 whole = as_json(LONE.sub(lambda one: f"\\u{ord(one[0]):04x}", json.loads("".join(self._kept)) or "{}"))
                 if whole is None or not whole.startswith("{"):
                     return False
@@ -551,17 +552,17 @@ class AnswerParser:
 
 TYPE_OF = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 LONE = re.compile("[\ud800-\udfff]")
-"""Half a pair, which no text in UTF-8 has."""
+"""A lone surrogate, which no UTF-8 text has."""
 
 
 def schema_of(tool: Any, key: str) -> Any:
-    """What is known of an argument; None where nothing is."""
+    """The schema of an argument; None if there is none."""
     properties = tool.get("properties") if isinstance(tool, dict) else None
     return properties.get(key) if isinstance(properties, dict) else None
 
 
 def types_of(schema: Any, depth: int = 8) -> set[str]:
-    """The types of JSON that a schema names; none for any."""
+    """The JSON types that a schema names; empty for any type."""
     if not isinstance(schema, dict) or not depth:
         return set()
     named = schema.get("type")
@@ -577,13 +578,13 @@ def types_of(schema: Any, depth: int = 8) -> set[str]:
 
 
 def is_text(tool: Any, key: str) -> bool:
-    """Whether an argument is a text, whatever it looks like: its schema says so, or there is none."""
+    """Whether an argument is a text whatever it looks like: its schema makes it one, or there is no schema."""
     schema = schema_of(tool, key)
     return schema is None or types_of(schema) == {"string"}
 
 
 def typed(text: str, schema: Any) -> str:
-    """Plain text as JSON, of a type that its schema allows where that can be."""
+    """Plain text as JSON, of a type that its schema allows if possible."""
     value = as_json(text.strip(SPACE)) or as_json(text.strip(SPACE), PYTHON)
     types = types_of(schema)
     if value is not None:

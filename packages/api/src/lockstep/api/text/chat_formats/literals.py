@@ -1,10 +1,10 @@
-"""A value of JSON, or one as Python writes it, followed while it comes: what is sure of it so far, as JSON.
+"""Parses a JSON value, or a Python literal, while it comes, and emits the certain part of it as JSON.
 
-    came   | {"city": "Zü | rich", "days": 1 | 2, "sunny": tr | ue}        followed character by character by ROWS, so
-    said   | {"city": "Zü | rich", "days": 1 | 2, "sunny":    | true}      where a text was cut changes nothing
+    input  | {"city": "Zü | rich", "days": 1 | 2, "sunny": tr | ue}        parsed character by character by ROWS, so
+    output | {"city": "Zü | rich", "days": 1 | 2, "sunny":    | true}      the result does not depend on the cuts
 
-Control characters inside a string, which models write and JSON forbids, are said as their escapes. Everything else that
-is no JSON ends it: nothing is guessed.
+Control characters inside a string, which models write and JSON forbids, are emitted as escapes. Any other invalid JSON
+ends the value: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NUMBER_ROWS = {
     "exponent": dict.fromkeys(DIGITS, "exponent"),
 }
 MORE_DIGITS, RUN_OF_DIGITS = frozenset(("digits", "fraction", "exponent")), re.compile("[0-9]+")
-"""Where digits change nothing but the number."""
+"""States in which a digit changes nothing but the number."""
 
 NUMBER_ENDS = frozenset(("zero", "digits", "fraction", "exponent"))
-"""Where a number may be over; another character is then looked at as what follows a value."""
+"""States in which a number may end; the next character is then read as what follows a value."""
 
 BEGIN = {"{": "first key", "[": "first item", "-": "minus", **NUMBER_ROWS["minus"]}
 ROWS: dict[str, dict[str, str]] = {
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, str]] = {
     "behind member": {",": "next key", "}": "close"},
     **NUMBER_ROWS,
 }
-"""By state and character: the next state. Quotes and words, which languages write differently, are in `Language`."""
+"""State -> character -> next state. Quotes and words, which differ between languages, are in `Language`."""
 
 SPACED = frozenset(("value", "first item", "first key", "next key", "colon", "behind item", "behind member"))
 KEYS = frozenset(("first key", "next key"))
@@ -59,13 +59,13 @@ ESCAPED = {chr(code): json.dumps(chr(code))[1:-1] for code in range(32)} | {'"':
 
 @dataclass(frozen=True)
 class Language:
-    """How values are written.
+    """The notation of values.
 
     Args:
-        quotes: what strings stand in.
-        words: how true, false and null are called, and what JSON says for them.
-        escapes: behind a backslash: what JSON says for it, or how many hexadecimal digits follow.
-        unknown_escapes: whether a backslash that means nothing stands for itself.
+        quotes: characters that delimit strings.
+        words: names of true, false and null -> their JSON.
+        escapes: character after a backslash -> its JSON, or the number of hexadecimal digits that follow.
+        unknown_escapes: whether the backslash of an unknown escape stands for itself.
     """
 
     quotes: str
@@ -95,22 +95,22 @@ PYTHON = Language(
     unknown_escapes=True,
 )
 PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f{'' if quote == chr(34) else chr(34)}]+") for quote in "'\""}
-"""Characters of a string that are said as they are."""
+"""Characters of a string that are emitted unchanged."""
 
 
 class Literal:
-    """One value of a language, as its text comes.
+    """One value of a language, parsed as its text comes.
 
-    `state` is "whole" behind its end, and "bad" from where it can be none any more; `depth` counts open brackets;
-    `in_key` says whether the string that it is in, or was in last, is the name of a member. `pending` is what was taken
-    and is not sure yet: the beginning of a word or of an escape.
+    `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` tells
+    whether the current or last string is the name of a member. `pending` is text that was taken and is not certain yet:
+    the beginning of a word or of an escape.
     """
 
     def __init__(self, language: Language = JSON) -> None:
         self._language = language
         self.state = "value"
         self.pending = ""
-        self._closers: list[str] = []  # of the open brackets
+        self._closers: list[str] = []  # closing brackets of the open ones
         self._quote = ""
         self.in_key = False
 
@@ -119,9 +119,9 @@ class Literal:
         return len(self._closers)
 
     def run(self, text: str, at: int) -> tuple[int, str]:
-        """Take a stretch of one kind from `at` on: where it stops, and what it says in JSON.
+        """Take a stretch of one kind from `at` on. Returns its end and its JSON.
 
-        Nothing is taken when the state becomes whole (a number's end is seen behind it) or bad.
+        Nothing is taken when the state becomes whole (the character after a number ends it) or bad.
         """
         letter = text[at]
         if self.state == "string":
@@ -142,7 +142,7 @@ class Literal:
         return self._letter(letter, at)
 
     def end(self) -> str:
-        """The text is over. Returns the state: whole, bad, or what is missing."""
+        """Take in the end of the text. Returns the state: whole, bad, or an unfinished one."""
         if self.state in NUMBER_ENDS and not self._closers:
             self.state = "whole"
         return self.state
@@ -231,7 +231,7 @@ class Literal:
 
 
 def as_json(text: str, language: Language = JSON) -> str | None:
-    """A whole text as one value; None if it is none."""
+    """A whole text as one value in JSON; None if it is not exactly one value."""
     literal, at, said = Literal(language), 0, []
     while at < len(text) and literal.state not in ("whole", "bad"):
         at, piece = literal.run(text, at)
@@ -240,9 +240,9 @@ def as_json(text: str, language: Language = JSON) -> str | None:
 
 
 class Members:
-    """An object of JSON whose members are told one after the other.
+    """A JSON object whose members are emitted one after the other.
 
-    After each `run`, `piece` is what it says of the value of `key`, and `over` whether that value ended with it.
+    After each `run`, `piece` is new JSON of the value of `key`, and `over` whether that value ended with it.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Members:
         self._key_said: list[str] = []
 
     def run(self, text: str, at: int) -> int:
-        """Take a stretch from `at` on; where it stops. What is no object is bad."""
+        """Take a stretch from `at` on. Returns its end. The state becomes bad for text that is not an object."""
         literal = self.literal
         before, depth, in_key = literal.state, literal.depth, literal.in_key
         self.piece, self.over = "", False

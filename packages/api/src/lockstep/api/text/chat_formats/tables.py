@@ -1,10 +1,10 @@
-"""How models write calls of tools, and thoughts: one table of states per format, which `driver.py` reads.
+"""Formats of tool calls and thoughts: one table of states per format, which `driver.py` interprets.
 
     HERMES       content ──"<tool_call>"──> call ──(the object ends)──> close ──"</tool_call>"──> content
 
-A state says what its text is (`kind`) and at which texts it is left (`rules`). A text that no rule allows is no call:
-what was taken of it goes back to the answer. A new format is a new table, its name in TOOL_FORMATS, and a line in
-SIGNS if templates give it away.
+A state defines what its text is (`kind`) and the texts at which it is left (`rules`). Text that no rule allows is not a
+call: the part of it that was taken returns to the answer. A new format is a new table, its name in TOOL_FORMATS, and a
+line in SIGNS if templates reveal it.
 
 Sources: the chat templates that the models are published with; for Llama 3.1 Meta's description of its prompt format,
 for Mistral the documentation of its tokenizers.
@@ -19,30 +19,30 @@ from functools import cache, cached_property
 from typing import Literal
 
 Kind = Literal["content", "thought", "space", "name", "skip", "key", "value", "literal", "arguments", "call"]
-"""What the text of a state is.
+"""The meaning of a state's text.
 
-    content    what the user is told              name       of the function
-    thought    what the model thinks              key        name of an argument
+    content    text for the user                  name       of the function
+    thought    the model's thoughts               key        name of an argument
     space      white space, then a rule           value      of an argument: plain text, in the type of its schema
-    skip       of no interest                     literal    of an argument: as Python writes it
+    skip       ignored                            literal    of an argument: a Python literal
     call       an object with name and arguments  arguments  an object with the arguments
 """
 
 Deed = Literal["", "open", "argument", "end"]
-"""What a rule does, beside leading on.
+"""The action of a rule, besides the change of state.
 
-    open       a call may begin here: what follows is kept until it is sure
-    argument   a name of an argument ended, its value follows
+    open       a call may begin here: the following text is withheld until that is certain
+    argument   the name of an argument ended, its value follows
     end        the last argument ended, and the call with it
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """At this text: on to another state.
+    """A text that leads to another state.
 
     Args:
-        takes: whether the text belongs to the format, or to what the next state reads.
+        takes: whether the text belongs to the format; otherwise the next state reads it.
     """
 
     text: str
@@ -56,10 +56,11 @@ class State:
     """One state of a format.
 
     Args:
-        then: for a value that ends by itself: where it goes on.
-        other: of "space": where it goes on with a text that no rule is about; "" where there must be a rule's.
-        trims: of "space": white space in front of `other` belongs to the format; of "thought": that at both its ends;
-            of "value": one line end at each of its ends.
+        then: next state after a value that ends by itself.
+        other: of "space": next state for text that matches no rule; "" if a rule must match.
+        trims: of "space": white space before `other` belongs to the format; of "thought": white space at both ends
+            does;
+            of "value": one line end at each end does.
     """
 
     kind: Kind
@@ -70,7 +71,7 @@ class State:
 
     @cached_property
     def pattern(self) -> re.Pattern[str] | None:
-        """Finds the first text of a rule; None where there are none."""
+        """Matches the first text of a rule; None without rules."""
         if not self.rules:
             return None
         longest_first = sorted((rule.text for rule in self.rules), key=len, reverse=True)
@@ -82,25 +83,25 @@ class State:
 
     @cached_property
     def beginnings(self) -> frozenset[str]:
-        """What a text of a rule may begin with, and not be whole."""
+        """Proper prefixes of the texts of the rules."""
         return frozenset(rule.text[:stop] for rule in self.rules for stop in range(1, len(rule.text)))
 
     @cached_property
     def longest(self) -> int:
-        """Of the beginnings."""
+        """Length of the longest beginning, in characters."""
         return max(map(len, self.beginnings), default=0)
 
 
 @dataclass(frozen=True)
 class Format:
-    """States by name. Each has one that is called "content", where everything that is no call comes back to.
+    """States by name. The state "content" always exists; text that is not a call returns to it.
 
     Args:
-        start: where an answer begins.
-        argument_names: what an object that is a call may call its arguments.
-        marked: calls stand between texts that nothing else has. Without them, only what names one of the request's
-            tools and has arguments is a call.
-        id_characters: of the ids that the model's template takes, which are letters and digits; 0: any.
+        start: state at the beginning of an answer.
+        argument_names: names that the member with the arguments of a call may have.
+        marked: calls stand between texts that occur nowhere else. Otherwise only an object that names one of the
+            request's tools and has arguments is a call.
+        id_characters: length of the call ids (letters and digits) that the model's template accepts; 0: any length.
     """
 
     states: Mapping[str, State]
@@ -110,12 +111,12 @@ class Format:
     id_characters: int = 0
 
     def texts(self) -> frozenset[str]:
-        """Of all rules: tokens with such a text must not be lost, also where a tokenizer calls them special."""
+        """The texts of all rules: tokens with these texts must be decoded even where a tokenizer marks them special."""
         return frozenset(rule.text for state in self.states.values() for rule in state.rules)
 
 
 PLAIN = Format({"content": State("content")})
-"""Nobody asked for calls."""
+"""The format without calls."""
 
 HERMES = Format(
     {
@@ -144,7 +145,7 @@ LLAMA3 = Format(
     start="start",
     marked=False,
 )
-"""`{"name": "f", "parameters": {...}}; {...}`, the whole answer, perhaps behind <|python_tag|>: Llama 3.1 to 3.3."""
+"""`{"name": "f", "parameters": {...}}; {...}`, the whole answer, perhaps after <|python_tag|>: Llama 3.1 to 3.3."""
 
 MISTRAL = Format(
     {
@@ -223,7 +224,8 @@ DEEPSEEK = Format(
     }
 )
 """DeepSeek V3.1: `f<｜tool▁sep｜>{...}` between begin and end of each call, and of all of them together. V3 and R1 have
-the word `function` for f, the name behind <｜tool▁sep｜>, and the object in a fence."""  # noqa: RUF001
+the word `function` in place of f, the name after <｜tool▁sep｜>, and the object in a code fence.
+"""  # noqa: RUF001
 
 REQUIRED = Format(
     {
@@ -234,7 +236,7 @@ REQUIRED = Format(
     },
     start="start",
 )
-"""`[{"name": "f", "parameters": {...}}, ...]`: what a grammar obliges any model to, for `tool_choice` required."""
+"""`[{"name": "f", "parameters": {...}}, ...]`: enforced by a grammar on any model, for `tool_choice` required."""
 
 TOOL_FORMATS: Mapping[str, Format] = {
     "hermes": HERMES,
@@ -257,7 +259,7 @@ SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters":', "llama3_json"),
 )
-"""What a chat template that teaches a format has in it; the first that is found says which."""
+"""Texts in chat templates that teach a format -> the format; the first match decides."""
 
 
 # ------------------------------------------------------------------------------------------------------------- thoughts
@@ -265,10 +267,10 @@ SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """What a model writes around its thoughts.
+    """The texts that a model writes around its thoughts.
 
     Args:
-        begun: an answer begins within them, without `begin`, whatever the prompt ends with.
+        begun: an answer begins within the thoughts, without `begin`, whatever the prompt ends with.
     """
 
     begin: str
@@ -290,24 +292,24 @@ THOUGHTS: Mapping[str, Thoughts] = {
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How the model that is served writes calls and thoughts; None: it does not, or nobody knows."""
+    """The formats of calls and of thoughts of the served model; None: the model has none, or none is known."""
 
     tools: Format | None = None
     thoughts: Thoughts | None = None
 
     def names(self) -> tuple[str, str]:
-        """What they are called."""
+        """Names of the formats."""
         tools = next((name for name, one in TOOL_FORMATS.items() if one is self.tools), "none")
         return tools, next((name for name, one in THOUGHTS.items() if one == self.thoughts), "none")
 
     def texts(self) -> frozenset[str]:
-        """What must not be lost, also where a tokenizer calls it special."""
+        """Texts that must be decoded even where a tokenizer marks them special."""
         tools = frozenset[str]() if self.tools is None else self.tools.texts()
         return tools if self.thoughts is None else tools | {self.thoughts.begin, self.thoughts.end}
 
 
 def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
-    """The formats of these names, where auto is what a chat template teaches, and none none. Raises KeyError."""
+    """The formats with these names; auto takes them from a chat template, none takes no format. Raises KeyError."""
     template = template or ""
     return ChatFormats(
         find_tools(template) if tools == "auto" else None if tools == "none" else TOOL_FORMATS[tools],
@@ -316,12 +318,12 @@ def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
 
 
 def find_tools(template: str) -> Format | None:
-    """The format that a chat template teaches; None where it gives none away."""
+    """The format that a chat template teaches; None if it reveals none."""
     return next((TOOL_FORMATS[name] for sign, name in SIGNS if sign in template), None)
 
 
 def find_thoughts(template: str) -> Thoughts | None:
-    """What stands around the thoughts that a chat template cuts off, or asks for."""
+    """The texts around the thoughts that a chat template removes, or requests."""
     for thoughts in THOUGHTS.values():
         if thoughts.end in template:
             return thoughts if thoughts.begin in template else replace(thoughts, begun=True)
@@ -332,10 +334,10 @@ Opening = Literal["unsaid", "open", "closed"]
 
 
 def opening(thoughts: Thoughts, prompt: str, *, going_on: bool = False) -> Opening:
-    """What a prompt says of the thoughts of its answer: it opens them, they are over, or neither.
+    """How the prompt leaves the thoughts of its answer: opened, closed, or neither.
 
     Args:
-        going_on: the answer goes on with what the model had begun to say.
+        going_on: the answer continues a message that the model has begun.
     """
     if going_on:
         return "open" if prompt.rfind(thoughts.begin) > prompt.rfind(thoughts.end) else "closed"
