@@ -22,7 +22,9 @@ import sys
 from calibration import calibrate
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate

@@ -19,8 +19,9 @@ from simpy import Environment
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.events import Observed
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import NoJournal
 from lockstep.sim.scenario.scenario import Scenario

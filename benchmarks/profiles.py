@@ -23,7 +23,8 @@ from typing import Any
 from recorded_data import data_folder
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
-from lockstep.sim.metrics.metrics import Slo, meets_every
+from lockstep.sim.metrics.latency import meets_every
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario

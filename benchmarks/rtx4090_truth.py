@@ -43,8 +43,10 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CostModel, CpuModel, roofline
 from lockstep.sim.cost.calibration import Calibration, CalibrationSource, Correction, Residuals
 from lockstep.sim.cost.roofline import RooflineModel
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.simulate import NoJournal
 from lockstep.sim.workload.token_runs import append_run
 from lockstep.sim.workload.turns import Turn

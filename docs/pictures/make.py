@@ -31,8 +31,11 @@ from simpy import Environment
 from lockstep.core.contract.config import SchedConfig, profile_settings
 from lockstep.core.contract.events import RequestArrived, RequestCancelled
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import Batches, MetricsFold, RunData
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.columns import Batches
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import NoJournal, simulate
 from lockstep.sim.scenario.scenario import Scenario

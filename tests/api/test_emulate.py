@@ -31,7 +31,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
 from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
-from lockstep.sim.host.host import RowAdapters
+from lockstep.sim.host.batch_shapes import RowAdapters
 from lockstep.sim.host.links import Link
 
 WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)

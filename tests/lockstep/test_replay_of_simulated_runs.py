@@ -20,8 +20,10 @@ from lockstep.core.journal.replay import fold, replay
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CpuModel, roofline
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario

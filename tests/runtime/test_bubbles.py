@@ -18,7 +18,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.metrics.fold import MetricsFold
 
 
 class Run:

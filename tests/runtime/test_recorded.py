@@ -28,7 +28,9 @@ from lockstep.runtime.models import build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.recorded import Extent, make_runner  # noqa: E402
 from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
-from lockstep.sim.host.host import EOS_TOKEN_ID, Arrivals, EngineHost  # noqa: E402
+from lockstep.sim.host.arrivals import Arrivals  # noqa: E402
+from lockstep.sim.host.device import EOS_TOKEN_ID  # noqa: E402
+from lockstep.sim.host.engine_host import EngineHost  # noqa: E402
 from lockstep.sim.workload.generate import generate, parse_spec  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402

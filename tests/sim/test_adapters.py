@@ -22,7 +22,9 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostModel, Duration, kv_capacity, roofline
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism

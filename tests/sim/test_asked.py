@@ -6,10 +6,13 @@ import click
 import pytest
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, TIER_OPTIONS, router_given, simulate
-from lockstep.sim.cluster.cluster import ClusterScenario
-from lockstep.sim.run.options import SAYS_NOTHING, asked_by_command, asked_of
+from lockstep.sim.cli.cluster_options import router_given
+from lockstep.sim.cli.requested import requested_by_command, requested_of
+from lockstep.sim.cli.simulate import TIER_OPTIONS, simulate
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.run.options import SAYS_NOTHING
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
 
 PLAIN = "lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=20,rate=4"
 CLUSTER = f"{PLAIN} --replicas 2"
@@ -109,10 +112,10 @@ def command_lines(name: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - set(SAYS_NOTHING)))
 def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(name: str) -> None:
     for with_it, without in command_lines(name):
-        asked = asked_by_command(with_it)
-        assert asked != asked_by_command(without), with_it
-        assert asked_by_command(asked.command()) == asked
-        assert asked_by_command(asked.command()).command() == asked.command()
+        asked = requested_by_command(with_it)
+        assert asked != requested_by_command(without), with_it
+        assert requested_by_command(asked.command()) == asked
+        assert requested_by_command(asked.command()).command() == asked.command()
 
 
 def test_what_is_not_kept_is_said_by_name_and_why() -> None:
@@ -121,23 +124,23 @@ def test_what_is_not_kept_is_said_by_name_and_why() -> None:
     for name in SAYS_NOTHING:  # whatever is said, the same is simulated
         option = OPTIONS[name]
         words = option.opts[0] if option.is_flag else f"{option.opts[0]} 7"
-        assert asked_by_command(f"{PLAIN} {words}") == asked_by_command(PLAIN)
+        assert requested_by_command(f"{PLAIN} {words}") == requested_by_command(PLAIN)
 
 
 def test_an_option_that_nobody_knows_is_no_scenario() -> None:
     options = simulate.make_context("lockstep simulate", PLAIN.split()[2:]).params
     router_given(options, engines=True)
     known = {name: options[name] for name in options if name not in SAYS_NOTHING}
-    assert asked_of({**known, "router": {}}) == asked_by_command(PLAIN)
+    assert requested_of({**known, "router": {}}) == requested_by_command(PLAIN)
     with pytest.raises(TypeError, match="new_option"):
-        asked_of({**known, "router": {}, "new_option": 1})
+        requested_of({**known, "router": {}, "new_option": 1})
 
 
 def test_one_engine_and_several() -> None:
-    assert isinstance(asked_by_command(PLAIN), Scenario)
+    assert isinstance(requested_by_command(PLAIN), Scenario)
     for line in (CLUSTER, ROLES, f"{PLAIN} --router-hop 0ms", f"{PLAIN} --rank-schedulers"):
-        assert isinstance(asked_by_command(line), ClusterScenario)
+        assert isinstance(requested_by_command(line), ClusterScenario)
     with pytest.raises(ConfigError, match="not made by `lockstep simulate`, but by `lockstep bench`"):
-        asked_by_command("lockstep bench serve --to http://127.0.0.1:8000")
+        requested_by_command("lockstep bench serve --to http://127.0.0.1:8000")
     with pytest.raises(click.UsageError, match="need each other"):
-        asked_by_command(ROLES.replace("--decode-engines 1", ""))
+        requested_by_command(ROLES.replace("--decode-engines 1", ""))

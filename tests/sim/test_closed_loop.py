@@ -14,8 +14,10 @@ from click.testing import CliRunner
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario

@@ -21,22 +21,20 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.journal import EventRecord, read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
-from lockstep.sim.cli.settings import parse_setting
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    parse_engines,
-    simulate_cluster,
-    write_cluster_run,
-)
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
-from lockstep.sim.metrics.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
+from lockstep.sim.metrics.columns import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns
+from lockstep.sim.metrics.packed import Packed
 from lockstep.sim.metrics.packed_rows import PackedRows
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -406,7 +404,7 @@ def test_what_cannot_be_simulated_is_one_message(arguments: list[str], message: 
 
 def test_interrupted_runs_leave_journals_that_replay(tmp_path: Path) -> None:
     """The signal handler sets `stop_requested`; here the progress callback does, in the middle."""
-    from lockstep.sim.cluster.cluster import Cluster
+    from lockstep.sim.cluster.routed import Cluster
 
     seen: list[Cluster] = []
 

@@ -18,15 +18,11 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.admission_options import admission_word, parse_admission
 from lockstep.host.router_journal import FILE, verify_router
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    parse_scaling,
-    simulate_cluster,
-)
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_scaling
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of
 

@@ -21,16 +21,13 @@ from lockstep.host.router_journal import verify_router
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    simulate_cluster,
-    write_cluster_run,
-)
 from lockstep.sim.cluster.data_parallel import Share, SharedPass, SimulatedRanks, pass_shape
 from lockstep.sim.cluster.ranks import config_of_engine, settings_of_rank
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism

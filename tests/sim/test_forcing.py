@@ -37,7 +37,9 @@ def test_launches_are_saved_and_the_journal_replays(settings: dict[str, Any], tm
 
 
 def test_engines_of_a_cluster_count_what_was_forced_together() -> None:
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
 
     base = Scenario(
         model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings={"jump_forward_tokens": 16}, grammar_forces="0.5x6"

@@ -16,15 +16,12 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import verify_router
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    simulate_cluster,
-    write_cluster_run,
-)
 from lockstep.sim.cluster.network import Links, later
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 

@@ -31,7 +31,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
-from lockstep.sim.host.host import EOS_TOKEN_ID, Arrivals, EngineHost
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.device import EOS_TOKEN_ID
+from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.workload.turns import Turn
 from lockstep.sim.workload.workload import open_workload
 

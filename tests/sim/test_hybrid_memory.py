@@ -11,12 +11,15 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import PipelineModel, stages_of
-from lockstep.sim.host.host import state_copies
+from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search

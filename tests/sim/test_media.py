@@ -17,11 +17,13 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.journal import read_journal
 from lockstep.sim.catalogue import load_encoders, load_gpu
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import CapacityError, CatalogueError
 from lockstep.sim.cost.encoder import AUDIO_SECONDS_MAX, EncoderCost, Encoders, MediaContent
 from lockstep.sim.host.encoder_lane import EncoderLane
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.question import Question
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.run.assemble import assemble

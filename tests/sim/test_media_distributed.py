@@ -34,16 +34,12 @@ from lockstep.core.contract.events import (
 )
 from lockstep.host.router_journal import NoRouterJournal
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    ClusterSetup,
-    EngineGroup,
-    assemble_cluster,
-    simulate_cluster,
-)
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import HandoverCluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import ClusterSetup, assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.run.assemble import assemble

@@ -35,8 +35,12 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-from lockstep.sim.metrics import metrics
-from lockstep.sim.metrics.metrics import BINS_MAX, MetricsFold, RunData, Slo, count_tokens
+from lockstep.sim.metrics import fold as fold_module
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.messages import count_tokens
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.series import BINS_MAX
+from lockstep.sim.metrics.slo import Slo
 
 
 def int32s(values: Iterable[int]) -> np.ndarray:
@@ -818,8 +822,8 @@ def test_settling_at_any_points_changes_no_answer(random: Random, actions: int) 
     assert_equal_runs(folded(told, compact), at_the_end)
     assert_equal_runs(folded(told, ask), at_the_end)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
-        patch.setattr(metrics, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
+        patch.setattr(fold_module, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
+        patch.setattr(fold_module, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
         assert_equal_runs(folded(told), at_the_end)
         assert_equal_runs(folded(told, compact), at_the_end)
 
@@ -836,7 +840,7 @@ def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
             run.fold.observe(event, Step(commands=[message], decided=finished))
     fold = run.fold
     assert len(fold._row_of) == 0
-    assert len(fold._sent_messages) == len(fold._results) // 3 <= metrics.COMPACT_RESULTS_MAX
+    assert len(fold._sent_messages) == len(fold._results) // 3 <= fold_module.COMPACT_RESULTS_MAX
     fold.compact(part_rows=1)
     assert (len(fold._ended), len(fold._sent_messages), len(fold._open_gaps[0])) == (0, 0, 0)
     data = run.result()

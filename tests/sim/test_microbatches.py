@@ -20,8 +20,10 @@ from lockstep.core.features import microbatches
 from lockstep.core.journal.journal import read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import StageTimes
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.stages import StageTimes
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario

@@ -22,9 +22,12 @@ from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, assemble_cluster, parse_engines, simulate_cluster
+from lockstep.sim.cluster.intervals import intervals_of
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, parse_engines
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import (
     BatchShape,
     CalibrationError,
@@ -43,13 +46,13 @@ from lockstep.sim.cost.roofline import fullest_shard
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host.pipeline import PipelinedDevice
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
 from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble
-from lockstep.sim.run.intervals import intervals_of
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")

@@ -18,19 +18,19 @@ from msgspec.structs import replace as replace_struct
 from lockstep.core.cluster.router import ROUTER_POLICIES, EngineShare, RouterConfig
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.requests import budget
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    ClusterSetup,
-    simulate_cluster,
-    unsupported_by_cluster,
-)
+from lockstep.sim.cluster.fast import unsupported_by_cluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel, Duration
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.fast import fast_path, kernel, machine_code
 from lockstep.sim.fast.fast_path import FastRun
-from lockstep.sim.host import host
-from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.host import ports
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run import simulate as simulate_module
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.setup import Setup
@@ -382,7 +382,7 @@ def test_a_tenant_that_is_refused_is_left_to_the_core() -> None:
 
 def test_the_kernel_has_the_cores_constants() -> None:
     assert kernel.CLIP_MAX_NEW_TOKENS == budget.CLIP_MAX_NEW_TOKENS
-    assert kernel.NEVER_US == host.NEVER_US
+    assert kernel.NEVER_US == ports.NEVER_US
     assert list(kernel.SHAPE.names)[:-2] == list(BatchShape.__struct_fields__)[:7]
 
 

@@ -26,7 +26,7 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.config import refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan, usable_cores
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.interval import block_samples, interval_of, interval_of_samples, student_t
 from lockstep.sim.plan.ledger import TrialStore

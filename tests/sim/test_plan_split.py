@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search

@@ -23,8 +23,10 @@ from lockstep.core.contract.events import (
     RequestFinished,
     TokenDigest,
 )
-from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.packed_rows import PackedRows
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.report import ReportRun, render_report, write_report
 from lockstep.sim.report.parts import escape
 from lockstep.sim.report.payload import ChartSpans, pack, timeline

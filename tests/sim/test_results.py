@@ -24,7 +24,9 @@ from lockstep.core.contract.events import (
     RequestRejected,
     TokenRuns,
 )
-from lockstep.sim.metrics.metrics import MetricsFold, RunData, Slo
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.results.perfetto import COUNTERS, ENGINE, GPU, write_trace
 from lockstep.sim.results.results import (
     rates_table,

@@ -19,7 +19,9 @@ from lockstep.core.journal.journal import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.results.stored_run import read_run
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.run_folder import write_run

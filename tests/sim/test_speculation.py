@@ -54,7 +54,9 @@ def test_length_measured_is_the_length_the_rates_mean() -> None:
 
 
 def test_early_ends_and_clusters_work_with_drafts() -> None:
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
 
     ended = run(EAGLE, max_new_tokens=256)
     assert ended.data.summary["requests"]["by_finish_reason"] == {"stop": 40}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.progress import terminal_bar
-from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.scenario.scenario import Scenario
@@ -101,7 +101,7 @@ def serve(
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=500 --concurrency 16
     """
     with refusals():
-        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.run.load import arrivals_of_load, check_load, check_measured, check_seed, open_load
         from lockstep.sim.run.run_folder import prepare_folder, workload_line
         from lockstep.sim.scenario.scenario import Scenario
@@ -254,7 +254,7 @@ def _command(
     body: str | None,
 ) -> str:
     """The command line that runs this again."""
-    from lockstep.sim.scenario.scenario import number_word, option_of
+    from lockstep.host.options import number_word, option_of
 
     words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
     if scenario.model:

@@ -40,7 +40,9 @@ from lockstep.core.contract.events import (
     RequestRejected,
     TokenRuns,
 )
-from lockstep.sim.metrics.metrics import MetricsFold, RunData, describe
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.summary import describe
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import (
     METRICS_FORMAT,

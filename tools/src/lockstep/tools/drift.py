@@ -23,7 +23,8 @@ from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestAdmit
 from lockstep.core.contract.render import Names, in_flight_lines, pages_line, queue_line, table_lines
 from lockstep.core.journal.replay import event_line
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.metrics.metrics import MetricsFold, Requests
+from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.results.compare import match_requests
 from lockstep.sim.results.compare_text import show_change
 from lockstep.tools.decision_text import Decision, decision_of, logical_words

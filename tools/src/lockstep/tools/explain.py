@@ -18,7 +18,8 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import shown
 from lockstep.host.router_journal import LeftQueue, label_key
-from lockstep.sim.metrics.metrics import MetricsFold, Requests
+from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.report.text import count, duration, percent
 from lockstep.tools.narration import Metric, clock, headline, sentences, story_text, wait_by_cause
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline

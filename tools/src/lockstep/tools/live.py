@@ -33,7 +33,8 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, RequestId
-from lockstep.sim.host.host import NEVER_US, Arrivals
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.report.text import count, duration
 from lockstep.sim.workload.closed_loop import ConcurrentSessions
 from lockstep.sim.workload.token_runs import prompt_ids

@@ -24,7 +24,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestId
 from lockstep.host.router_journal import FILE as ROUTER_FILE
 from lockstep.host.router_journal import Route, engines_of, routes_of
-from lockstep.sim.cluster.cluster import DECODE
+from lockstep.sim.cluster.simulate import DECODE
 from lockstep.sim.run.process_pool import end_processes, fresh_processes
 from lockstep.sim.run.simulate import collecting_seldom
 from lockstep.tools.runs import Walk, engine_runs

@@ -16,7 +16,7 @@ from lockstep.api.wire import RATIOS, BatchDrift
 from lockstep.core.contract.commands import BatchPlan, Step
 from lockstep.core.contract.events import BatchFinished, EngineRestarted, ObservedEvent
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host.host import RowAdapters, extend_shape_of
+from lockstep.sim.host.batch_shapes import RowAdapters, extend_shape_of
 from lockstep.sim.results.batch_times import Durations
 
 

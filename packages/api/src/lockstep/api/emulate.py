@@ -33,7 +33,8 @@ from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host.host import RowAdapters, extend_shape_of, standard_normal
+from lockstep.sim.host.batch_shapes import RowAdapters, extend_shape_of
+from lockstep.sim.host.device import standard_normal
 from lockstep.sim.host.links import Link
 
 UInt64s = NDArray[np.uint64]

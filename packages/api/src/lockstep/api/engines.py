@@ -398,7 +398,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
         from lockstep.sim.cost.lora import LoraSpec
         from lockstep.sim.cost.tables import base_cost_model
-        from lockstep.sim.host.host import RowAdapters
+        from lockstep.sim.host.batch_shapes import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
         if calibration.gpu != gpu.name:
@@ -450,7 +450,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
     from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
-    from lockstep.sim.host.host import RowAdapters
+    from lockstep.sim.host.batch_shapes import RowAdapters
     from lockstep.sim.run.assemble import configure
     from lockstep.sim.scenario.scenario import Scenario
 

@@ -7,8 +7,8 @@
     options_of(Scenario)["tp"].words(2)                       # ["--tp", "2"]
     command = with_flags(click.option, options_of(Scenario).values())(command)
 
-A struct is a dataclass or a msgspec.Struct; those of its fields that carry an `Option` are options. Nothing here imports
-a command line library: its `option` decorator is passed in.
+A struct is a dataclass or a msgspec.Struct; those of its fields that carry an `Option` are options. No
+command line library is imported here: its `option` decorator is passed in.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Given = TypeVar("Given")
 
 
 class _Required:
@@ -46,6 +48,8 @@ class Option:
         default: what the absence of the flag means, in place of the field's default.
         commands: the commands that take the option; empty: every command that takes options of the struct.
         separator: the flag may be repeated, and the values are joined by this text into one.
+        negatable: of a switch: there is `--no-FLAG`, too.
+        text: writes the value as the flag's one word. Such a flag arrives as text, or as None where it is not given.
     """
 
     help: str
@@ -55,6 +59,8 @@ class Option:
     default: str = ""
     commands: tuple[str, ...] = ()
     separator: str = ""
+    negatable: bool = False
+    text: Callable[[Any], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class OptionField:
 
     def words(self, value: Any) -> list[str]:
         """Words of a command line that give this value."""
+        if self.option.text is not None:
+            return [self.flag, self.option.text(value)]
         if self.kind is bool:
             return [self.flag if value else f"--no-{self.flag[2:]}"]
         if self.kind is dict:
@@ -211,8 +219,14 @@ def with_flags(
     return decorate
 
 
+def take(struct: type[Given], given: dict[str, Any]) -> Given:
+    """Take the options of a struct out of what a command was given, by name; return the struct."""
+    return struct(**{name: given.pop(name) for name in options_of(struct)})
+
+
 def _declared(field: OptionField) -> tuple[str, str]:
-    return field.flag, field.name
+    negated = f"/--no-{field.flag[2:]}" if field.kind is bool and field.option.negatable else ""
+    return field.flag + negated, field.name
 
 
 def _arguments(
@@ -226,13 +240,18 @@ def _arguments(
     arguments: dict[str, Any] = {"help": text}
     if field.option.metavar:
         arguments["metavar"] = field.option.metavar
+    if field.option.text is not None:
+        return arguments
     if field.kind is bool:
-        return arguments | {"is_flag": True, "default": None if keep_absent else field.default}
+        switch = {} if field.option.negatable else {"is_flag": True}
+        return arguments | switch | {"default": None if keep_absent else field.default}
     kind = next((kind for end, kind in kinds.items() if field.name.endswith(end)), None)
     if kind is None:
         kind = choice(field.choices) if choice is not None and field.choices else field.kind
     if kind in (int, float, str) or not isinstance(kind, type):
         arguments["type"] = kind
+    elif issubclass(kind, Path):
+        arguments["type"] = kind  # a callable, which a command line library applies to the word
     if several:
         arguments["multiple"] = True
     if field.option.separator:

@@ -44,8 +44,10 @@ from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.simulate import NoJournal
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
 

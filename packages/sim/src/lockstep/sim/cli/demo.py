@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.run.simulate import Run
@@ -92,7 +92,9 @@ def _how_sure(runs: dict[int, Run]) -> str:
 
 def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:
     """Whether the SLOs hold at a rate with the time of every batch multiplied."""
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
     from lockstep.sim.plan.trial import Lateness
 
     scenario, workload = runs[rate].setup.scenario, runs[rate].setup.workload
@@ -114,7 +116,7 @@ def _check_folder(out: Path) -> None:
 
 
 def _scenario(rate: int) -> Scenario:
-    from lockstep.sim.metrics.metrics import Slo
+    from lockstep.sim.metrics.slo import Slo
     from lockstep.sim.scenario.scenario import Scenario
 
     workload = CHAT.format(requests=rate * MINUTES * 60, sessions_per_s=rate / TURNS_MEAN)

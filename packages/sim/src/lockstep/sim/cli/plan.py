@@ -13,24 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.sim.cli.out_paths import check_file
+from lockstep.sim.cli.cluster_options import check_router_options, cluster_options
+from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cli.simulate import (
-    EXIT_INTERRUPTED,
-    DurationType,
     adapter_options,
-    check_router_options,
-    cluster_options,
     drafting_options,
-    given_settings,
     media_options,
     parallel_options,
-    refusals,
     samples_option,
-    scheduler_options,
     server_sessions_option,
-    tier_options,
 )
+from lockstep.sim.run.out_paths import check_file
+from lockstep.sim.scenario.settings import given_settings, scheduler_options, tier_options
+from lockstep.sim.scenario.values import DurationType
 
 if TYPE_CHECKING:
     from lockstep.sim.plan.answer import PlanAnswer
@@ -125,9 +121,9 @@ def plan(
     with refusals():
         from lockstep.core.cluster.router import RouterConfig
         from lockstep.core.contract.errors import ConfigError
-        from lockstep.sim.cluster.cluster import parse_scaling
+        from lockstep.sim.cluster.scenario import parse_scaling
         from lockstep.sim.host.adapters import USUAL
-        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.plan.answer import PlanAnswer
         from lockstep.sim.plan.ledger import TrialStore
         from lockstep.sim.plan.question import (

@@ -44,27 +44,20 @@ from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host.host import (
-    NEVER_US,
-    Device,
-    EngineHost,
-    JournalSink,
-    MetricsSink,
-    Running,
-    TransferPort,
-    Untimed,
-    standard_normal,
-    state_copies,
-)
+from lockstep.sim.host.batch_shapes import state_copies
+from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
+from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.pipeline import StageNotes, Stages, with_stages
+from lockstep.sim.host.ports import NEVER_US, JournalSink, MetricsSink, TransferPort
 from lockstep.sim.host.speculation import DraftCost
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
-    from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.cluster.setup import ClusterSetup
     from lockstep.sim.run.setup import Setup
 
 EXCHANGE_US = 60

@@ -31,16 +31,17 @@ from lockstep.sim.cluster.data_parallel import Ranked, summed
 from lockstep.sim.cluster.metrics import combine_handover
 from lockstep.sim.cluster.network import Flow, Links, later
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed
-from lockstep.sim.host.host import NEVER_US, JournalSink
 from lockstep.sim.host.hybrid_memory import PartSize, TransferBytes
 from lockstep.sim.host.pipeline import with_stages
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.host.ports import NEVER_US, JournalSink
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import host_of
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
-    from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.cluster.setup import ClusterSetup
 
 DECODE_ROUTER = RouterConfig(policy="least_tokens")
 """What a decode engine lacks first is memory, so requests go where the fewest tokens are."""

@@ -15,23 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics.metrics import (
-    BINS_MAX,
-    Drafts,
-    Packed,
-    Requests,
-    RunData,
-    Series,
-    Slo,
-    Summary,
-    at_work_us,
-    decode_gaps_us,
-    describe,
-    describe_latency,
-    describe_slo,
-    describe_throughput,
-    makespan,
-)
+from lockstep.sim.metrics.columns import Requests, Series, Summary
+from lockstep.sim.metrics.device import at_work_us, decode_gaps_us
+from lockstep.sim.metrics.drafts import Drafts
+from lockstep.sim.metrics.packed import Packed
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.series import BINS_MAX
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.metrics.summary import describe, describe_latency, describe_slo, describe_throughput, makespan
 from lockstep.sim.metrics.value_counts import ValueCounts
 
 LEVELS = ("waiting", "running", "kv_used_pages", "kv_cached_pages")

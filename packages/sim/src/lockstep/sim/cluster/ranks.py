@@ -13,7 +13,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost.models import ceil_div
 
 if TYPE_CHECKING:
-    from lockstep.sim.cluster.cluster import ClusterScenario
+    from lockstep.sim.cluster.scenario import ClusterScenario
     from lockstep.sim.run.setup import Setup
     from lockstep.sim.scenario.scenario import Scenario
 

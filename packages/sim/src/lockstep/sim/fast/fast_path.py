@@ -23,9 +23,10 @@ from lockstep.core.requests.table import VERSION_MARK
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.fast import kernel as kernel
 from lockstep.sim.fast import machine_code
-from lockstep.sim.host.host import Device, standard_normal
+from lockstep.sim.host.device import Device, standard_normal
 from lockstep.sim.host.pipeline import device_type_of
-from lockstep.sim.metrics.metrics import MeasuredRequests, MeasuredRows, MetricsFold
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
 
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup

@@ -34,9 +34,12 @@ from msgspec import structs
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host.host import Device, EngineHost, Running, Untimed, state_copies
+from lockstep.sim.host.batch_shapes import state_copies
+from lockstep.sim.host.device import Device, Running, Untimed
+from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.hybrid_memory import state_copies_us
-from lockstep.sim.metrics.metrics import RunData, StageTimes
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.stages import StageTimes
 
 
 class Stages:

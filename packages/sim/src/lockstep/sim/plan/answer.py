@@ -17,6 +17,7 @@ from rich import box
 from rich.table import Table
 
 from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
+from lockstep.host.options import number_word, option_of
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
@@ -24,7 +25,6 @@ from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import Trial, TrialResult
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.scenario.scenario import number_word, option_of
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.sim.metrics.metrics import Requests
+from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.report.answer import limits, slo_list
 from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json

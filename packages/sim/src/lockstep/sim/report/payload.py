@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics.metrics import Batches, CpuIntervals
+from lockstep.sim.metrics.columns import Batches, CpuIntervals
 from lockstep.sim.metrics.value_counts import ValueCounts
 from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
 

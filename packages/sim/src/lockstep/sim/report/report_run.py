@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.metrics.bottleneck import Bottleneck, bottleneck
-from lockstep.sim.metrics.metrics import RunData
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.report.text import duration
 
 METRIC_NAMES = {

@@ -18,7 +18,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.sim.metrics.metrics import RunData, Summary
+from lockstep.sim.metrics.columns import Summary
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.intervals import Intervals
 
 if TYPE_CHECKING:

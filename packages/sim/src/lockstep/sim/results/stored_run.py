@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cluster.metrics import balance
 from lockstep.sim.metrics.bottleneck import Bottleneck, bottleneck
-from lockstep.sim.metrics.metrics import COMPLETED
+from lockstep.sim.metrics.columns import COMPLETED
 from lockstep.sim.report.report_run import SloRow, meets_all, offered_rate, slo_rows
 from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION
 

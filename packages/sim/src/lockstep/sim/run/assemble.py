@@ -13,6 +13,7 @@ import msgspec
 from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import LORAS
+from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cluster.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.cost import (
@@ -33,11 +34,9 @@ from lockstep.sim.host.adapters import (
     lora_of,
 )
 from lockstep.sim.host.cache_tiers import PageBytes
+from lockstep.sim.host.device import EOS_TOKEN_ID
 from lockstep.sim.host.encoding import EncoderSetup, check_encoding
 from lockstep.sim.host.forcing import Forcing
-from lockstep.sim.host.host import (
-    EOS_TOKEN_ID,
-)
 from lockstep.sim.host.hybrid_memory import (
     block_bytes,
     check_hybrid,
@@ -45,12 +44,12 @@ from lockstep.sim.host.hybrid_memory import (
     hybrid_settings,
 )
 from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, NgramDraftCost, head_of
-from lockstep.sim.host.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.scenario.scenario import Scenario, option_of
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.server_sessions import (
     check_server_sessions,
 )
@@ -168,7 +167,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     if tiers.host_cache_gb:
         check_split(model, split)
         page_size = given.get("page_size", SchedConfig().page_size)
-        given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
+        given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size).on_host)
     shares = hybrid_shares(scenario.tiers)
     if shares.on:
         check_hybrid(model)
@@ -211,7 +210,9 @@ def _with_pools(
     below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
         page, beside = block_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
-        of_engine = tiers.settings(host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside))
+        of_engine = tiers.settings(
+            host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside).on_host
+        )
         assert of_engine is not msgspec.UNSET
         below["tiers"] = msgspec.structs.replace(of_engine, host_pages=max(of_engine.host_pages // ranks, 1))
     return msgspec.structs.replace(config, pages=pages, hybrid=hybrid, **below)

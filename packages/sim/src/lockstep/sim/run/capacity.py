@@ -27,8 +27,8 @@ from lockstep.sim.host.encoding import beside_encoder
 from lockstep.sim.host.hybrid_memory import (
     shared_out,
 )
-from lockstep.sim.host.tier_options import hybrid_shares
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import hybrid_shares
 
 if TYPE_CHECKING:
     pass

@@ -1,24 +1,11 @@
-"""How sure a simulated answer is: the run again with every batch as slow, and as fast, as the calibration allows.
-
-found = intervals_of(run)
-found.answers["ttft_us_p99"]         # (low, high), or None if there was nothing to measure
-
-The systematic error of a cost model multiplies all times alike, and slower batches make latencies longer and
-throughput lower. So the run at the 5th percentile of (true time) / (predicted time) and the run at the 95th bound each
-answer with the same confidence, queueing included: at a high load ten percent in the batch are more than ten in TTFT.
-TTFT also contains what happens outside the engine; its interval is at least as wide as the residuals of TTFT.
-"""
+"""Intervals around the answers of a run, as its run folder has them; cluster/intervals.py works them out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup, simulate_cluster
-from lockstep.sim.cost.calibration import COVERAGE
-from lockstep.sim.metrics.metrics import Summary
-from lockstep.sim.run.setup import Setup
-from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.metrics.columns import Summary
 
 LATENCIES = tuple(
     f"{metric}_us_{statistic}"
@@ -55,34 +42,3 @@ def answers_of(summary: Summary) -> dict[str, float | None]:
     """Return the latencies and rates of a run that get an interval."""
     found = {name: summary["latency"][name] for name in LATENCIES}
     return found | {name: summary["throughput"][name] for name in RATES}
-
-
-def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:
-    """Simulate the run twice more, at both ends of the systematic error. None if interrupted."""
-    first = run.setup.engines[0] if isinstance(run.setup, ClusterSetup) else run.setup
-    calibration, model = first.calibration, first.model.name
-    factors = calibration.interval("time", coverage, model)
-    ttft_factors = calibration.interval("ttft", coverage, model)
-    found = {name: [] if value is None else [value] for name, value in answers_of(run.data.summary).items()}
-    for factor in factors:
-        summary = _summary_at(run.setup, factor)
-        if summary is None:
-            return None
-        for name, value in answers_of(summary).items():
-            if value is not None:
-                found[name].append(value)
-    answers: Answers = {}
-    for name, values in found.items():
-        # What part of the runs had nothing to show for is unknown, not narrow.
-        answers[name] = (min(values), max(values)) if len(values) == 1 + len(factors) else None
-        ends = answers[name]
-        if ends is not None and name.startswith("ttft"):
-            nominal = values[0]
-            answers[name] = min(ends[0], nominal * ttft_factors[0]), max(ends[1], nominal * ttft_factors[1])
-    return Intervals(calibration.title, coverage, factors, ttft_factors, answers)
-
-
-def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
-    """What comes of the same run with every time multiplied; None if it is interrupted."""
-    run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
-    return None if run.interrupted else run.data.summary

@@ -12,10 +12,8 @@ from lockstep.sim.host.adapters import (
     parse_adapters,
     with_adapters,
 )
+from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.encoding import encoders_of
-from lockstep.sim.host.host import (
-    Arrivals,
-)
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
 from lockstep.sim.workload.media import RECORDED, describe_media, parse_media, with_media

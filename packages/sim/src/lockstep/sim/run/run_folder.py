@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.out_paths import check_folder
 from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.run.out_paths import check_folder
 from lockstep.sim.run.simulate import Run
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from lockstep.sim.cluster.cluster import ClusterRun
+    from lockstep.sim.cluster.result import ClusterRun
 
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")

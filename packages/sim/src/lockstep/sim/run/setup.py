@@ -40,11 +40,11 @@ from lockstep.sim.host.hybrid_memory import (
     window_tokens_of,
 )
 from lockstep.sim.host.speculation import Drafting
-from lockstep.sim.host.tier_options import NO_TIERS, HostTiers
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.load import describe_load
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import NO_TIERS, HostTiers
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:

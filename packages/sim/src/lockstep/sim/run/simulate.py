@@ -39,20 +39,14 @@ from lockstep.sim.cost import (
 )
 from lockstep.sim.fast.fast_path import FastRun, pays, unsupported_by
 from lockstep.sim.fast.machine_code import is_available
-from lockstep.sim.host.host import (
-    Arrivals,
-    Device,
-    EngineHost,
-    JournalSink,
-    MetricsSink,
-    Observer,
-    RankExchange,
-    RequestSource,
-    TransferPort,
-)
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.device import Device
+from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.pipeline import device_type_of, with_stages
+from lockstep.sim.host.ports import JournalSink, MetricsSink, Observer, RankExchange, RequestSource, TransferPort
 from lockstep.sim.host.watch import WatchedMetrics
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.load import arrivals_of_load
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.workload.closed_loop import ConcurrentSessions

@@ -49,7 +49,7 @@ class Scenario:
     workload: Annotated[
         str,
         SimOption(
-            "a trace, a fitted model, or a generator: docs/workloads.md; several, as [TENANT=]WORKLOAD[@RATE], are mixed",
+            "a trace, a fitted model, or a generator: docs/workloads.md; several, [TENANT=]WORKLOAD[@RATE], are mixed",
             metavar="PATH|gen:...",
             stored=True,
         ),
@@ -238,9 +238,9 @@ class Scenario:
     @property
     def parallelism(self) -> Parallelism:
         """How an engine is laid out. Raises CapacityError for what cannot be."""
-        from lockstep.sim.cost.parallel import Parallelism, parallel_fields
+        from lockstep.sim.cost.parallel import BESIDES_TP, Parallelism
 
-        return Parallelism(**{name: getattr(self, name) for name in parallel_fields()})
+        return Parallelism(**{name: getattr(self, name) for name in ("tp", *BESIDES_TP)})
 
     @property
     def gpus(self) -> int:

@@ -28,7 +28,8 @@ import numpy as np
 from simpy import Environment, Event
 
 from lockstep.core.contract.events import RequestArrived, RequestId
-from lockstep.sim.host.host import NEVER_US, arrival_of
+from lockstep.sim.host.arrivals import arrival_of
+from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.token_runs import TOKEN_IDS
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Int64s, Turn, Turns, WorkloadError
 

@@ -1,4 +1,4 @@
-"""The simulated host: arrivals, a CPU lane and a device, in virtual time. The only file with a SimPy process in it.
+"""The simulated host of one engine: a CPU lane beside a device, in virtual time. The only file with a SimPy process.
 
 Virtual time is `env.now`, in whole microseconds. One engine is one SimPy process, `EngineHost.run`: its CPU lane.
 
@@ -8,36 +8,30 @@ Virtual time is `env.now`, in whole microseconds. One engine is one SimPy proces
 
 The device runs batches one after another, and the turns to come are known, so every fact has its time as soon as its
 cause has happened: a batch's end is computed when it is handed over, a follow-up's arrival when the answer before it
-ends. The lane therefore reads its facts from ordered lines, and keeps its own time: it sleeps only when another process
+ends. The lane therefore reads its facts from ordered queues and keeps its own time. It sleeps only when another process
 acts first. Alone it never needs to, which saves a few microseconds per batch; beside others it is never ahead of them.
 
 Facts are folded in the order of their times. An arrival carries the time at which it came, a finished batch the time
-at which the lane got round to it; both wait while the lane is busy, and older facts go first.
+at which the lane collects it; both wait while the lane is busy, and older facts go first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from hashlib import blake2b
-from heapq import heappop, heappush
-from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 from simpy import Environment, Event
 
 from lockstep.core.contract.commands import (
-    NO_ROWS,
     BatchPlan,
     CancelTransfer,
     Command,
     CompileGrammar,
     EncodeMedia,
     FinishRequest,
-    Int32s,
     LaunchBatch,
     LoadAdapter,
     ProposeBatch,
@@ -48,516 +42,53 @@ from lockstep.core.contract.commands import (
     Step,
     StreamTokens,
 )
-from lockstep.core.contract.commands import Speculation as PlannedSpeculation
 from lockstep.core.contract.config import JUMP_FORWARD_TOKENS_MAX
 from lockstep.core.contract.errors import ContractError, LockstepError
 from lockstep.core.contract.events import (
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
-    BatchId,
     ClockAdvanced,
-    ControlRequested,
-    Grammar,
     GrammarReady,
     LaneReady,
     ObservedEvent,
-    PromptSpan,
-    RanksAgreed,
     RequestArrived,
-    RequestCancelled,
     RequestId,
     RequestQueued,
-    TokenRuns,
     TokensForced,
-    TransferAdvanced,
 )
 from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.kv.adapters import NO_SLOT
-from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
 from lockstep.sim.host.adapters import AdapterLane
 from lockstep.sim.host.cache_tiers import TierLinks
+from lockstep.sim.host.device import EOS_TOKEN_ID, Device
 from lockstep.sim.host.encoder_lane import EncoderLane
 from lockstep.sim.host.forcing import ForcedRuns, Forcing
+from lockstep.sim.host.ports import (
+    NEVER_US,
+    JournalSink,
+    MetricsSink,
+    Observer,
+    RankExchange,
+    RequestSource,
+    TransferPort,
+)
 from lockstep.sim.host.speculation import SpeculationModel
-from lockstep.sim.workload.samples import OpenSamples, sample_first_token
+from lockstep.sim.workload.samples import OpenSamples
 from lockstep.sim.workload.server_sessions import Conversations, changes_holding
-from lockstep.sim.workload.token_runs import TOKEN_IDS, runs_behind
-from lockstep.sim.workload.turns import Turn, Turns
 
 if TYPE_CHECKING:
-    from lockstep.sim.host.pipeline import StageNotes, Stages
+    pass
 
-EOS_TOKEN_ID = TOKEN_IDS - 1
-"""What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
-
-NEVER_US = 2**62
-OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its drafts are right by another draw
 GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
 ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
-
 OF_THE_DEVICE = frozenset((LaunchBatch, ProposeBatch, SampleBatch, StreamTokens))
 """Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
-
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
-
-
-class JournalSink(Protocol):
-    """What the host needs of a journal."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Record one event and the digest of its Step."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
-
-
-class MetricsSink(Protocol):
-    """What the host tells whoever measures; see `metrics.MetricsFold`."""
-
-    def observe(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one event and its Step."""
-
-    def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
-        """Take in how things stand after a LaneReady."""
-
-    def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
-        """Take in what the CPU lane did."""
-
-
-class Observer(Protocol):
-    """Who sees each step and the engine behind it. Not told of uniform stretches of decodes, which decide nothing."""
-
-    def observe(self, event: ObservedEvent, step: Step, engine: Engine) -> None:
-        """Take in one event and its Step; change nothing."""
-
-
-class RequestSource(Protocol):
-    """Where a lane's requests come from: `Arrivals`, or what a router sends it."""
-
-    next_us: int
-
-    @property
-    def open_turns(self) -> Mapping[RequestId, Turn]:
-        """Those that arrived and have not ended."""
-
-    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled | ControlRequested:
-        """The next fact, due at `next_us`."""
-
-    @property
-    def settled_until_us(self) -> int:
-        """Before this moment no request comes but those known now and those that follow this lane's own answers."""
-
-    def more(self, env: Environment) -> Event | None:
-        """What to wait for when nothing is due any more; None: nothing will come."""
-
-    def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended."""
-
-    def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left."""
-
-
-class TransferPort(Protocol):
-    """What moves KV between this engine and others, on a clock that they share; see `handover.Port`."""
-
-    next_us: int
-
-    def take(self, now_us: int) -> TransferAdvanced:
-        """The next fact, due at `next_us`."""
-
-    def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """Carry out an order."""
-
-    def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """The result of a batch was taken in."""
-
-    def pause(self, next_us: int) -> Event:
-        """What to wait for until `next_us`, or until something comes before."""
-
-
-class RankExchange(Protocol):
-    """What ranks that run every pass together say to each other; see `data_parallel.RankPort`."""
-
-    next_us: int
-
-    def take(self, now_us: int) -> RanksAgreed | None:
-        """The next fact, due at `next_us`; None: the others wait for what this rank would run."""
-
-    def propose(self, command: ProposeBatch, now_us: int) -> None:
-        """Tell the others."""
-
-    def pause(self, next_us: int) -> Event:
-        """What to wait for until `next_us`, or until something comes before."""
-
-
-class Arrivals:
-    """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
-
-    Of a columnar workload (`Turns`) only the turns that are open or thought about exist as objects.
-    `cancel_after_us` says for turns, by index, how long after arrival their client leaves.
-    """
-
-    def __init__(self, turns: Sequence[Turn], cancel_after_us: Mapping[int, int] | None = None) -> None:
-        self._turns = turns
-        self.never_sent: int  # turns that wait for an answer; in the end, those whose session broke off before them
-        self._by_clock: Iterator[Turn]
-        self._follow_ups: Callable[[int], Sequence[int]]  # indices of the turns behind one
-        if isinstance(turns, Turns):
-            self._by_clock = turns.by_clock()
-            self.never_sent = len(turns) - len(turns.by_clock_rows)
-            self._follow_ups = turns.follow_ups
-        else:
-            self._by_clock = (turn for turn in turns if turn.after is None)
-            behind: dict[int, list[int]] = {}
-            for index, turn in enumerate(turns):
-                if turn.after is not None:
-                    behind.setdefault(turn.after, []).append(index)
-            self.never_sent = sum(map(len, behind.values()))
-            self._follow_ups = lambda index: behind.get(index, ())
-        self._next_by_clock = next(self._by_clock, None)
-        self._thinking: list[tuple[int, int, Turn]] = []  # heap: when, index
-        self._cancel_after_us = cancel_after_us or {}
-        self._cancels: list[tuple[int, RequestId]] = []  # heap
-        self.expected = len(turns)
-        self.arrived = 0  # each sample as one; also the next request id
-        self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
-        self.next_us = NEVER_US  # the next arrival or cancel
-        self._look_ahead()
-
-    settled_until_us = NEVER_US  # nobody else sends any
-
-    def more(self, env: Environment) -> Event | None:
-        """What to wait for when nothing is due any more; None: nothing will come."""
-        return None
-
-    def _look_ahead(self) -> None:
-        next_us = self._next_by_clock.arrival_us if self._next_by_clock is not None else NEVER_US
-        if self._thinking and self._thinking[0][0] < next_us:
-            next_us = self._thinking[0][0]
-        if self._cancels and self._cancels[0][0] < next_us:
-            next_us = self._cancels[0][0]
-        self.next_us = next_us
-
-    def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
-        """The next fact, due at `next_us`. At one instant cancels go first, then turns in the workload's order."""
-        time_us = self.next_us
-        if self._cancels and self._cancels[0][0] == time_us:
-            _, request_id = heappop(self._cancels)
-            self._look_ahead()
-            return RequestCancelled(time_us, request_id)
-        turn = self._next_by_clock
-        if turn is not None and turn.arrival_us == time_us and not self._thinks_before(time_us, turn.index):
-            self._next_by_clock = next(self._by_clock, None)
-        else:
-            turn = heappop(self._thinking)[2]
-        request_id = self.arrived
-        self.arrived += turn.samples
-        self.open_turns[request_id] = turn
-        if turn.index in self._cancel_after_us:
-            heappush(self._cancels, (time_us + self._cancel_after_us[turn.index], request_id))
-        self._look_ahead()
-        return arrival_of(turn, time_us, request_id, max_new_tokens)
-
-    def _thinks_before(self, time_us: int, index: int) -> bool:
-        return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
-
-    def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended: its user begins to think about the next turn."""
-        ended = self.open_turns.pop(request_id)
-        if not self.never_sent:
-            return
-        for index in self._follow_ups(ended.index):
-            turn = self._turns[index]
-            heappush(self._thinking, (now_us + turn.think_us, turn.index, turn))
-            self.never_sent -= 1
-        self._look_ahead()
-
-    def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left: its session does not go on."""
-        del self.open_turns[request_id]
-
-    @property
-    def awaits_answers(self) -> bool:
-        """Whether turns to come wait for the end of an answer, or did when it broke off."""
-        return self.never_sent > 0
-
-
-class Running(Struct, frozen=True, gc=False):
-    """A batch the device has, with its outcome."""
-
-    batch_id: BatchId
-    generation: int
-    rows: int
-    started_us: int
-    finished_us: int
-    tokens: bytes  # int32, one per sampling row, or as many as `accepted` says
-    accepted: bytes = b""  # int32 per sampling row, of a batch that verifies drafts
-
-
-class Untimed(NamedTuple):
-    """A batch whose end is not known yet: it waits to be sampled, or stands behind one that does."""
-
-    plan: BatchPlan
-    handed_over_us: int
-    forward_us: float
-    sampling_us: float
-    tokens: bytes
-    sampled_us: int | None  # not before this time; None: not known yet
-    accepted: bytes = b""
-
-
-class Device:
-    """The GPU lane: runs batches in the order of their launches, each as long as the cost model says."""
-
-    def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
-        self._cost = cost
-        self.speculation: SpeculationModel | None = None  # of an engine that verifies drafts
-        self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
-        self.stages: Stages | None = None  # of a pipeline
-        self.notes: StageNotes | None = None  # when each batch was in each of these ...
-        self.notes_times = False  # ... whether that is kept
-        self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
-        self._seed = seed
-        self._name = name
-        self._early_eos = early_eos
-        self._free_us = 0  # when the last batch handed over will have finished
-        self.queue: deque[Running] = deque()
-        self.untimed: deque[Untimed] = deque()  # behind those in the queue
-        # By row: what to add to a position to get the token sampled there, and the position of the last one.
-        self._token_base = np.zeros(rows_max, np.int32)
-        self._last_position = np.zeros(rows_max, np.int32)
-        # The last decode. The engine passes the same array of rows for as long as the same requests decode together.
-        self._decode_rows = NO_ROWS
-        self._decode_token_base = NO_ROWS
-        self._decode_context_tokens = 0
-        self._decode_adapters = (0, 0)  # of that decode: rows on adapters, and different adapters
-        # By row, the slot of its adapter; None: of an engine without any.
-        self.adapter_slots: Int32s | None = None
-
-    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
-        """A row now belongs to this answer of a turn, whose token i is sampled at position prompt_tokens + i."""
-        if self.adapter_slots is not None:
-            self.adapter_slots[row] = adapter_slot
-        self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
-        self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
-        if self.speculation is not None:
-            self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
-
-    def shape_of(self, plan: BatchPlan) -> BatchShape:
-        """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
-        if self.adapter_slots is None:
-            return self._shape_of(plan)
-        if plan.rows is self._decode_rows:
-            on_adapters = self._decode_adapters
-        else:
-            on_adapters = adapters_of(plan, self.adapter_slots[plan.rows])
-        shape = self._shape_of(plan)
-        if plan.rows is self._decode_rows:
-            self._decode_adapters = on_adapters
-        tokens, adapters = on_adapters
-        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
-
-    def _shape_of(self, plan: BatchPlan) -> BatchShape:
-        """The same, whatever rows run on."""
-        if self.speculation is not None:
-            return self._verify(plan, self.speculation)
-        if plan.speculation is not None:
-            return self._jump(plan, plan.speculation)
-        if plan.mode != "decode":
-            if plan.extend_rows < len(plan.rows):
-                self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
-            return extend_shape_of(plan)
-        rows = plan.rows
-        if rows is self._decode_rows:
-            self._decode_context_tokens += len(rows) * plan.steps  # each went so many positions further
-        else:
-            self._decode_rows = rows
-            self._decode_token_base = self._token_base[rows]
-            self._decode_context_tokens = int(np.add.reduce(plan.starts))
-        return BatchShape(
-            decode_rows=len(rows), decode_context_tokens=self._decode_context_tokens, sampled_rows=len(rows)
-        )
-
-    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
-        expected = self._cost.batch_us(shape)
-        took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
-        if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
-        if self.state_copy_us:
-            states_us = self.state_copy_us * state_copies(plan)
-            took_us, expected_us = took_us + states_us, expected_us + states_us
-        if self.speculation is not None:
-            draft_us = self.speculation.draft_us(plan, shape)
-            took_us, expected_us = took_us + draft_us, expected_us + draft_us
-        tokens = self._sample(plan).tobytes()
-        accepted = b"" if plan.speculation is None else self._accepted(plan)
-        if plan.sample_after is not None or self.untimed:
-            sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
-            sampled_us = 0 if plan.sample_after is None else None
-            forward_us = took_us - sampling_us
-            untimed = Untimed(plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted)
-            self.untimed.append(untimed)
-            return
-        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
-        self._free_us = finished_us = started_us + max(1, round(took_us))
-        self.queue.append(
-            Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
-        )
-
-    def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
-        """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
-        expected_us = 0.0
-        for further in range(plan.steps):
-            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        return expected_us
-
-    @property
-    def free_us(self) -> int:
-        """When all that was handed over will have run, as far as that is known."""
-        return self._free_us
-
-    def hold_until(self, us: int) -> None:
-        """No batch that is handed over from now on begins before `us`."""
-        self._free_us = max(self._free_us, us)
-
-    @property
-    def encoder_free_us(self) -> int:
-        """When the GPUs that encode are through with what was handed over; NEVER_US: not known yet."""
-        return self.free_us
-
-    def encode_until(self, us: int) -> None:
-        """The GPUs that encode do nothing else before `us`, of what is handed over from now on."""
-        self.hold_until(us)
-
-    def sample(self, batch_id: BatchId, at_us: int) -> None:
-        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
-        untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
-        self.untimed = deque(untimed)
-        while self.untimed and self.untimed[0].sampled_us is not None:
-            plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted = self.untimed.popleft()
-            started_us = max(self._free_us, handed_over_us)
-            ready_us = max(started_us + forward_us, sampled_us or 0)
-            self._free_us = finished_us = max(started_us + 1, round(ready_us + sampling_us))
-            self.queue.append(
-                Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
-            )
-
-    def _sample(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan's sampling rows."""
-        if plan.speculation is not None:
-            return self._sample_runs(plan)
-        if plan.steps > 1:
-            return self._sample_steps(plan)
-        if not plan.sample_rows.size:
-            return NO_ROWS
-        stops = plan.stops
-        if plan.rows is self._decode_rows:
-            rows, tokens = plan.rows, self._decode_token_base + stops
-        else:
-            rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
-            tokens = self._token_base[rows] + stops
-        if self._early_eos:
-            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
-        return tokens
-
-    def _verify(self, plan: BatchPlan, speculation: SpeculationModel) -> BatchShape:
-        """The shape of a plan of an engine that verifies drafts, which is where its rows stand by then."""
-        extending = plan.extend_rows
-        speculation.extended(plan.rows[:extending], plan.stops[:extending])
-        shape = extend_shape_of(plan)
-        if plan.speculation is None:
-            return shape
-        drafts = plan.speculation.draft_lengths
-        self._verified = speculation.verify(plan.rows[extending:], drafts, plan.speculation.forced_lengths)
-        draft_tokens = int(drafts.sum())
-        return replace(
-            shape,
-            decode_context_tokens=int(self._verified[0].sum()),
-            sampled_rows=shape.sampled_rows + draft_tokens,
-            draft_tokens=draft_tokens,
-        )
-
-    def _jump(self, plan: BatchPlan, jumps: PlannedSpeculation) -> BatchShape:
-        """The shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
-        starts, forced = plan.starts[plan.extend_rows :], jumps.forced_lengths
-        self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
-        self._verified = (starts, forced + np.int32(1))
-        shape, tokens = extend_shape_of(plan), int(forced.sum())
-        return replace(
-            shape,
-            decode_context_tokens=int(starts.sum()),
-            sampled_rows=shape.sampled_rows + tokens,
-            draft_tokens=tokens,
-        )
-
-    def _accepted(self, plan: BatchPlan) -> bytes:
-        """How many tokens each sampling row of a plan gets that verifies drafts, or forced tokens."""
-        accepted = np.ones(len(plan.sample_rows), np.int32)
-        accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
-        return accepted.tobytes()
-
-    def _sample_runs(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan that verifies drafts: those of each row end to end."""
-        counts = np.frombuffer(self._accepted(plan), np.int32)
-        first = plan.stops[plan.sample_rows]
-        first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
-        rows = plan.rows[plan.sample_rows].repeat(counts)
-        stops = first.repeat(counts) + step_numbers(counts)
-        tokens: Int32s = self._token_base[rows] + stops
-        if self._early_eos:
-            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
-        return tokens
-
-    def tokens_of(self, row: int, start: int, stop: int) -> Int32s:
-        """What a row will sample at these positions, but for its last token, which ends its answer."""
-        stop = min(stop, int(self._last_position[row]))
-        tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
-        return tokens
-
-    def _sample_steps(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan that decodes several times: those of each row end to end."""
-        counts = plan.stops - plan.starts
-        rows = plan.rows.repeat(counts)
-        stops = plan.starts.repeat(counts) + step_numbers(counts) + np.int32(1)
-        tokens: Int32s = self._token_base[rows] + stops
-        if self._early_eos:
-            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
-        return tokens
-
-
-def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None) -> RequestArrived:
-    """The fact that a turn has come. `max_new_tokens` is the limit of every request that wants any output."""
-    return RequestArrived(
-        time_us=time_us,
-        request_id=request_id,
-        prompt=TokenRuns(tuple(runs_behind(turn.prompt, turn.session_kept)) if turn.session_kept else turn.prompt),
-        max_new_tokens=max_new_tokens if max_new_tokens is not None and turn.output_tokens else turn.output_tokens,
-        label=turn.label,
-        tenant=turn.tenant,
-        grammar=_grammar(turn.grammar) if turn.grammar else None,
-        spans=tuple([PromptSpan(m.start, m.start + m.tokens, m.kind, m.digest, m.tokens) for m in turn.media]),
-        adapter=turn.adapter,
-        parallel_samples=turn.samples,
-        session=turn.session,
-        session_start=turn.session_kept if turn.session and turn.after is not None else None,
-    )
-
-
-def _grammar(name: str) -> Grammar:
-    return Grammar("json_schema", name, blake2b(name.encode(), digest_size=16).digest())
-
-
-def standard_normal(key: str) -> float:
-    """A draw that depends on nothing but the key."""
-    bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
-    return NormalDist().inv_cdf((bits + 0.5) / 2**64)
 
 
 class EngineHost:
@@ -1139,74 +670,3 @@ class EngineHost:
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)
         return stop_us
-
-
-def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
-    """New tokens of a plan that run on adapters, of a plan of several steps those of one; and different adapters.
-
-    Args:
-        slots: of each row, NO_SLOT for the model alone.
-    """
-    on = slots >= 0
-    if not on.any():
-        return 0, 0
-    counts = np.ones(len(slots), np.int64)
-    extending = plan.extend_rows
-    counts[:extending] = plan.stops[:extending] - plan.starts[:extending]
-    if plan.speculation is not None:
-        counts[extending:] += plan.speculation.draft_lengths
-    return int(counts[on].sum()), len(np.unique(slots[on]))
-
-
-class RowAdapters:
-    """Which rows run on which adapters, by the plans that took them; for hosts that price plans as they come."""
-
-    def __init__(self) -> None:
-        self._slots = np.full(1, NO_SLOT, np.int32)  # by row, for as many as were ever taken
-
-    def take_rows(self, plan: BatchPlan) -> None:
-        """Note whose rows are taken with a plan; of every plan, in the order of launches."""
-        for taken in plan.rows_taken:
-            if taken.row >= len(self._slots):
-                more = np.full(2 * taken.row + 1 - len(self._slots), NO_SLOT, np.int32)
-                self._slots = np.concatenate((self._slots, more))
-            self._slots[taken.row] = taken.adapter_slot
-
-    def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
-        """The shape of a plan, with what runs on adapters."""
-        tokens, adapters = adapters_of(plan, self._slots[plan.rows])
-        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
-
-
-def state_copies(plan: BatchPlan) -> float:
-    """States that are copied with a plan: to start from, and to be left behind. What a transfer brought stays.
-
-    Half of one for each draft, behind which a state is written, and none read.
-    """
-    copies, changes = 0.0, plan.hybrid
-    if changes is not None:
-        copied = (changes.state_sources >= 0) & (changes.state_sources != changes.state_slots)
-        copies += int(np.count_nonzero(copied)) + len(changes.checkpoint_slots)
-    if plan.speculation is not None:
-        copies += int(plan.speculation.drafted().sum()) / 2.0
-    return copies
-
-
-def extend_shape_of(plan: BatchPlan) -> BatchShape:
-    """The shape of a plan with rows that extend first, and perhaps rows that decode behind them."""
-    extending = plan.extend_rows
-    tokens = context_tokens = pairs = 0
-    for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):
-        new = stop - start
-        tokens += new
-        context_tokens += start
-        pairs += new * start + new * (new + 1) // 2
-    return BatchShape(
-        extend_rows=extending,
-        extend_tokens=tokens,
-        extend_context_tokens=context_tokens,
-        extend_pairs=pairs,
-        decode_rows=len(plan.rows) - extending,
-        decode_context_tokens=int(np.add.reduce(plan.starts[extending:])) if extending < len(plan.rows) else 0,
-        sampled_rows=len(plan.sample_rows),
-    )

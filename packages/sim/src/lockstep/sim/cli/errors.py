@@ -1,0 +1,56 @@
+"""Errors of commands as one message and an exit status, without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class Refusal(click.ClickException):
+    """Something asked for that cannot be. The message explains itself: no traceback, its type's name in front."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.name = type(error).__name__
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message on stderr."""
+        click.echo(f"{self.name}: {self.message}", file=file or sys.stderr)
+
+
+class Failure(Refusal):
+    """Something that could have been, such as a file on a disk that was not full."""
+
+    exit_code = EXIT_FAILED
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn the errors that are made for people into one message and an exit status."""
+    try:
+        yield
+    except BrokenPipeError:  # whoever read the output has seen enough: click ends in silence
+        raise
+    except Exception as error:
+        from lockstep.core.contract.errors import ConfigError, PolicyError
+        from lockstep.core.journal.journal import JournalError
+        from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
+        from lockstep.sim.workload.workload import WorkloadError
+
+        if isinstance(error, ConfigError | CatalogueError | CapacityError | CalibrationError | WorkloadError):
+            raise Refusal(error) from error
+        if isinstance(error, JournalError | OSError | PolicyError):
+            raise Failure(error) from error
+        if isinstance(error, MemoryError):
+            raise Failure(MemoryError(f"{error}\nhint: lower --limit, --pages or --request-rows")) from error
+        raise
