@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.core.command import main
-from lockstep.sim.run import intervals
+from lockstep.sim.cluster import intervals
 from lockstep.sim.run.out_paths import check_file, check_folder
 
 SIMULATE = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h100", "--workload", "gen:n=2", "--no-intervals"]

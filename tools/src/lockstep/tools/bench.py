@@ -1,6 +1,6 @@
 """`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
 
-Who sends what and when is what a simulation of the same command line has (`sim/run/simulate.py: arrivals_of_load`);
+Who sends what and when is what a simulation of the same command line has (`sim/run/load.py: arrivals_of_load`);
 it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
 """
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -142,9 +141,18 @@ def setting_words(name: str, value: Any) -> list[str]:
     return [option, f"{value}us" if name.endswith("_us") else str(value)]
 
 
-@cache
 def options_of(struct: type) -> Mapping[str, OptionField]:
     """The options of a struct by the name of their field, in the order of the fields."""
+    if struct not in _FOUND:
+        _FOUND[struct] = _options_in(struct)
+    return _FOUND[struct]
+
+
+_FOUND: dict[type, Mapping[str, OptionField]] = {}
+"""Options by struct: reading annotations takes a millisecond, and trials of a plan look at options often."""
+
+
+def _options_in(struct: type) -> Mapping[str, OptionField]:
     found: dict[str, OptionField] = {}
     hints = get_type_hints(struct, include_extras=True)
     for name, default in _defaults(struct).items():
@@ -258,9 +266,11 @@ def _arguments(
         arguments["callback"] = _joined(field.option.separator)
     if field.default is REQUIRED:
         arguments["required"] = True
+    elif keep_absent:
+        arguments["default"] = None
     elif not several and field.default is not None:
-        shown_alike = keep_absent or bool(field.option.default)
-        arguments |= {"default": None} if keep_absent else {"default": field.default, "show_default": not shown_alike}
+        read = any(field.name.endswith(end) for end in kinds)  # then the default is text that the kind reads
+        arguments["default"] = value_word(field.name, field.default) if read else field.default
     return arguments
 
 

@@ -1,9 +1,9 @@
 """The scenario that a command line of `lockstep simulate` requests, as it is given and as a run folder kept it.
 
-    requested_by_command("lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --replicas 2 --seed 7")
+    requested_by_command("lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --replicas 2")
 
-The command reads its options here, and so does a simulation of a stored run, so both have the same options. Options that
-change nothing of what is simulated are those of `simulate.RunOptions`.
+The command reads its options here, and so does a simulation of a stored run, so both have the same options. Those that
+change nothing of what is simulated are in `simulate.RunOptions`.
 """
 
 from __future__ import annotations

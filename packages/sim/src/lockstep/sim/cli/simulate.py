@@ -62,7 +62,7 @@ def scenario_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     first, layout = [fields.pop("model")], list(fields)[: list(fields).index("rate")]
     gpu, workload, slos = fields.pop("gpu"), fields.pop("workload"), fields.pop("slos")
     flags = with_flags(click.option, [fields.pop(name) for name in layout if name in fields], kinds=KINDS)
-    decorators = [
+    decorators: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = [
         with_flags(click.option, first),
         click.option(gpu.flag, gpu.name, help=gpu.option.help),
         click.option(

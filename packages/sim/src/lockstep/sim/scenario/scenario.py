@@ -32,12 +32,14 @@ class SimOption(Option):
             `lockstep serve` does not carry out.
         stored: a stored trial of a plan has it at its default, too. Keys of trials are digests of what is stored, so an
             option that is added stays out at its default.
+        of_load: the requests of the workload depend on it.
     """
 
     _: KW_ONLY
     searched: bool = False
     configures: bool = False
     stored: bool = False
+    of_load: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class Scenario:
             "a trace, a fitted model, or a generator: docs/workloads.md; several, [TENANT=]WORKLOAD[@RATE], are mixed",
             metavar="PATH|gen:...",
             stored=True,
+            of_load=True,
         ),
     ]
     # The layout of an engine: lockstep.sim.cost.parallel.Parallelism has the same names and defaults.
@@ -111,13 +114,24 @@ class Scenario:
     # The load.
     rate: Annotated[
         float | None,
-        SimOption("requests per second: stretches a trace", default="as recorded", commands=SIMULATE, stored=True),
+        SimOption(
+            "requests per second: stretches a trace",
+            default="as recorded",
+            commands=SIMULATE,
+            stored=True,
+            of_load=True,
+        ),
     ] = None
-    rate_scale: Annotated[float, SimOption("multiplies the rate: 2 halves every gap", commands=SIMULATE)] = 1.0
+    rate_scale: Annotated[
+        float, SimOption("multiplies the rate: 2 halves every gap", commands=SIMULATE, of_load=True)
+    ] = 1.0
     time_window: Annotated[
         str | None,
         SimOption(
-            "keep what arrives then, in recorded time: 600..1200, 10m..1h", metavar="FROM..TO", commands=SIMULATE
+            "keep what arrives then, in recorded time: 600..1200, 10m..1h",
+            metavar="FROM..TO",
+            commands=SIMULATE,
+            of_load=True,
         ),
     ] = None
     concurrency: Annotated[
@@ -129,7 +143,7 @@ class Scenario:
     ] = 0
     limit: Annotated[int | None, SimOption("keep the first so many requests", commands=SIMULATE, stored=True)] = None
     seed: Annotated[
-        int, SimOption("of a generated workload, and of random durations", commands=SIMULATE, stored=True)
+        int, SimOption("of a generated workload, and of random durations", commands=SIMULATE, stored=True, of_load=True)
     ] = 7
     # The model in memory, and how its batches are timed.
     mem_fraction: Annotated[
@@ -186,6 +200,7 @@ class Scenario:
             "recorded; may be repeated",
             metavar="SPEC",
             separator=";",
+            of_load=True,
         ),
     ] = None
     mm_encoder_tp_mode: Annotated[
@@ -200,16 +215,19 @@ class Scenario:
         SimOption(
             "LoRA adapters of requests: 40 different ones, 0.8x40:zipf:1.2 of 0.8 of the sessions, or tenants",
             metavar="SPEC",
+            of_load=True,
         ),
     ] = None
     max_lora_rank: Annotated[int, SimOption("rank that each of the --max-loras slots has room for")] = 16
     lora_targets: Annotated[str, SimOption("matrices that it has room for: all, or q_proj,v_proj")] = "all"
     samples: Annotated[
         str | None,
-        SimOption("answers that each request gets (n, best_of): 4, or 0.3x2..8 of 0.3 of them", metavar="SPEC"),
+        SimOption(
+            "answers that each request gets (n, best_of): 4, or 0.3x2..8 of 0.3 of them", metavar="SPEC", of_load=True
+        ),
     ] = None
     server_sessions: Annotated[
-        bool, SimOption("turns are of sessions that the server keeps: they bring what is new only")
+        bool, SimOption("turns are of sessions that the server keeps: they bring what is new only", of_load=True)
     ] = False
     rank_schedulers: Annotated[
         bool, SimOption("each shard of --attention-dp has a scheduler of its own: a rank", configures=True)
@@ -222,7 +240,7 @@ class Scenario:
         int, SimOption("decodes between two looks at the socket, at most; 1: at every one", commands=SIMULATE)
     ] = 1
     skip_bad_rows: Annotated[
-        bool, SimOption("leave out rows that cannot be right; otherwise they are refused", stored=True)
+        bool, SimOption("leave out rows that cannot be right; otherwise they are refused", stored=True, of_load=True)
     ] = False
     settings: Annotated[Mapping[str, Any], SimOption("fields of SchedConfig that were given", stored=True)] = field(
         default_factory=dict

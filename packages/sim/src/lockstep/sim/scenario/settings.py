@@ -158,7 +158,8 @@ def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def option(*declared: str, **arguments: Any) -> Any:
         return click.option(*declared, expose_value=False, callback=collect, **arguments)
 
-    return with_flags(option, tier_fields().values(), keep_absent=True, kinds=KINDS)(command)
+    decorated: Callable[..., Any] = with_flags(option, tier_fields().values(), keep_absent=True, kinds=KINDS)(command)
+    return decorated
 
 
 ALIASES = {"policy": "schedule_policy"}
