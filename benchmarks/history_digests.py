@@ -168,7 +168,7 @@ def difference(recording: Recording) -> str:
 
 
 def compare(found: list[Entry], expected: list[Entry]) -> str:
-    """The first history whose digests differ, with both; empty if none does."""
+    """The first history with digests that differ, with both; empty if none does."""
     if len(found) != len(expected):
         return f"{len(found)} histories against {len(expected)}"
     for one, other in zip(found, expected, strict=True):

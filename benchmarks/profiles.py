@@ -2,12 +2,12 @@
 
 Each case is a workload on one GPU at three rates: comfortable, near the knee, beyond it. The profiles and the most
 promising deviations run at all three; those that are about one thing run near the knee. A request is good if its
-first token came within 2 s and its TPOT is at most 50 ms; `lax` counts those within 100 ms instead. Clients do not say
-how long their answers will be: every request may have 4,096 tokens and ends by a stop token where the trace says so.
+first token came within 2 s and its TPOT is at most 50 ms; `lax` counts those within 100 ms instead. Clients do not set
+the length of their answers: every request may have 4,096 tokens and ends by a stop token where the trace has its end.
 
     LOCKSTEP_DATA=... python benchmarks/profiles.py [--case NAME ...] [--limit N] [--json FILE]
 
-Simulated: the figures are the same on every machine. What they can tell and what not: docs/profiles.md.
+Simulated: the figures are the same on every machine. What they show and what not: docs/profiles.md.
 """
 
 from __future__ import annotations

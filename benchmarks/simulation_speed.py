@@ -12,8 +12,8 @@ All three make the same decisions, and measure the same: a difference is an erro
 
     LOCKSTEP_PEERS=... python benchmarks/simulation_speed.py [--n 16000] [--rounds 1]
 
-The peer needs a virtual environment of its own: the one whose interpreter DYNOSIM_PYTHON names, or one that is made
-in the folder for temporary files. Without either it is skipped, and the reason is said.
+The peer needs a virtual environment of its own: the one with the interpreter that DYNOSIM_PYTHON names, or one that is
+made in the folder for temporary files. Without either it is skipped, and the reason is printed.
 """
 
 from __future__ import annotations

@@ -27,8 +27,10 @@ from lockstep.core.contract.events import (
     TokenIds,
 )
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalCorrupt, JournalError, JournalHeader
 from lockstep.core.journal.replay import fold, replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host import durable
 from lockstep.host.durable import DurableJournal, Retention

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError, InvariantError
 from lockstep.core.features import microbatches
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence, replay
 from lockstep.core.scheduler import ordering
 from lockstep.tools.decision_text import decision_of, decisions_text, read_decisions

@@ -15,8 +15,9 @@ from simpy import Environment
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import step_digest
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import fold, replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CpuModel, roofline

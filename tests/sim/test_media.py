@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.commands import EncodeMedia
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.sim.catalogue import load_encoders, load_gpu
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
@@ -290,7 +290,7 @@ def test_on_the_engines_gpus_a_group_waits_for_what_runs_and_batches_for_the_gro
     assert told.intervals[0] == (900, 900 + took_us, 2, 2 * a.encoder_tokens, 0)
 
 
-def test_gpus_of_its_own_take_what_comes_next_and_hold_nobody_back() -> None:
+def test_gpus_of_its_own_take_what_comes_next_and_delay_no_pass() -> None:
     encoder, told, (a, b, c, *_), cost = lane(2)
     for order in (a, b, c):
         encoder.begin(order)
@@ -405,7 +405,7 @@ def test_a_cluster_adds_up_what_its_engines_did() -> None:
     assert summary["media"]["encoder_busy_us"] > alone["encoder_busy_us"]
 
 
-def test_a_plan_knows_media_and_says_that_they_are_simulated_only() -> None:
+def test_a_plan_knows_media_and_reports_that_they_are_simulated_only() -> None:
     words = "--model qwen2.5-vl-7b --gpus h100 --slo ttft_p99=2s --rate 2 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--media", "image=1:640x480/4"]
     done = CliRunner().invoke(plan, words)

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import LaneReady
 from lockstep.core.features import microbatches
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
@@ -62,7 +62,7 @@ def test_stages_are_busier_and_answers_are_the_same(runs: dict[str, Any]) -> Non
     assert outputs == [[60] * 48] * 3
 
 
-def test_journal_replays_and_says_whose_slot_was_offered(runs: dict[str, Any]) -> None:
+def test_journal_replays_and_reports_whose_slot_was_offered(runs: dict[str, Any]) -> None:
     assert replay(runs["folder"] / "five").events > 100
     events = [record.event for record in read_journal(runs["folder"] / "five").events()]
     offered = Counter(event.microbatch for event in events if isinstance(event, LaneReady))

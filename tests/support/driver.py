@@ -93,10 +93,10 @@ from lockstep.core.contract.events import (
     UpdateWeights,
     WeightsSwapped,
 )
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal import snapshot
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import Request, RequestState
-from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
 from tests.support.scenario import Order, answer_to
 from tests.support.tagged_kv import TaggedKv
@@ -238,12 +238,12 @@ class Driver:
         event = RequestArrived(
             time_us=self.now_us, request_id=request_id, prompt=prompt, max_new_tokens=max_new, **options
         )
-        for number in range(samples_asked(event)):
+        for number in range(sample_count(event)):
             self.stories[request_id + number] = Story(
                 tokens, max_new, stops_at, heeds_stop, min_new, grammar, ends, watches_text
             )
         self.fold(event)
-        for number in range(samples_asked(event)):
+        for number in range(sample_count(event)):
             if request_id + number in self.kv.stories:
                 self.kv.stories[request_id + number].grammar_ends = ends
 

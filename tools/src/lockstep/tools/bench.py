@@ -1,6 +1,6 @@
 """`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
 
-Who sends what and when is what a simulation of the same command line has (`sim/run/load.py: arrivals_of_load`);
+Senders and arrivals are those of a simulation of the same command line (`sim/run/load.py: arrivals_of_load`);
 it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
 """
 
@@ -153,7 +153,7 @@ def serve(
 
 
 class _Server:
-    """What a server says of itself."""
+    """The server's own description."""
 
     def __init__(self, model: str, vocabulary: int | None, context_tokens_max: int | None) -> None:
         from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX

@@ -9,79 +9,14 @@ folds decided events: in a steady decode nothing is decided and nothing is count
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from lockstep.core.contract.events import (
-    Decided,
-    PagesEvicted,
-    RequestAdmitted,
-    RequestFinished,
-    RequestRejected,
-    RequestRetracted,
-)
+from lockstep.core.contract.stats import Stats
 
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
-
-
-class Counts(msgspec.Struct):
-    """Totals since the engine began."""
-
-    admitted: int = 0
-    cached_tokens: int = 0  # found in the radix cache at admissions, those after a retraction included
-    new_tokens: int = 0  # still to be computed at admissions
-    retractions: int = 0
-    pages_evicted: int = 0
-    finished: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
-    rejected: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
-
-    def fold(self, decided: Iterable[Decided]) -> None:
-        """Count what one step decided."""
-        for event in decided:
-            if type(event) is RequestAdmitted:
-                self.admitted += 1
-                self.cached_tokens += event.cached_tokens
-                self.new_tokens += event.new_tokens
-            elif type(event) is RequestFinished:
-                self.finished[event.reason] = self.finished.get(event.reason, 0) + 1
-            elif type(event) is PagesEvicted:
-                self.pages_evicted += event.pages
-            elif type(event) is RequestRetracted:
-                self.retractions += 1
-            elif type(event) is RequestRejected:
-                self.rejected[event.reason] = self.rejected.get(event.reason, 0) + 1
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine at one moment. Pages of the radix cache are held by requests, by sessions only, or by nobody."""
-
-    time_us: int
-    waiting: int  # in the line
-    held: int  # accepted, and not in the line yet
-    prefilling: int  # with a prompt that is not launched to its end
-    running: int  # past that, their last token not delivered
-    in_flight: int  # batches
-    pages: int
-    pages_free: int
-    pages_cached: int  # held by nobody: they can be had at once
-    pages_session_held: int
-    token_usage: float  # share of the pool that cannot be had at once
-    cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
-    new_token_ratio: float
-    sessions: int
-    paused: bool
-    draining: bool
-    weights_version: int
-    memory_released: tuple[str, ...]
-    idle: bool  # nothing waits, runs or is in flight
-    progress: int  # rises with every launch, result, admission, retraction and end
-    launches: int
-    decode_launches: int
-    tokens_discarded: int
-    counts: Counts
 
 
 def stats(engine: Engine) -> Stats:

@@ -13,7 +13,6 @@ import numpy as np
 
 from lockstep.core.admin.control import Pace
 from lockstep.core.admin.maintenance import Maintenance
-from lockstep.core.admin.stats import Counts
 from lockstep.core.cluster.expert_placement import ExpertLoads
 from lockstep.core.contract.commands import (
     AfterBatch,
@@ -28,6 +27,7 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason, Grammar, SamplingParams
+from lockstep.core.contract.stats import Counts
 from lockstep.core.features.data_parallel import RoundsImage
 from lockstep.core.features.disaggregation import TransfersImage
 from lockstep.core.features.grammars import GrammarEntry

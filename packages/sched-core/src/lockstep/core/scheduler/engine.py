@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from lockstep.core.admin import control
 from lockstep.core.admin.control import Pace
 from lockstep.core.admin.maintenance import Maintenance
-from lockstep.core.admin.stats import Counts
 from lockstep.core.cluster.expert_placement import ExpertLoads
 from lockstep.core.contract.commands import (
     NO_DELTAS,
@@ -73,6 +72,8 @@ from lockstep.core.contract.events import (
     TransferAdvanced,
     WeightsSwapped,
 )
+from lockstep.core.contract.samples import sample_count, sample_of
+from lockstep.core.contract.stats import Counts
 from lockstep.core.features import grammars, jump_forward, prerequisites, speculation
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
@@ -98,14 +99,7 @@ from lockstep.core.requests.budget import (
 from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import BASE, EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
-from lockstep.core.requests.validation import (
-    Accepted,
-    RequestRefused,
-    accepted,
-    sample_of,
-    samples_asked,
-    stop_tokens_of,
-)
+from lockstep.core.requests.validation import Accepted, RequestRefused, accepted, stop_tokens_of
 from lockstep.core.scheduler import preemption
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering, refresh_prefixes
@@ -442,7 +436,7 @@ class Engine:
         if event.request_id <= self.last_request_id:
             raise ContractError(f"request id {event.request_id} does not increase after {self.last_request_id}")
         self.now_us = event.time_us
-        samples = samples_asked(event)
+        samples = sample_count(event)
         self.last_request_id = event.request_id + samples - 1
         try:
             self._refuse_newcomers(event, samples)

@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Refusal(click.ClickException):
-    """Something asked for that cannot be. The message explains itself: no traceback, its type's name in front."""
+    """A request that cannot be carried out. The message is behind the name of the error's type, without a traceback."""
 
     exit_code = EXIT_USAGE
 
@@ -29,21 +29,21 @@ class Refusal(click.ClickException):
 
 
 class Failure(Refusal):
-    """Something that could have been, such as a file on a disk that was not full."""
+    """A failure of the environment, such as a full disk."""
 
     exit_code = EXIT_FAILED
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn the errors that are made for people into one message and an exit status."""
+    """Turn errors with a message for users into that message and an exit status."""
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has seen enough: click ends in silence
+    except BrokenPipeError:  # the reader of the output has ended: click ends in silence
         raise
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError
-        from lockstep.core.journal.journal import JournalError
+        from lockstep.core.journal.records import JournalError
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload.workload import WorkloadError
 

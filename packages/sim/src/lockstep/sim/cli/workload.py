@@ -57,7 +57,7 @@ def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
     lockstep workload describe servegen_deepseek-r1.tar.zst --time-window 10h..11h
     """
     with refusals():
-        from lockstep.sim.workload.describe import describe, description_lines
+        from lockstep.sim.results.workload_figures import describe, description_lines
 
         figures = describe(_open(workloads, options))
     if as_json:

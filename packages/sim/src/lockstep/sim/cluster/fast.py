@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.core.cluster.router import (
     engine_of_room,
@@ -14,13 +14,11 @@ from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.routed import GIVE_UP_EVERY, GIVE_UP_SHARE, room_of
 from lockstep.sim.cluster.setup import ClusterSetup
-from lockstep.sim.fast.fast_path import FastRun, pays, unsupported_by
+from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
 from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
-
-if TYPE_CHECKING:
-    pass
 
 
 class FastCluster:
@@ -34,7 +32,7 @@ class FastCluster:
         given = []
         if router.policy == "follow_bootstrap_room":
             given = [engine_of_room(room_of(seed, number), len(setup.engines)) for number in range(len(turns))]
-        self.plain = FastRun(setup.engines, self.metrics, on_finish)
+        self.plain = fast_run_of(setup.engines, self.metrics, on_finish)
         self.plain.route(router, setup.shares, setup.scenario.hop_us, given)
 
     @property

@@ -16,7 +16,7 @@ from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.calibration import COVERAGE
 from lockstep.sim.metrics.columns import Summary
-from lockstep.sim.run.intervals import Answers, Intervals, answers_of
+from lockstep.sim.metrics.intervals import Answers, Intervals, answers_of
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.run.simulate import Run, simulate
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.events import RequestId
-from lockstep.sim.cluster.metrics import balance
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.cost import Calibration
+from lockstep.sim.metrics.balance import balance
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.simulate import Run
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.intervals import Intervals
+    from lockstep.sim.metrics.intervals import Intervals
 
 
 @dataclass(frozen=True, kw_only=True)

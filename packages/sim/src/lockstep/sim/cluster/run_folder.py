@@ -63,7 +63,7 @@ def write_cluster_run(
                 runs,
                 title=run.setup.title,
                 subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.base.concurrency is not None),
-                headline=interrupted_headline(run) if run.interrupted else None,
+                headline=interrupted_headline(len(run.setup.workload.turns), run.data) if run.interrupted else None,
                 parts=parts,
             )
 

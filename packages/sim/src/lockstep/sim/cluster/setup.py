@@ -14,12 +14,12 @@ from lockstep.core.cluster.router import (
     EngineShare,
 )
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
+from lockstep.sim.cluster.capacity_estimate import estimate_capacity
 from lockstep.sim.cluster.ranks import check_cluster_of_ranks
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
-from lockstep.sim.cost.capacity_estimate import estimate_capacity
-from lockstep.sim.host.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.workload.workload import Workload
 

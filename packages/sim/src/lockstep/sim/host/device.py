@@ -30,7 +30,7 @@ from lockstep.sim.workload.token_runs import TOKEN_IDS
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
-    from lockstep.sim.host.pipeline import StageNotes, Stages
+    from lockstep.sim.host.stages import StageNotes, Stages
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
 """What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""

@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 NEVER_US = 2**62
 
 
-class JournalSink(Protocol):
-    """What the host needs of a journal."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Record one event and the digest of its Step."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
-
-
 class MetricsSink(Protocol):
     """What the host tells whoever measures; see `metrics.MetricsFold`."""
 

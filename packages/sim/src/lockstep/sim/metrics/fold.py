@@ -38,25 +38,19 @@ from lockstep.core.contract.commands import (
     Step,
     StreamTokens,
 )
+from lockstep.core.contract.declarations import Tallies
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
-    AdapterEvicted,
     AdapterLoaded,
     AdmissionDeferred,
     BatchFinished,
-    BlocksEvicted,
-    DecidedEvent,
-    DecodeSkipped,
-    HostPagesEvicted,
+    Decided,
     Observed,
-    PagesEvicted,
     PrefetchFinished,
-    PrefillCompleted,
     RequestAdmitted,
     RequestArrived,
     RequestFinished,
     RequestId,
-    RequestQueued,
     RequestRejected,
     RequestRetracted,
     SessionClosed,
@@ -64,7 +58,7 @@ from lockstep.core.contract.events import (
     TierOperationEnded,
     TurnStarted,
 )
-from lockstep.core.requests.validation import sample_label, samples_asked
+from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.sim.metrics.adapters import AdapterCounts
 from lockstep.sim.metrics.columns import (
     BATCH_COLUMNS,
@@ -92,7 +86,9 @@ from lockstep.sim.metrics.messages import count_new_tokens, count_tokens, is_fir
 from lockstep.sim.metrics.packed import Codes, Packed, coded
 from lockstep.sim.metrics.packed_rows import PART_ROWS, PackedRows
 from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.samples import measure_samples
 from lockstep.sim.metrics.series import Levels, edges_us, make_series
+from lockstep.sim.metrics.sessions import SessionCounts
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.metrics.summary import (
     describe,
@@ -106,8 +102,6 @@ from lockstep.sim.metrics.summary import (
 )
 from lockstep.sim.metrics.tiers import BLOCKS, BlockUse, TierCounts
 from lockstep.sim.metrics.value_counts import ValueCountsBuilder
-from lockstep.sim.workload.samples import measure_samples
-from lockstep.sim.workload.server_sessions import SessionCounts
 
 COMPACT_ENTRIES = 2**18  # messages times their requests that `compact` lays out at a time: about 20 MB while it does
 COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two times
@@ -187,14 +181,9 @@ class MetricsFold:
         self._works = Codes()
 
         # Counts.
-        self._tokens_discarded = 0
-        self._decodes_skipped = 0
-        self._retracted: Counter[str] = Counter()
-        self._deferred: Counter[str] = Counter()
-        self._evicted_pages: Counter[str] = Counter()
+        self._tallies = Tallies()
         self._drafts: Drafts | None = None  # of an engine that verifies any
         self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
-        self._blocks_evicted = Counter[str]()  # by kind
         self._media: MediaCounts | None = None  # of a run in which any came
         self._needs_media = needs_media
         self._sessions: SessionCounts | None = None  # of a run with any of the server's
@@ -212,8 +201,8 @@ class MetricsFold:
                 self._drafts.verified(event)
         elif type(event) is RequestArrived:
             if event.parallel_samples > 1 and event.request_id >= self._warm_up:
-                self._sampled.append((len(self._request_ids), samples_asked(event)))
-            for sample in range(samples_asked(event)):  # each is a request
+                self._sampled.append((len(self._request_ids), sample_count(event)))
+            for sample in range(sample_count(event)):  # each is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
             if (
                 event.spans
@@ -224,7 +213,7 @@ class MetricsFold:
                 self._media.arrived(event)
             if event.adapter and not any(type(decided) is RequestRejected for decided in step.decided):
                 self._adapters = self._adapters or AdapterCounts()
-                self._adapters.requests[event.adapter] += samples_asked(event)
+                self._adapters.requests[event.adapter] += sample_count(event)
         elif type(event) is AdapterLoaded and self._adapters is not None:
             self._adapters.loaded(event)
         elif type(event) is PrefetchFinished and event.blocks and self._tiers is not None:
@@ -327,9 +316,9 @@ class MetricsFold:
             still[BATCH_COLUMNS.index(name)] = values
         still[MODE] = coded(still[MODE], measured.modes, self._modes)
         self._open_batches = still
-        self._evicted_pages = Counter({reason: count for reason, count in measured.evicted_pages.items() if count})
-        self._decodes_skipped = measured.decodes_skipped
-        self._deferred = Counter({reason: count for reason, count in measured.deferred.items() if count})
+        self._tallies.put("pages_evicted", measured.evicted_pages)
+        self._tallies.put("decodes_skipped", {"": measured.decodes_skipped})
+        self._tallies.put("deferred", measured.deferred)
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
         """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
@@ -379,7 +368,7 @@ class MetricsFold:
         if self._sampled:
             summary["samples"] = self._describe_samples()
         if self._adapters is not None and self._adapters.requests:
-            summary["adapters"] = self._adapters.describe()
+            summary["adapters"] = self._adapters.describe(self._tallies.total("adapters_evicted"))
         series = make_series(edges, gauges, self._messages, packed.batches, device.busy)
         return RunData(requests, series, itl_us, span_us, summary, packed, self._drafts, encoder=encoder)
 
@@ -409,10 +398,9 @@ class MetricsFold:
         self._last_message_us.append(-1)
         self._itl_us_max.append(math.nan)
 
-    def _learn(self, decided: DecidedEvent) -> None:
+    def _learn(self, decided: Decided) -> None:
+        self._tallies.fold(decided)
         match decided:
-            case RequestQueued() | PrefillCompleted():
-                pass  # what they say is known from arrivals and messages
             case RequestAdmitted():
                 row = self._row(decided.request_id)
                 self._went_on(decided.request_id, decided.time_us)
@@ -427,12 +415,7 @@ class MetricsFold:
                 self._end(decided.request_id, decided.time_us, f"rejected_{decided.reason}")
             case RequestRetracted():
                 self._retractions[self._row(decided.request_id)] += 1
-                self._retracted[decided.reason] += 1
-                self._tokens_discarded += decided.tokens_discarded
-            case PagesEvicted():
-                self._evicted_pages[decided.reason] += decided.pages
             case AdmissionDeferred():
-                self._deferred[decided.reason] += 1
                 if decided.reason == "adapter" and self._adapters is not None:
                     self._adapters.deferred(decided.request_id, decided.time_us)
             case TurnStarted() | SessionYielded() | SessionClosed():
@@ -440,14 +423,8 @@ class MetricsFold:
                 self._sessions.learn(decided)
                 if isinstance(decided, TurnStarted):  # it arrived with its own tokens alone
                     self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
-            case DecodeSkipped():
-                self._decodes_skipped += 1
-            case TierOperationEnded() | HostPagesEvicted() if self._tiers is not None:
+            case TierOperationEnded() if self._tiers is not None:
                 self._tiers.learn(decided)
-            case BlocksEvicted():
-                self._blocks_evicted[decided.kind] += decided.count
-            case AdapterEvicted() if self._adapters is not None:
-                self._adapters.evictions += 1
 
     def _went_on(self, request_id: RequestId, time_us: int) -> None:
         if self._adapters is not None:
@@ -714,21 +691,21 @@ class MetricsFold:
             "prompt_tokens_admitted": prompt_tokens,
             "prompt_tokens_cached": cached_tokens,
             "hit_ratio": ratio(cached_tokens, prompt_tokens),
-            "pages_evicted": self._evicted_pages.total(),
-            "pages_evicted_by_reason": dict(sorted(self._evicted_pages.items())),
-            **{f"{BLOCKS[kind]}_evicted": count for kind, count in sorted(self._blocks_evicted.items())},
-            **(self._tiers.describe() if self._tiers is not None else {}),
+            "pages_evicted": self._tallies.total("pages_evicted"),
+            "pages_evicted_by_reason": self._tallies.parts("pages_evicted"),
+            **{f"{BLOCKS[kind]}_evicted": count for kind, count in self._tallies.parts("blocks_evicted").items()},
+            **(self._tiers.describe(self._tallies.total("host_pages_evicted")) if self._tiers is not None else {}),
         }
 
     def _describe_scheduler(self, requests: Requests, gauges: Levels) -> Summary:
         return {
-            "retractions": self._retracted.total(),
-            "retractions_by_reason": dict(sorted(self._retracted.items())),
+            "retractions": self._tallies.total("retractions"),
+            "retractions_by_reason": self._tallies.parts("retractions"),
             "requests_retracted": int(np.count_nonzero(requests.retractions)),
-            "tokens_discarded": self._tokens_discarded,
-            "decodes_skipped": self._decodes_skipped,
-            "admissions_deferred": self._deferred.total(),
-            "admissions_deferred_by_reason": dict(sorted(self._deferred.items())),
+            "tokens_discarded": self._tallies.total("tokens_discarded"),
+            "decodes_skipped": self._tallies.total("decodes_skipped"),
+            "admissions_deferred": self._tallies.total("deferred"),
+            "admissions_deferred_by_reason": self._tallies.parts("deferred"),
             "waiting_mean": gauges.mean("waiting"),
             "waiting_max": gauges.max("waiting"),
             "running_mean": gauges.mean("running"),

@@ -113,5 +113,10 @@ def ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else round(part / whole, 6)
 
 
+def greatest(parts: Sequence[Summary], name: str) -> Any:
+    """Return the greatest known value of a number over the same part of several summaries; None if none is known."""
+    return max((part[name] for part in parts if part[name] is not None), default=None)
+
+
 def is_rejection(reason: str) -> bool:
     return reason.startswith("rejected_")

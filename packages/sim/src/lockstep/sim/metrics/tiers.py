@@ -11,7 +11,6 @@ from lockstep.core.contract.commands import (
     WriteToStorage,
 )
 from lockstep.core.contract.events import (
-    HostPagesEvicted,
     PrefetchFinished,
     RequestAdmitted,
     TierOperationEnded,
@@ -40,7 +39,6 @@ class TierCounts:
         self._storage_tokens = 0
         self._waited = 0
         self._wait_us = 0
-        self._host_pages_evicted = 0
 
     def admitted(self, event: RequestAdmitted) -> None:
         """Take in a first admission."""
@@ -59,18 +57,15 @@ class TierCounts:
         beside = sum(len(one.indices) * self._block_bytes[one.kind] for one in event.blocks)
         self._beside[event.prefetch_id] = beside
 
-    def learn(self, event: TierOperationEnded | HostPagesEvicted) -> None:
+    def learn(self, event: TierOperationEnded) -> None:
         """Take in what the tiers did."""
-        if isinstance(event, HostPagesEvicted):
-            self._host_pages_evicted += event.pages
-            return
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
         beside = self._beside.pop(event.operation, 0)
         came = event.outcome == "done" or (event.kind == "prefetch" and event.outcome not in ("void", "orphaned"))
         self._bytes_beside[event.kind] += beside if came else 0
 
-    def describe(self) -> Summary:
+    def describe(self, host_pages_evicted: int) -> Summary:
         """For `cache` of metrics.json."""
         return {
             "prompt_tokens_from_host": self._host_tokens,
@@ -79,7 +74,7 @@ class TierCounts:
             "bytes_moved": {
                 kind: pages * self._page_bytes + self._bytes_beside[kind] for kind, pages in sorted(self._pages.items())
             },
-            "host_pages_evicted": self._host_pages_evicted,
+            "host_pages_evicted": host_pages_evicted,
             "requests_waited_for_tiers": self._waited,
             "tiers_wait_us": self._wait_us,
         }

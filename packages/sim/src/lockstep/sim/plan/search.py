@@ -34,10 +34,9 @@ from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRAN
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
 from lockstep.sim.catalogue import load_gpu
-from lockstep.sim.cluster.ranks import config_of_engine
+from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.cost.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
@@ -60,6 +59,7 @@ from lockstep.sim.plan.workers import WorkerPool
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
+from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario, names_where
 from lockstep.sim.scenario.tier_options import HYBRID_KEYS, TIER_KEYS

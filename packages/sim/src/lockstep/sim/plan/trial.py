@@ -26,12 +26,12 @@ from lockstep.sim.cluster.routed import Cluster
 from lockstep.sim.cluster.scenario import ClusterScenario, parse_scaling
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
-from lockstep.sim.host.encoding import gpus_of_a_scheduler
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import RoleSplit, parse_split
+from lockstep.sim.run.encoding import gpus_of_a_scheduler
 from lockstep.sim.run.load import open_load
 from lockstep.sim.scenario.scenario import Scenario, names_where
 from lockstep.sim.workload.workload import Workload

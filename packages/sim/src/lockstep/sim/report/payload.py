@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lockstep.sim.metrics.columns import Batches, CpuIntervals
 from lockstep.sim.metrics.value_counts import ValueCounts
-from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
+from lockstep.sim.report.report_run import ReportRun
+from lockstep.sim.results.slo_rows import METRIC_NAMES
 
 Json = dict[str, Any]
 Ints = NDArray[np.int64]

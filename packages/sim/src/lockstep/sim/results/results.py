@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.sim.metrics.columns import Summary
+from lockstep.sim.metrics.intervals import Intervals
 from lockstep.sim.metrics.run_data import RunData
-from lockstep.sim.run.intervals import Intervals
 
 if TYPE_CHECKING:
     import polars

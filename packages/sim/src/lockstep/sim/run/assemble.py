@@ -15,7 +15,6 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cluster.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -29,13 +28,7 @@ from lockstep.sim.cost.lora import check_targets
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host.adapters import (
-    check_adapters,
-    lora_of,
-)
-from lockstep.sim.host.cache_tiers import PageBytes
 from lockstep.sim.host.device import EOS_TOKEN_ID
-from lockstep.sim.host.encoding import EncoderSetup, check_encoding
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.hybrid_memory import (
     block_bytes,
@@ -43,16 +36,18 @@ from lockstep.sim.host.hybrid_memory import (
     host_page_bytes,
     hybrid_settings,
 )
+from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, NgramDraftCost, head_of
+from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
+from lockstep.sim.run.encoding import EncoderSetup, check_encoding
 from lockstep.sim.run.environment import debug_level, environment_settings
 from lockstep.sim.run.load import check_load, check_measured, check_samples, check_seed, open_load
+from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
+from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
-from lockstep.sim.workload.server_sessions import (
-    check_server_sessions,
-)
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:

@@ -20,13 +20,11 @@ from lockstep.sim.cost import (
 from lockstep.sim.cost.capacity import StageBytes
 from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.stages import Stage, stages_of
-from lockstep.sim.host.adapters import (
-    lora_of,
-)
-from lockstep.sim.host.encoding import beside_encoder
 from lockstep.sim.host.hybrid_memory import (
     shared_out,
 )
+from lockstep.sim.run.adapters import lora_of
+from lockstep.sim.run.encoding import beside_encoder
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import hybrid_shares
 

@@ -7,21 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.host.adapters import (
-    describe_adapters,
-    parse_adapters,
-    with_adapters,
-)
 from lockstep.sim.host.arrivals import Arrivals
-from lockstep.sim.host.encoding import encoders_of
+from lockstep.sim.host.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
+from lockstep.sim.run.encoding import encoders_of
 from lockstep.sim.scenario.scenario import Scenario
-from lockstep.sim.workload.closed_loop import CONCURRENCY_MAX, ConcurrentSessions
+from lockstep.sim.workload.adapters import describe_adapters, parse_adapters, with_adapters
 from lockstep.sim.workload.media import RECORDED, describe_media, parse_media, with_media
 from lockstep.sim.workload.samples import describe_samples, parse_samples, with_samples
-from lockstep.sim.workload.server_sessions import (
-    describe_server_sessions,
-    with_server_sessions,
-)
+from lockstep.sim.workload.server_sessions import describe_server_sessions, with_server_sessions
 from lockstep.sim.workload.trace_turns import CLOCKLESS
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import Workload, open_workload, workload_digest

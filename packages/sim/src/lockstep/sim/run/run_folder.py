@@ -16,8 +16,7 @@ from lockstep.sim.run.simulate import Run
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:
-    from lockstep.sim.cluster.result import ClusterRun
-
+    from lockstep.sim.metrics.run_data import RunData
 
 OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", "report.html", "router.jsonl")
 
@@ -75,7 +74,7 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
                 [report_run(run)],
                 title=run.setup.title,
                 subtitle=workload_line(run.setup.workload, closed=run.setup.scenario.concurrency is not None),
-                headline=interrupted_headline(run) if run.interrupted else None,
+                headline=interrupted_headline(len(run.setup.workload.turns), run.data) if run.interrupted else None,
             )
 
 
@@ -92,17 +91,17 @@ def whole(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def interrupted_headline(run: Run | ClusterRun) -> str:
-    """The answer of a run that was stopped."""
-    requests, arrived = len(run.setup.workload.turns), run.data.summary["requests"]["arrived"]
-    minutes = (run.data.span_us[1] - run.data.span_us[0]) / 60e6
+def interrupted_headline(requests: int, data: RunData) -> str:
+    """Return the headline of a run of a workload with so many requests that was stopped early."""
+    arrived = data.summary["requests"]["arrived"]
+    minutes = (data.span_us[1] - data.span_us[0]) / 60e6
     return f"Interrupted after {minutes:.1f} simulated minutes: {arrived:,} of {requests:,} requests had arrived"
 
 
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
     """The run as a report takes it in."""
     from lockstep.sim.report import ReportRun
-    from lockstep.sim.report.text import setting
+    from lockstep.sim.results.text import setting
 
     setup = run.setup
     facts = {

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import JournalHeader
-from lockstep.sim.cluster.ranks import config_of_engine
+from lockstep.core.journal.records import JournalHeader
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -25,26 +24,24 @@ from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.lora import LoraSpec, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
-from lockstep.sim.host.adapters import (
-    AdapterLane,
-    adapter_link,
-    adapters_in,
-    describe_loads,
-)
-from lockstep.sim.host.cache_tiers import PageBytes, TierLinks
-from lockstep.sim.host.encoding import EncoderSetup
+from lockstep.sim.host.adapters import AdapterLane, adapter_link, describe_loads
+from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.hybrid_memory import (
     block_bytes,
     state_copy_us,
     window_tokens_of,
 )
+from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.speculation import Drafting
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.capacity import _capacity
+from lockstep.sim.run.encoding import EncoderSetup
 from lockstep.sim.run.load import describe_load
+from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import NO_TIERS, HostTiers
+from lockstep.sim.workload.adapters import adapters_in
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:

@@ -1,0 +1,75 @@
+"""Statistics of one engine: its state at one moment, and totals of what it has decided since it began."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from lockstep.core.contract.declarations import DECLARATIONS, Tally
+
+
+class Counts(msgspec.Struct):
+    """Totals since the engine began: those tallies of decided events that have a field here, by its name.
+
+    A field of numbers by key holds a tally that is kept apart by a field of the event; any other field holds the sum.
+    """
+
+    admitted: int = 0
+    cached_tokens: int = 0  # found in the radix cache at admissions, those after a retraction included
+    new_tokens: int = 0  # still to be computed at admissions
+    retractions: int = 0
+    pages_evicted: int = 0
+    finished: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
+    rejected: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
+
+    def fold(self, decided: Iterable[msgspec.Struct]) -> None:
+        """Count the decided events of one step."""
+        for event in decided:
+            tallies = _COUNTED.get(type(event))
+            for tally in tallies if tallies is not None else _counted(type(event)):
+                amount = getattr(event, tally.amount) if tally.amount else 1
+                total = getattr(self, tally.name)
+                if type(total) is dict:
+                    key = getattr(event, tally.by)
+                    total[key] = total.get(key, 0) + amount
+                else:
+                    setattr(self, tally.name, total + amount)
+
+
+_COUNTED: dict[type, tuple[Tally, ...]] = {}  # by type of event: its tallies with a field in `Counts`
+
+
+def _counted(type_: type) -> tuple[Tally, ...]:
+    found = tuple(tally for tally in DECLARATIONS[type_].tallies if tally.name in Counts.__struct_fields__)
+    _COUNTED[type_] = found
+    return found
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine at one moment. Pages of the radix cache are held by requests, by sessions only, or by nobody."""
+
+    time_us: int
+    waiting: int  # in the line
+    held: int  # accepted, and not in the line yet
+    prefilling: int  # with a prompt that is not launched to its end
+    running: int  # past that, their last token not delivered
+    in_flight: int  # batches
+    pages: int
+    pages_free: int
+    pages_cached: int  # held by nobody: they can be had at once
+    pages_session_held: int
+    token_usage: float  # share of the pool that cannot be had at once
+    cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
+    new_token_ratio: float
+    sessions: int
+    paused: bool
+    draining: bool
+    weights_version: int
+    memory_released: tuple[str, ...]
+    idle: bool  # nothing waits, runs or is in flight
+    progress: int  # rises with every launch, result, admission, retraction and end
+    launches: int
+    decode_launches: int
+    tokens_discarded: int
+    counts: Counts
