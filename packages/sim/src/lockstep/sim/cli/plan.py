@@ -238,7 +238,7 @@ def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
 
 def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
     """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
-    from  import render_plan
+    from lockstep.sim.plan.page import render_plan
     from lockstep.sim.run.run_folder import whole
 
     text = render_plan(answer) if paths else ""
