@@ -25,7 +25,15 @@ from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
-from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostModel, Duration, kv_capacity, roofline
+from lockstep.sim.cost import (
+    BatchShape,
+    CapacityError,
+    CatalogueError,
+    CostModel,
+    Duration,
+    kv_capacity,
+    roofline_model,
+)
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
@@ -154,7 +162,7 @@ def test_room_for_adapters_changes_no_pass_without_any(layout: dict[str, int]) -
 
 def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
     small = load_model("qwen3-0.6b")
-    cost = roofline(small, H200, lora=LoraSpec(4))
+    cost = roofline_model(small, H200, lora=LoraSpec(4))
     decode = BatchShape(decode_rows=1, decode_context_tokens=10, sampled_rows=1)
     on_one = msgspec.structs.replace(decode, adapter_tokens=1, adapters=1)
     assert cost.lora is not None
@@ -167,7 +175,7 @@ def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
 
 def test_a_model_without_room_refuses_adapters() -> None:
     with pytest.raises(CapacityError, match="give it a LoraSpec"):
-        roofline(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
+        roofline_model(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
@@ -314,7 +322,7 @@ def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
         {"speculative_method": "ngram", "num_speculative_tokens": 2},
     ],
 )
-def test_passes_cost_by_who_is_in_them(seed: int, settings: dict[str, Any]) -> None:
+def test_passes_cost_by_the_rows_in_them(seed: int, settings: dict[str, Any]) -> None:
     share = random.Random(seed).choice(["", "0.5x", "0.9x"])
     setup = assemble(asked(f"{share}5", seed=seed, settings=settings), {})
     _, cost, observer = noted(setup)
@@ -352,7 +360,7 @@ def test_as_many_slots_as_adapters_load_each_once() -> None:
     assert tight["adapters"]["requests_waited"] > told["requests_waited"]
 
 
-def test_without_adapters_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_without_adapters_nothing_is_reported_of_them(tmp_path: Path) -> None:
     plain = ran(None)
     assert "adapters" not in plain.metrics()
     assert "adapters" not in plain.about()
@@ -401,7 +409,7 @@ def test_a_closed_loop_a_cluster_and_engines_by_role_have_adapters_too() -> None
     assert told["loads"] >= 12  # each engine for itself
 
 
-def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
+def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --rate 4 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--adapters", "5", "--max-lora-rank", "32"]
     done = CliRunner().invoke(plan, words)
@@ -409,9 +417,10 @@ def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
     assert "--lora NAME=ADAPTER_FOLDER --max-lora-rank 32" in done.output
     assert "the time of what adapters add to products" in done.output
     assert "--adapters 5" in done.output
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1)
-    assert b"lora" not in msgspec.json.encode(one)
-    assert msgspec.structs.replace(one, adapters="5", max_lora_rank=8).scenario().base.max_lora_rank == 8
+    base = Scenario(model="m", gpu="g", workload="w", rate=1.0, limit=1, seed=1)
+    assert not any("lora" in name for name in Trial(base=base, replicas=1).record())
+    several = Trial(base=replace(base, adapters="5", max_lora_rank=8), replicas=1)
+    assert several.scenario().base.max_lora_rank == several.record()["max_lora_rank"] == 8
 
 
 def test_the_command_runs_it_again() -> None:

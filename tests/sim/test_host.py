@@ -212,7 +212,7 @@ def test_every_request_is_sent_the_tokens_of_its_turn(settings: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_the_cost_model_is_asked_about_the_batch_that_runs(settings: dict[str, Any]) -> None:
+def test_the_cost_model_is_queried_for_the_batch_that_runs(settings: dict[str, Any]) -> None:
     cost = Clockwork()
     _, recorder = play(workload(CHAT), cost=cost, **settings)
     for plan, shape in zip(recorder.plans(), cost.shapes, strict=True):
@@ -230,7 +230,7 @@ def test_the_cost_model_is_asked_about_the_batch_that_runs(settings: dict[str, A
 
 
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_an_idle_engine_is_not_asked_again_before_something_new(settings: dict[str, Any]) -> None:
+def test_an_idle_engine_is_not_polled_again_before_something_new(settings: dict[str, Any]) -> None:
     _, recorder = play(workload(CHAT), cpu=CpuModel(), **settings)
     idle = False
     for event, step in zip(recorder.events, recorder.steps, strict=True):

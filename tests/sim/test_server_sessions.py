@@ -108,7 +108,7 @@ def test_held_kv_yields_where_pages_lack_and_evictable_kv_is_never_held() -> Non
     assert free["latency"] == wide["latency"]
 
 
-def test_without_sessions_nothing_is_said_of_them() -> None:
+def test_without_sessions_nothing_is_reported_of_them() -> None:
     plain = ran(on=False)
     assert "sessions" not in plain.metrics()
     assert "server_sessions" not in plain.about()

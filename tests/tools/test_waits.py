@@ -43,7 +43,7 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
-def test_it_says_what_stories_say(name: str) -> None:
+def test_it_agrees_with_timelines(name: str) -> None:
     assert waits_of(GOLDEN / name) == by_stories(GOLDEN / name)
 
 
@@ -57,7 +57,7 @@ def test_it_says_what_stories_say(name: str) -> None:
     ],
     ids=["fcfs", "lpm", "retractions", "timeouts"],
 )
-def test_it_says_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
     """Steps of uniform decodes, of which it is not told there, have nothing to say."""
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=settings)
     live, without = WaitFold(), WaitFold()
