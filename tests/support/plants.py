@@ -23,13 +23,13 @@ from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
 from lockstep.core.scheduler.decode import DecodePlanner, Decodes
-from lockstep.core.scheduler.prefill import Deferral, ExtendShare, PrefillPlanner
+from lockstep.core.scheduler.prefill import ExtendShare, PrefillPlanner
 from lockstep.core.scheduler.state import SchedulerState
 
 Plant = AbstractContextManager[None]

@@ -11,34 +11,19 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
-from lockstep.core.contract.events import AdmissionDeferred, DeferReason, PrefillCompleted, RequestAdmitted
+from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
 from lockstep.core.features import speculation
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.radix import Match
 from lockstep.core.requests import extras
 from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
-from lockstep.core.requests.budget import PrefillBudget, aligned, ceil_to, chunk_tokens, lasts_with
+from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, ceil_to, chunk_tokens, lasts_with
 from lockstep.core.requests.retraction import pages_to_come
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, Int32s, Request, RequestState, RunningBatch
 from lockstep.core.scheduler import preemption
 from lockstep.core.scheduler.decode import DecodePlanner
 from lockstep.core.scheduler.state import SchedulerState
-
-OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
-
-
-class Deferral(NamedTuple):
-    """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
-
-    reason: DeferReason
-    needed: int = 0
-    available: int = 0
-
-    @property
-    def own(self) -> bool:
-        """Whether it concerns this request only, so that those behind it may pass. Shortage stops the whole line."""
-        return self.reason in OWN_DEFERRALS
 
 
 class ExtendShare(NamedTuple):
