@@ -34,7 +34,7 @@ from lockstep.core import Engine, SchedConfig
 from lockstep.core.contract.events import Observed, ObservedEvent
 from lockstep.core.journal.snapshot import dump, restore
 from tests.support import fleet, rank_group
-from tests.support.driver import run_actions
+from tests.support.driver.run import run_actions
 from tests.swarm import history as swarm_history
 
 CHECKPOINT_STEPS = 50
@@ -168,7 +168,7 @@ def difference(recording: Recording) -> str:
 
 
 def compare(found: list[Entry], expected: list[Entry]) -> str:
-    """The first history whose digests differ, with both; empty if none does."""
+    """The first history with digests that differ, with both; empty if none does."""
     if len(found) != len(expected):
         return f"{len(found)} histories against {len(expected)}"
     for one, other in zip(found, expected, strict=True):

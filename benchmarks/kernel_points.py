@@ -43,7 +43,7 @@ from lockstep.sim.cost.roofline import ATTENTION_SMALL_KERNELS, LATENT_EAGER_US,
 
 GPUS = {"a100": "a100_sxm", "h100": "h100_sxm", "h200": "h200_sxm", "l40s": "l40s"}
 PASS_TOKENS = 32_768  # more than one pass has: larger shapes are no part of a fit
-CONVERTING_KERNELS = 4  # of KV in fp8 to bf16, before a kernel that knows bf16 only
+CONVERTING_KERNELS = 4  # of KV in fp8 to bf16, before a kernel that takes bf16 only
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 

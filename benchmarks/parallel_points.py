@@ -6,8 +6,9 @@
 1. TPOT of TensorRT-LLM at fixed concurrency, Qwen3-235B-A22B with its experts over 4 and 8 H100
    (`serving_points.csv`, column `ep`), beside the same GPUs as tensor parallelism alone.
 2. Offline throughput of TensorRT-LLM with attention data and expert parallelism, "DEP" (`trtllm_perf_overview.csv`),
-   and of plain tensor parallelism as a control. How many tokens a rank takes in a pass is not said: RANK_TOKENS. KV is
-   fp8: the source says so of DeepSeek, of others that it is as the quantised checkpoint has it, which usually is fp8.
+   and of plain tensor parallelism as a control. The tokens that a rank takes in a pass are not published: RANK_TOKENS.
+   KV is fp8: the source states it of DeepSeek, of others that it is as the quantised checkpoint has it, which usually
+   is fp8.
 3. The kernels: grouped GEMMs of a rank with part of the experts (`moe` tables), and DeepEP's dispatch and combine.
 """
 
@@ -31,7 +32,9 @@ from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
 ROWS_MAX = 4096
@@ -108,7 +111,7 @@ class Offline:
 
 
 def offline_rows(path: Path) -> Iterator[Offline]:
-    """Rows of FP8 weights on H100 and H200 whose number of requests is known."""
+    """Rows of FP8 weights on H100 and H200 with a published number of requests."""
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             layout = re.fullmatch(r"(DEP|TP)(\d+)", row["parallel"])

@@ -13,14 +13,14 @@ pytest.importorskip("simpy", reason="the simulator is not installed")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from lockstep.api.drift import DriftMeter
 from lockstep.api.engines import build_engine, check_names
-from lockstep.api.metrics import Metrics
+from lockstep.api.observability.drift import DriftMeter
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.processes.wire import RATIOS, Gauges
 from lockstep.api.settings import ServeSettings
-from lockstep.api.wire import RATIOS, Gauges
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import BatchFinished
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate

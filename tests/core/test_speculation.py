@@ -19,7 +19,7 @@ from lockstep.core.features.speculation import Chances
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
-from tests.support.driver import run_actions
+from tests.support.driver.run import run_actions
 from tests.support.served import Asked, Moment, serve
 
 SEEDS = 25

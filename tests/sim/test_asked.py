@@ -7,9 +7,9 @@ import pytest
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, TIER_OPTIONS, router_given, simulate
-from lockstep.sim.cluster.cluster import ClusterScenario
+from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.run.options import SAYS_NOTHING, asked_by_command, asked_of
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 
 PLAIN = "lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=20,rate=4"
 CLUSTER = f"{PLAIN} --replicas 2"
@@ -115,7 +115,7 @@ def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(na
         assert asked_by_command(asked.command()).command() == asked.command()
 
 
-def test_what_is_not_kept_is_said_by_name_and_why() -> None:
+def test_what_is_not_kept_is_reported_by_name_and_why() -> None:
     assert set(SAYS_NOTHING) < set(OPTIONS)
     assert all(SAYS_NOTHING.values())
     for name in SAYS_NOTHING:  # whatever is said, the same is simulated
@@ -124,7 +124,7 @@ def test_what_is_not_kept_is_said_by_name_and_why() -> None:
         assert asked_by_command(f"{PLAIN} {words}") == asked_by_command(PLAIN)
 
 
-def test_an_option_that_nobody_knows_is_no_scenario() -> None:
+def test_an_option_that_is_unknown_is_no_scenario() -> None:
     options = simulate.make_context("lockstep simulate", PLAIN.split()[2:]).params
     router_given(options, engines=True)
     known = {name: options[name] for name in options if name not in SAYS_NOTHING}

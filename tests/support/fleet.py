@@ -77,7 +77,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import drafting, pipelined
+from tests.support.driver.draw import drafting, pipelined
 from tests.support.exchange import Exchange, seen_by_device
 from tests.support.hybrids import pools, splitting
 from tests.support.served import STOP_TOKEN, Answer, Asked

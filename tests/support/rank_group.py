@@ -72,7 +72,7 @@ from lockstep.core.features.data_parallel import Rounds, draft_passes_of
 from lockstep.core.journal import snapshot
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import drafting, pipelined
+from tests.support.driver.draw import drafting, pipelined
 from tests.support.exchange import seen_by_device
 from tests.support.fleet import random_asked
 from tests.support.hybrids import hybrid

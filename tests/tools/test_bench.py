@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.host.host import Arrivals
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.results.compare import compare, read_runs
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
@@ -85,7 +85,7 @@ def test_latencies_are_those_of_the_metrics_page() -> None:
     assert found["scheduler"]["retractions"] is None
 
 
-def test_tokens_of_messages_are_shared_out_where_a_server_says_only_their_sum() -> None:
+def test_tokens_of_messages_are_shared_out_where_a_server_reports_only_their_sum() -> None:
     found = measured(sent(0, 0, [(1_000, -1), (3_000, -1)], output_tokens=4))
     assert found["latency"]["itl_us_max"] == 1_000
     assert found["throughput"]["output_tokens"] == 4
@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
         assert result.stdout == ""
 
 
-def test_requests_that_fail_are_told_by_kind(server: str) -> None:
+def test_requests_that_fail_are_named_by_kind(server: str) -> None:
     result = run_bench("--to", server, "--workload", "gen:n=3,rate=100", "--body", '{"prompt": "fail"}')
     assert result.exit_code == 1
     assert "3 status 503: " in result.stdout

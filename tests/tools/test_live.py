@@ -57,7 +57,7 @@ def test_every_request_is_sent_at_its_moment_and_answered(server: str, tmp_path:
     assert late[0] <= found["late_us"]["p50"] <= late[-1]
 
 
-def test_nobody_waits_for_the_answers_of_others(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_the_answers_of_others(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is answered before all were sent, so that one by one they would never be."""
     monkeypatch.setattr(live, "word_of", lambda token: "crowd")
     gen = f"gen:n={CROWD},rate=100,input=fixed:2,output=fixed:2"

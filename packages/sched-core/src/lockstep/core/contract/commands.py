@@ -13,7 +13,7 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from lockstep.core.contract.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams, Wish
+from lockstep.core.contract.events import BatchId, Decided, Grammar, RequestId, SamplingParams, Wish
 from lockstep.core.contract.stats import Stats
 
 Int32s = NDArray[np.int32]
@@ -26,6 +26,7 @@ Mode = Literal[
 SpeculationMethod = Literal["ngram", "draft_model", "eagle", "mtp", "forced"]
 """Who drafts; "forced": nobody, all that is verified was forced."""
 
+NO_SLOT = -1  # of state: none is named
 NO_ROWS: Int32s = np.empty(0, np.int32)
 NO_ROWS.flags.writeable = False
 
@@ -96,7 +97,7 @@ class HybridTransfer(msgspec.Struct, frozen=True):
     """
 
     window_pages: Int32s = NO_ROWS  # [n] of the sliding layers' pool
-    state_slot: int = -1  # of the state right behind the whole prompt; -1: it is not of this part, or there is none
+    state_slot: int = NO_SLOT  # of the state right behind the whole prompt; -1: not of this part, or none
 
 
 class RowTaken(msgspec.Struct, frozen=True):
@@ -528,7 +529,7 @@ Command = (
 class Step(msgspec.Struct):
     """What follows from one observed event."""
 
-    decided: list[DecidedEvent] = msgspec.field(default_factory=list)
+    decided: list[Decided] = msgspec.field(default_factory=list)
     commands: list[Command] = msgspec.field(default_factory=list)
     digest: bytes = b""  # chained over the logical decisions of this Step and all before it
     wake_at_us: int | None = None  # the host answers with ClockAdvanced, no earlier

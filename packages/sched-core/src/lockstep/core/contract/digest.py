@@ -6,8 +6,8 @@ matchers move, answers to control requests, loads of adapters and moves between 
 ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
 its admission names, and counts of one.
 From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
-A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that only tell
-why (`TELLING`) are left out: they are numbers of the state, which the rest of the chain covers.
+A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that are
+declared as informative are left out: they are numbers of the state, which the rest of the chain covers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ from lockstep.core.contract.commands import (
     StreamTokens,
     WriteToStorage,
 )
-from lockstep.core.contract.events import AdmissionDeferred, Decided, RequestRetracted
+from lockstep.core.contract.declarations import DECLARATIONS
+from lockstep.core.contract.events import Decided
 
 DIGEST_BYTES = 16
 MANY = 128  # requests of a plan or message
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
 MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
-
-TELLING: dict[type[Decided], int] = {AdmissionDeferred: 1, RequestRetracted: 2}
-"""How many of an event's last fields tell why, and are not covered."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
@@ -182,8 +180,8 @@ def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
 
 def _decided_bytes(event: Decided) -> bytes:
     values, defaults = astuple(event), event.__struct_defaults__
-    if telling := TELLING.get(type(event)):
-        values, defaults = values[:-telling], defaults[:-telling]
+    if informative := DECLARATIONS[type(event)].informative:
+        values, defaults = values[:-informative], defaults[:-informative]
     size = len(values)
     for default in reversed(defaults):
         if values[size - 1] != default:

@@ -15,6 +15,9 @@ from typing import Literal
 
 import msgspec
 
+from lockstep.core.contract.declarations import DECLARATIONS, Tally, declares
+from lockstep.core.contract.text import RequestNames, count, milliseconds, shown
+
 RequestId = int
 """Made by the host from a counter: strictly increasing, never used twice. A client's own id is only a `label`."""
 
@@ -549,6 +552,26 @@ DeferReason = Literal[
     "window",
     "state",
 ]
+DEFERRAL_TEXT: dict[DeferReason, str] = {
+    "running_limit": "max_running_requests run already",
+    "microbatch": "pp_max_micro_batch_size run already in this microbatch",
+    "rows": "no row is free",
+    "kv_budget": "it does not fit beside what runs",
+    "prefill_budget": "this extend is full",
+    "pages": "no page is free now",
+    "grammar": "its grammar is being compiled",
+    "adapter": "there is no place for its adapter yet",
+    "transfer": "its KV is on the way",
+    "prefetch": "its prefix is being fetched",
+    "media": "its media are being encoded",
+    "proposal_undone": "the ranks agreed to wait for prompts of others",
+    "prefix": "its prefix is being computed",
+    "sample": "another sample computes their prompt",
+    "load": "its prefix is on the way from host memory",
+    "window": "no window page is free for it now",
+    "state": "no slot of state is free now",
+}
+
 RejectReason = Literal[
     "too_long",
     "bad_request",
@@ -574,12 +597,24 @@ class RequestQueued(Decided, frozen=True, gc=False):
     truncated_tokens: int = 0  # cut off the prompt, see SchedConfig.truncate_input
 
 
+@declares(RequestQueued)
+def _request_queued(event: RequestQueued, names: RequestNames) -> str:
+    prompt, most = count(event.prompt_tokens, "prompt token"), count(event.max_new_tokens, "output token")
+    cut = f" ({event.truncated_tokens} cut off)" if event.truncated_tokens else ""
+    return f"queued {names.request(event.request_id)} with {prompt}{cut}, at most {most}"
+
+
 class RequestRejected(Decided, frozen=True, gc=False):
     """A request ended without ever having been admitted, by no wish of its client."""
 
     request_id: RequestId
     reason: RejectReason
     message: str
+
+
+@declares(RequestRejected, tallies=(Tally("rejected", by="reason"),))
+def _request_rejected(event: RequestRejected, names: RequestNames) -> str:
+    return f"rejected {names.request(event.request_id)} ({event.reason}): {event.message}"
 
 
 class RequestAdmitted(Decided, frozen=True, gc=False):
@@ -594,6 +629,20 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
     host_tokens: int = 0  # of the cached ones, those that were loaded from host memory for it
     storage_tokens: int = 0  # of these, those that came there from storage
     load_wait_us: int = 0  # of the waiting, since the first load or prefetch for it began, until the last one ended
+
+
+@declares(
+    RequestAdmitted,
+    tallies=(Tally("admitted"), Tally("cached_tokens", "cached_tokens"), Tally("new_tokens", "new_tokens")),
+)
+def _request_admitted(event: RequestAdmitted, names: RequestNames) -> str:
+    waited = f" after {milliseconds(event.waited_us)}" if event.waited_us else ""
+    cached = f", {count(event.cached_tokens, 'token')} cached" if event.cached_tokens else ""
+    if event.transferred_tokens:
+        cached += f", {count(event.transferred_tokens, 'token')} transferred"
+    loaded = f", {event.host_tokens} of them from the host" if event.host_tokens else ""
+    stored = f" ({event.storage_tokens} from storage)" if event.storage_tokens else ""
+    return f"admitted {names.request(event.request_id)}{waited}{cached}{loaded}{stored}"
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
@@ -611,11 +660,23 @@ class AdmissionDeferred(Decided, frozen=True, gc=False):
     limit: int = 0  # running_limit, microbatch, rows: so many may run, or so many rows there are, and all are taken
 
 
+@declares(AdmissionDeferred, informative=("limit",), tallies=(Tally("deferred", by="reason"),))
+def _admission_deferred(event: AdmissionDeferred, names: RequestNames) -> str:
+    numbers = f", {event.needed_tokens} tokens wanted, {event.available_tokens} left" if event.needed_tokens else ""
+    words = DEFERRAL_TEXT[event.reason] + (f" by {names.request(event.behind)}" if event.behind >= 0 else "")
+    return f"deferred {names.request(event.request_id)} ({event.reason}): {words}{numbers}"
+
+
 class PrefillCompleted(Decided, frozen=True, gc=False):
     """The last chunk of a request's prompt was launched; it decodes from here on."""
 
     request_id: RequestId
     chunks: int
+
+
+@declares(PrefillCompleted)
+def _prefill_completed(event: PrefillCompleted, names: RequestNames) -> str:
+    return f"prefilled {names.request(event.request_id)} in {count(event.chunks, 'chunk')}"
 
 
 class RequestRetracted(Decided, frozen=True, gc=False):
@@ -634,6 +695,20 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     available_pages: int = 0  # and what could be had
 
 
+@declares(
+    RequestRetracted,
+    informative=("needed_pages", "available_pages"),
+    tallies=(Tally("retractions", by="reason"), Tally("tokens_discarded", "tokens_discarded")),
+)
+def _request_retracted(event: RequestRetracted, names: RequestNames) -> str:
+    why = "" if event.reason == "pages" else f" ({event.reason})"
+    if event.reason == "preempted":
+        why = f" (preempted for {names.request(event.beneficiary)})"
+    discarded = f", {count(event.tokens_discarded, 'token')} discarded" if event.tokens_discarded else ""
+    outputs, pages = count(event.output_tokens, "output token"), count(event.pages_freed, "page")
+    return f"retracted {names.request(event.request_id)} after {outputs}, {pages} back{discarded}{why}"
+
+
 class RequestFinished(Decided, frozen=True, gc=False):
     """A request ended. Exactly one RequestFinished or RequestRejected closes every request."""
 
@@ -643,6 +718,12 @@ class RequestFinished(Decided, frozen=True, gc=False):
     cached_tokens: int  # of its prompt, at its first admission
 
 
+@declares(RequestFinished, tallies=(Tally("finished", by="reason"),))
+def _request_finished(event: RequestFinished, names: RequestNames) -> str:
+    outputs = count(event.output_tokens, "output token")
+    return f"finished {names.request(event.request_id)} with {outputs} ({event.reason})"
+
+
 class PagesEvicted(Decided, frozen=True, gc=False):
     """The radix cache gave up pages nobody held, because somebody needed them or its cap was passed."""
 
@@ -650,11 +731,22 @@ class PagesEvicted(Decided, frozen=True, gc=False):
     reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
 
 
+@declares(PagesEvicted, tallies=(Tally("pages_evicted", "pages", by="reason"),))
+def _pages_evicted(event: PagesEvicted, names: RequestNames) -> str:
+    return f"evicted {count(event.pages, 'page')} ({event.reason})"
+
+
 class DecodeSkipped(Decided, frozen=True, gc=False):
     """The next decode does not fit: it waits for work in flight to give pages back, or sits out beside an extend."""
 
     needed_pages: int
     returning_pages: int
+
+
+@declares(DecodeSkipped, tallies=(Tally("decodes_skipped"),))
+def _decode_skipped(event: DecodeSkipped, names: RequestNames) -> str:
+    needed = count(event.needed_pages, "page")
+    return f"skipped a decode: {needed} short, {event.returning_pages} on the way back"
 
 
 DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mixed", "slots", "queue", "spent", "open"]
@@ -672,6 +764,13 @@ class PrefillNegotiated(Decided, frozen=True, gc=False):
     waited_us: int  # since the first of them, by the first rank's clock
 
 
+@declares(PrefillNegotiated)
+def _prefill_negotiated(event: PrefillNegotiated, names: RequestNames) -> str:
+    waited = f" after {count(event.passes, 'pass', 'passes')}" if event.passes else ""
+    verdict = f"go ahead{waited}" if event.allowed else f"wait, pass {event.passes}"
+    return f"prompts {verdict} ({event.situation}, {count(event.wanting, 'rank')} could extend)"
+
+
 class TurnStarted(Decided, frozen=True, gc=False):
     """A session is free for this turn, which joins the line: its prompt is what the session keeps, and its own."""
 
@@ -682,11 +781,24 @@ class TurnStarted(Decided, frozen=True, gc=False):
     max_new_tokens: int  # what context, pool and the session's capacity leave of what was asked
 
 
+@declares(TurnStarted)
+def _turn_started(event: TurnStarted, names: RequestNames) -> str:
+    prompt, most = count(event.prompt_tokens, "prompt token"), count(event.max_new_tokens, "output token")
+    kept = f", {event.kept_tokens} of the session" if event.kept_tokens else ""
+    turn = f"{names.request(event.request_id)} in session {shown(event.session)}"
+    return f"started {turn} with {prompt}{kept}, at most {most}"
+
+
 class SessionYielded(Decided, frozen=True, gc=False):
     """A session's KV is no longer held, because somebody needs pages; its tokens are kept."""
 
     session: str
     pages: int  # that nobody holds any more
+
+
+@declares(SessionYielded)
+def _session_yielded(event: SessionYielded, names: RequestNames) -> str:
+    return f"session {shown(event.session)} yielded {count(event.pages, 'page')}"
 
 
 class SessionClosed(Decided, frozen=True, gc=False):
@@ -697,12 +809,22 @@ class SessionClosed(Decided, frozen=True, gc=False):
     reason: Literal["closed", "timeout"]
 
 
+@declares(SessionClosed)
+def _session_closed(event: SessionClosed, names: RequestNames) -> str:
+    return f"closed session {shown(event.session)} with {count(event.tokens, 'token')} ({event.reason})"
+
+
 class AdapterEvicted(Decided, frozen=True, gc=False):
     """An adapter that nobody used gave its slot on the device to another."""
 
     adapter: str
     version: int
     slot: int
+
+
+@declares(AdapterEvicted, tallies=(Tally("adapters_evicted"),))
+def _adapter_evicted(event: AdapterEvicted, names: RequestNames) -> str:
+    return f"evicted {event.adapter} version {event.version} from slot {event.slot}"
 
 
 TransferState = Literal[
@@ -723,6 +845,11 @@ class TransferMoved(Decided, frozen=True, gc=False):
     cause: TransferCause
 
 
+@declares(TransferMoved)
+def _transfer_moved(event: TransferMoved, names: RequestNames) -> str:
+    return f"transfer of {names.request(event.request_id)} is {event.state} ({event.cause})"
+
+
 TierKind = Literal["write", "load", "prefetch", "store"]
 """Device to host, host to device, storage to host, host to storage."""
 
@@ -738,6 +865,12 @@ class TierOperationStarted(Decided, frozen=True, gc=False):
     request_id: RequestId = -1  # load, prefetch: for whom it was begun
 
 
+@declares(TierOperationStarted)
+def _tier_operation_started(event: TierOperationStarted, names: RequestNames) -> str:
+    request = f" for {names.request(event.request_id)}" if event.request_id >= 0 else ""
+    return f"began {event.kind} {event.operation} of {count(event.pages, 'page')}{request}"
+
+
 class TierOperationEnded(Decided, frozen=True, gc=False):
     """A move ended: everything is there; or a part, or nothing, because of a failure or a cancel; or nobody wants it.
 
@@ -751,10 +884,20 @@ class TierOperationEnded(Decided, frozen=True, gc=False):
     pages_kept: int  # in the tier they went to
 
 
+@declares(TierOperationEnded)
+def _tier_operation_ended(event: TierOperationEnded, names: RequestNames) -> str:
+    return f"ended {event.kind} {event.operation} ({event.outcome}), {count(event.pages_kept, 'page')} kept"
+
+
 class HostPagesEvicted(Decided, frozen=True, gc=False):
     """Host memory gave up pages that nobody used, for others."""
 
     pages: int
+
+
+@declares(HostPagesEvicted, tallies=(Tally("host_pages_evicted", "pages"),))
+def _host_pages_evicted(event: HostPagesEvicted, names: RequestNames) -> str:
+    return f"evicted {count(event.pages, 'page')} from the host"
 
 
 class BlocksEvicted(Decided, frozen=True, gc=False, tag="CompanionsEvicted"):
@@ -767,24 +910,12 @@ class BlocksEvicted(Decided, frozen=True, gc=False, tag="CompanionsEvicted"):
     count: int
 
 
-DecidedEvent = (
-    RequestQueued
-    | RequestRejected
-    | RequestAdmitted
-    | AdmissionDeferred
-    | PrefillCompleted
-    | RequestRetracted
-    | RequestFinished
-    | PagesEvicted
-    | DecodeSkipped
-    | PrefillNegotiated
-    | TurnStarted
-    | SessionYielded
-    | SessionClosed
-    | AdapterEvicted
-    | TransferMoved
-    | TierOperationStarted
-    | TierOperationEnded
-    | HostPagesEvicted
-    | BlocksEvicted
-)
+@declares(BlocksEvicted, tallies=(Tally("blocks_evicted", "count", by="kind"),))
+def _blocks_evicted(event: BlocksEvicted, names: RequestNames) -> str:
+    what = "window page" if event.kind.endswith("window") else "checkpoint"
+    return f"evicted {count(event.count, what)}{' from the host' * event.kind.startswith('host')}"
+
+
+def decided_types() -> tuple[type[Decided], ...]:
+    """Every type of decided event, in the order of their definitions."""
+    return tuple(type_ for type_ in DECLARATIONS if issubclass(type_, Decided))

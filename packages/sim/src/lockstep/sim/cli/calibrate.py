@@ -16,7 +16,7 @@ from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
-    from lockstep.core.journal.journal import JournalHeader
+    from lockstep.core.journal.records import JournalHeader
     from lockstep.sim.calibrate.calibrate import HeldOut
     from lockstep.sim.cost import Calibration
     from lockstep.sim.cost.models import Fp8Activations
@@ -291,7 +291,7 @@ def acceptance(run: Path, as_json: bool) -> None:
     --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
     """
     with refusals():
-        from lockstep.sim.metrics.acceptance import describe
+        from lockstep.sim.calibrate.acceptance import describe
 
         found = describe(run)
         if as_json:
@@ -314,7 +314,8 @@ def acceptance(run: Path, as_json: bool) -> None:
 
 
 def _journal_header(run: Path) -> JournalHeader:
-    from lockstep.core.journal.journal import JournalError, read_journal
+    from lockstep.core.journal.reader import read_journal
+    from lockstep.core.journal.records import JournalError
     from lockstep.sim.cost import CalibrationError
 
     try:

@@ -13,18 +13,16 @@ import click
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.simulate import progress_bar, say_no_intervals, show
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    ClusterSetup,
-    assemble_cluster,
-    kind_of,
-    simulate_cluster,
-    write_cluster_run,
-)
+from lockstep.sim.cluster.intervals import intervals_of
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import ClusterSetup, assemble_cluster, kind_of
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.run.intervals import intervals_of
-from lockstep.sim.run.simulate import code_commit, code_version, debug_level, prepare_folder, workload_line
+from lockstep.sim.run.environment import debug_level
+from lockstep.sim.run.run_folder import prepare_folder, workload_line
 
 NUMBER_WIDTH = 5  # of `100.0`
 

@@ -125,9 +125,8 @@ def plan(
     with refusals():
         from lockstep.core.cluster.router import RouterConfig
         from lockstep.core.contract.errors import ConfigError
-        from lockstep.sim.cluster.cluster import parse_scaling
-        from lockstep.sim.host.adapters import USUAL
-        from lockstep.sim.metrics.metrics import Slo
+        from lockstep.sim.cluster.scenario import parse_scaling
+        from lockstep.sim.metrics.slo import Slo
         from lockstep.sim.plan.answer import PlanAnswer
         from lockstep.sim.plan.ledger import TrialStore
         from lockstep.sim.plan.question import (
@@ -144,7 +143,8 @@ def plan(
         )
         from lockstep.sim.plan.search import prepare, run_plan
         from lockstep.sim.plan.workers import crew_of
-        from lockstep.sim.run.simulate import workload_line
+        from lockstep.sim.run.adapters import USUAL
+        from lockstep.sim.run.run_folder import workload_line
 
         if jobs is not None and jobs < 1:
             raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
@@ -248,7 +248,7 @@ def _given(path: Path | None, *names: str) -> list[Path]:
 
 def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
     """The answer as JSON."""
-    from lockstep.sim.run.simulate import whole
+    from lockstep.sim.run.run_folder import whole
 
     for path in paths:
         with whole(path) as part:
@@ -257,8 +257,8 @@ def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
 
 def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
     """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
-    from lockstep.sim.report.plan_page import render_plan
-    from lockstep.sim.run.simulate import whole
+    from lockstep.sim.plan.page import render_plan
+    from lockstep.sim.run.run_folder import whole
 
     text = render_plan(answer) if paths else ""
     for path in paths:
@@ -269,7 +269,7 @@ def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
 
 def announce(question: Any, line: str, configurations: int, out: Path | None) -> None:
     """Say on stderr what is about to run."""
-    from lockstep.sim.run.simulate import code_commit, code_version
+    from lockstep.sim.results.code_version import code_commit, code_version
 
     code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
     kept = f"simulations kept in {out}" if out is not None else "nothing is kept, for lack of --out"

@@ -18,8 +18,9 @@ from lockstep.sim.cli.progress import terminal_bar
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from lockstep.sim.cluster.cluster import ClusterRun
-    from lockstep.sim.run.simulate import Run, Setup
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.run.setup import Setup
+    from lockstep.sim.run.simulate import Run
 
     ParamType = click.ParamType[Any]
 else:
@@ -523,9 +524,12 @@ def simulate(
     check_every = _parse_check(check)
     cut_short = False
     with refusals():
-        from lockstep.sim.run.intervals import intervals_of
+        from lockstep.sim.cluster.intervals import intervals_of
+        from lockstep.sim.run.assemble import assemble
         from lockstep.sim.run.options import asked_of
-        from lockstep.sim.run.simulate import Scenario, assemble, prepare_folder, simulate, write_run
+        from lockstep.sim.run.run_folder import prepare_folder, write_run
+        from lockstep.sim.run.simulate import simulate
+        from lockstep.sim.scenario.scenario import Scenario
 
         scenario = asked_of(options)
         if not isinstance(scenario, Scenario):
@@ -583,7 +587,7 @@ def refusals() -> Iterator[None]:
         raise
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError
-        from lockstep.core.journal.journal import JournalError
+        from lockstep.core.journal.records import JournalError
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
         from lockstep.sim.workload.workload import WorkloadError
 
@@ -598,7 +602,8 @@ def refusals() -> Iterator[None]:
 
 def announce(setup: Setup, out: Path | None) -> None:
     """Say on stderr what is about to run: the first line names seed, commit and journal."""
-    from lockstep.sim.run.simulate import code_commit, code_version, workload_line
+    from lockstep.sim.results.code_version import code_commit, code_version
+    from lockstep.sim.run.run_folder import workload_line
 
     code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
     journal = out / "journal" if out is not None else "none, for lack of --out"

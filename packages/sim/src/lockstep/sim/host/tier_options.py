@@ -11,7 +11,7 @@ from lockstep.core.contract.config import CacheTiers, PrefetchPolicy, WritePolic
 from lockstep.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.sim.host.cache_tiers import PageBytes
+    from lockstep.sim.host.page_bytes import PageBytes
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

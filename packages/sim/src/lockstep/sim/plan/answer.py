@@ -22,8 +22,9 @@ from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
 from lockstep.sim.plan.trial import Trial, TrialResult
+from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.run.simulate import code_commit, code_version, number_word, option_of
+from lockstep.sim.scenario.scenario import number_word, option_of
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
 

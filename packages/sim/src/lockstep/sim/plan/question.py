@@ -14,14 +14,14 @@ from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
 from lockstep.core.contract.config import TRANSFER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cli.settings import field_of, parse_setting, parse_tier
-from lockstep.sim.cluster.cluster import parse_scaling
+from lockstep.sim.cluster.scenario import parse_scaling
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.parallel import COUNTS
-from lockstep.sim.host.encoding import gpus_of_a_scheduler
+from lockstep.sim.host.closed_loop import CONCURRENCY_MAX
 from lockstep.sim.host.tier_options import TIER_KEYS
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, RoleSplit, all_splits, parse_split
-from lockstep.sim.workload.closed_loop import CONCURRENCY_MAX
+from lockstep.sim.run.encoding import gpus_of_a_scheduler
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
 from lockstep.sim.workload.workload import Workload, open_workload

@@ -33,13 +33,12 @@ import msgspec
 from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.catalogue import load_gpu
-from lockstep.sim.cluster.cluster import assemble_cluster
-from lockstep.sim.cluster.ranks import config_of_engine
+from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
+from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.cost.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
 from lockstep.sim.host.tier_options import HYBRID_KEYS, TIER_KEYS
-from lockstep.sim.metrics.metrics import Slo
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import TrialStore
 from lockstep.sim.plan.question import (
@@ -57,7 +56,12 @@ from lockstep.sim.plan.question import (
 from lockstep.sim.plan.split import MIXED, PREFILL_DECODE, RoleSplit, parse_split
 from lockstep.sim.plan.trial import Trial, TrialResult, file_digest
 from lockstep.sim.plan.workers import WorkerPool
-from lockstep.sim.run.simulate import Scenario, Setup, assemble, code_commit, code_version, open_load
+from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.load import open_load
+from lockstep.sim.run.ranks import config_of_engine
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
 

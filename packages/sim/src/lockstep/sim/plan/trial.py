@@ -17,27 +17,26 @@ import msgspec
 import numpy as np
 
 from lockstep.core.cluster.router import RouterConfig
-from lockstep.sim.cluster.cluster import (
-    Cluster,
-    ClusterRun,
-    ClusterScenario,
-    assemble_cluster,
-    parse_scaling,
-    simulate_cluster,
-)
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import HandoverCluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.routed import Cluster
+from lockstep.sim.cluster.scenario import ClusterScenario, parse_scaling
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import KvDtype, WeightsDtype
 from lockstep.sim.cost.lora import LORA_RANK
 from lockstep.sim.cost.models import Fp8Activations
 from lockstep.sim.cost.parallel import EPLB_INTERVAL
 from lockstep.sim.host.adapters import ALL_TARGETS
-from lockstep.sim.host.encoding import gpus_of_a_scheduler
-from lockstep.sim.metrics.metrics import RunData, Slo
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import block_samples
 from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import RoleSplit, parse_split
-from lockstep.sim.run.simulate import Scenario, open_load
+from lockstep.sim.run.encoding import gpus_of_a_scheduler
+from lockstep.sim.run.load import open_load
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload
 
 NO_SCALING = "none"

@@ -20,9 +20,9 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import parse_admission
 from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import check_router_options, given_settings, router_given, simulate
-from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, parse_engines, parse_scaling
-from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines, parse_scaling
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of
 
 SAYS_NOTHING = {
