@@ -6,6 +6,7 @@ import random
 
 import msgspec
 
+from lockstep.core.admin.stats import Watched, healthy, watch
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -18,7 +19,6 @@ from lockstep.core.contract.events import (
     RequestArrived,
     TokenRuns,
 )
-from lockstep.core.contract.stats import Watched, healthy, watch
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.draw import pressed_actions, pressed_config
