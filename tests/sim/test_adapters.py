@@ -409,9 +409,10 @@ def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:
     assert "--lora NAME=ADAPTER_FOLDER --max-lora-rank 32" in done.output
     assert "the time of what adapters add to products" in done.output
     assert "--adapters 5" in done.output
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1)
-    assert b"lora" not in msgspec.json.encode(one)
-    assert msgspec.structs.replace(one, adapters="5", max_lora_rank=8).scenario().base.max_lora_rank == 8
+    base = Scenario(model="m", gpu="g", workload="w", rate=1.0, limit=1, seed=1)
+    assert not any("lora" in name for name in Trial(base=base, replicas=1).record())
+    several = Trial(base=replace(base, adapters="5", max_lora_rank=8), replicas=1)
+    assert several.scenario().base.max_lora_rank == several.record()["max_lora_rank"] == 8
 
 
 def test_the_command_runs_it_again() -> None:

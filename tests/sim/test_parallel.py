@@ -22,7 +22,6 @@ from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
@@ -53,6 +52,7 @@ from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")

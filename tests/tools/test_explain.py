@@ -25,7 +25,7 @@ from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import find_request
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
-from tests.support.fleet import Fleet
+from tests.support.fleet.fleet import Fleet
 from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
 from tests.support.scenario import Run, digest_of, parse, play
 from tests.support.served import Asked
