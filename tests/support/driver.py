@@ -444,7 +444,7 @@ class Driver:
         chunked = self.engine.prefilling.request_id if self.engine.prefilling is not None else None
         line, held = [request.request_id for request in self.engine.waiting], list(self.engine.held)
         idle, live = not self.engine.in_flight, dict(self.engine.requests)
-        unloading = list(self.engine.memory.adapters.withdrawals) if self.engine.memory.adapters is not None else []
+        unloading = list(self.engine.memory.adapters.withdrawals)
         followers = {leader: [one.request_id for one in them] for leader, them in self.engine.followers.items()}
         places = self._places()
         step = self.engine.step(event)
@@ -637,7 +637,7 @@ class Driver:
 
     def _minimal(self, step: Step) -> None:
         """S27: nobody gives way in vain: with the last victim still there, the decode would not have fit."""
-        if self.engine.memory.hybrid is not None:
+        if self.engine.memory.hybrid.present:
             return  # another pool may have been the short one
         victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
         for victim in victims[-1:]:
@@ -706,7 +706,7 @@ class Driver:
     def _waits_for_writes(self) -> bool:
         """Whether the KV of the retracted, which the radix cache has now, is being written to host memory first."""
         tiers = self.engine.memory.tiers
-        return tiers is not None and self.engine.config.retracted_kv == "cache" and tiers.device_busy
+        return self.engine.config.retracted_kv == "cache" and tiers.device_busy
 
     def _places(self) -> tuple[dict[int, int], list[int]] | None:
         """Who has a place in which microbatch, and who ends whatever comes back; None: there is but one microbatch."""
@@ -893,7 +893,9 @@ class Driver:
         if self.check:
             assert self.engine.memory.pool.free_count == self.engine.config.pages, "L9: a flush leaves pages behind"
             tiers = self.engine.memory.tiers
-            assert tiers is None or tiers.pool.free_count == tiers.pool.total, "L9: a flush leaves host pages behind"
+            assert not tiers.present or tiers.pool.free_count == tiers.pool.total, (
+                "L9: a flush leaves host pages behind"
+            )
             self._hybrid_is_free()
         assert not self.controls, f"L8: never answered: {self.controls}"
         unended = [request_id for request_id, story in self.stories.items() if not story.ended]
@@ -901,10 +903,10 @@ class Driver:
 
     def _hybrid_is_free(self) -> None:
         hybrid = self.engine.memory.hybrid
-        if hybrid is not None and hybrid.window is not None:
+        if hybrid.window is not None:
             pool = hybrid.window.pool
             assert pool.free_count == pool.total, "L9: a flush leaves window pages behind"
-        if hybrid is not None and hybrid.states is not None:
+        if hybrid.states is not None:
             pool = hybrid.states.pool
             assert pool.free_count == pool.total, "L9: a flush leaves slots of state behind"
 

@@ -22,13 +22,15 @@ from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.resource import Deferral, ExtendShare
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
-from lockstep.core.scheduler.engine import Decodes, Deferral, Engine, ExtendShare
+from lockstep.core.scheduler.admission import Admission
+from lockstep.core.scheduler.engine import Decodes, Engine
 
 Plant = AbstractContextManager[None]
 Original = Callable[..., Any]
@@ -57,18 +59,19 @@ def gate_off_by_a_page() -> Plant:
     """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
 
     def bug(
-        examine: Original, engine: Engine, request: Request, budget: PrefillBudget, parts: int
+        examine: Original, admission: Admission, request: Request, budget: PrefillBudget, *rest: object
     ) -> ExtendShare | Deferral:
-        found: ExtendShare | Deferral = examine(engine, request, budget, parts)
-        tokens, page_size = len(request.tokens) // 4, engine.config.page_size
+        found: ExtendShare | Deferral = examine(admission, request, budget, *rest)
+        view = admission.resources[0].view
+        tokens, page_size = len(request.tokens) // 4, view.config.page_size
         if (
             isinstance(found, ExtendShare)
             and tokens + request.max_new_tokens - request.outputs + page_size > budget.current
         ):
-            return Deferral("kv_budget") if not engine.active else found
+            return Deferral("kv_budget", lasts=True) if not view.active else found
         return found
 
-    return _replaced(Engine, "_examine", bug)
+    return _replaced(Admission, "examine", bug)
 
 
 def hold_forgotten() -> Plant:
@@ -80,9 +83,9 @@ def prompt_charged_on_resume() -> Plant:
     """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
     examining: list[Request] = []
 
-    def remember(examine: Original, engine: Engine, request: Request, *rest: object) -> ExtendShare | Deferral:
+    def remember(examine: Original, admission: Admission, request: Request, *rest: object) -> ExtendShare | Deferral:
         examining[:] = [request]
-        found: ExtendShare | Deferral = examine(engine, request, *rest)
+        found: ExtendShare | Deferral = examine(admission, request, *rest)
         return found
 
     def bug(wanted: Original, budget: PrefillBudget, new_tokens: int, remaining_output: int) -> int:
@@ -91,7 +94,7 @@ def prompt_charged_on_resume() -> Plant:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(Engine, "_examine", remember), _replaced(PrefillBudget, "wanted", bug):
+        with _replaced(Admission, "examine", remember), _replaced(PrefillBudget, "wanted", bug):
             yield
 
     return both()
@@ -383,7 +386,7 @@ def adapter_evicted_in_use() -> Plant:
     def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
         leave(memory, request, step, **how)
-        if memory.adapters is not None:
+        if memory.adapters.present:
             memory.adapters.give_back(row)
 
     @contextmanager

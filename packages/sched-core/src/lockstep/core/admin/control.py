@@ -98,7 +98,7 @@ def _flush(engine: Engine, control_id: int, control: Flush, step: Step) -> str |
         waiting = len(engine.waiting) + len(engine.held)
         running = len(engine.requests) - waiting
         return f"not idle: {waiting} waiting, {running} running, {len(engine.in_flight)} in flight"
-    if engine.memory.tiers is not None and engine.memory.tiers.operations:
+    if engine.memory.tiers.operations:
         return f"not idle: pages move between cache tiers, in {len(engine.memory.tiers.operations)} operations"
     engine.sessions.lose_kv(engine)
     engine.memory.empty_cache("flush", step)
@@ -294,12 +294,12 @@ NO_LORA = "LoRA is off (`max_loras` is not set)"
 
 def _load_adapter(engine: Engine, control_id: int, control: LoadAdapterControl, step: Step) -> str | None:
     adapters = engine.memory.adapters
-    return adapters.register(control) if adapters is not None else NO_LORA
+    return adapters.register(control) if adapters.present else NO_LORA
 
 
 def _unload_adapter(engine: Engine, control_id: int, control: UnloadAdapterControl, step: Step) -> str | None:
     adapters = engine.memory.adapters
-    if adapters is None:
+    if not adapters.present:
         return NO_LORA
     return adapters.withdraw(control.adapter, control_id) or LATER
 
@@ -341,15 +341,17 @@ def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
     engine.now_us = event.time_us
     engine.generation = event.generation
     engine.media.void()  # before anybody ends below: what that lets others ask for is not to replace what is gone
-    tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
+    tiers, engine.memory.tiers = (
+        engine.memory.tiers,
+        NoTiers(engine.memory),
+    )  # what is given back below is worth no copy
     if engine.transfers is not None:
         engine.transfers.restarted(engine, step)
     if engine.ranks is not None:
         engine.ranks.restarted(event.generation)
     line = engine.waiting
     engine.waiting = []
-    if tiers is not None:
-        tiers.void(event.generation, step)
+    tiers.void(event.generation, step)
     engine.retract_all("restart", step)
     engine.in_flight.clear()
     line = [request for request in line if not prerequisites.lost_media(engine, request)]

@@ -74,8 +74,7 @@ class Maintenance(msgspec.Struct):
 
     def tell_tiers(self, engine: Engine) -> None:
         """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
-        if engine.memory.tiers is not None:
-            engine.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+        engine.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, engine: Engine, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:
@@ -88,11 +87,11 @@ class Maintenance(msgspec.Struct):
                 job.begun = True
                 self._make_way(job, engine, step)
             adapters = engine.memory.adapters
-            if engine.in_flight or (job.lets_run and engine.active) or (adapters is not None and adapters.loading):
+            if engine.in_flight or (job.lets_run and engine.active) or adapters.loading:
                 return
             if job.lets_run and engine.transfers is not None and engine.transfers.holds_pages:
                 return
-            if engine.memory.tiers is not None and engine.memory.tiers.device_busy:
+            if engine.memory.tiers.device_busy:
                 return
             self._order(job, engine, step)
 
@@ -176,7 +175,7 @@ class Maintenance(msgspec.Struct):
                 if "kv_cache" in tags:
                     engine.sessions.lose_kv(engine)
                     engine.memory.empty_cache("release", step)
-                if "weights" in tags and engine.memory.adapters is not None:
+                if "weights" in tags:
                     engine.memory.adapters.void()
                 step.commands.append(ReleaseDeviceMemory(tags, generation))
             case ResumeMemory():

@@ -87,7 +87,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 def stats(engine: Engine) -> Stats:
     """How the engine stands now. The counts are a copy."""
     memory, counts = engine.memory, engine.counts
-    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    cached = memory.radix.evictable_pages
     free, pages = memory.pool.free_count, engine.config.pages
     prefilling = int(engine.prefilling is not None)
     looked_up = counts.cached_tokens + counts.new_tokens

@@ -186,8 +186,7 @@ def _is_full(engine: Engine) -> bool:
         return True
     if not engine.microbatches.has_place():
         return True
-    hybrid = engine.memory.hybrid
-    return hybrid is not None and hybrid.full(everybody(engine))
+    return engine.memory.hybrid.full(everybody(engine))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:

@@ -369,7 +369,7 @@ class Transfers:
 
         Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
         """
-        held_up = engine.memory.hybrid is not None and not engine.in_flight and not engine.everybody[0].size
+        held_up = engine.memory.hybrid.present and not engine.in_flight and not engine.everybody[0].size
         if held_up and self.ready:
             self.give_up(engine, engine.requests[self.ready[-1]], step)
             return True
@@ -462,8 +462,7 @@ class Transfers:
             step.wake_by(transfer.due_us)
 
     def _unlock(self, engine: Engine, transfer: Transfer, step: Step) -> None:
-        if engine.memory.hybrid is not None:
-            engine.memory.hybrid.quarantine(transfer.request_id)
+        engine.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
             engine.memory.let_go(transfer.handle, transfer.namespace, step)
             transfer.handle = None
@@ -595,16 +594,16 @@ class Transfers:
                 memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step
             )
         match = memory.match_to_receive(request)
-        cached = match.pages if match is not None else 0
+        cached = match.pages
         pages = self._pages_of(engine, request, match)
         if not self._fits(engine, request, match):
             return False
         path = memory.path_of(match)
-        if memory.radix is not None and match is not None:
-            transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
+        transfer.handle = memory.radix.hold(match)
+        if transfer.handle is not None:
+            transfer.namespace = request.namespace
         transfer.pages = memory.alloc(pages, "admission", step)
-        if memory.hybrid is not None:
-            memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
+        memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
         transfer.start_tokens, transfer.weights = cached * page_size, memory.weights_version
         transfer.slot = self.free_slots.pop()
         self._move(engine, transfer, "allocated", step)
@@ -620,7 +619,7 @@ class Transfers:
             slot=transfer.slot,
             weights_version=transfer.weights,
             adapter_version=request.adapter.version,
-            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]) if memory.hybrid is not None else None,
+            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]),
         )
         step.commands.append(start)
         return True
@@ -645,10 +644,9 @@ class Transfers:
         page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
         if pages > free:
             return False
-        if memory.hybrid is not None:
-            path, stop = memory.path_of(match), self._first_stop(request)
-            if not memory.hybrid.has_room_to_receive(engine, request, path, stop, None if alone else reserved):
-                return False
+        path, stop = memory.path_of(match), self._first_stop(request)
+        if not memory.hybrid.has_room_to_receive(engine, request, path, stop, None if alone else reserved):
+            return False
         if alone:
             return True  # the pool is its own: what passed the entry check fits
         if engine.config.reserve == "full":
@@ -704,7 +702,7 @@ class Transfers:
                 weights_version=transfer.weights,
                 cached_tokens=max(request.cached_tokens, 0),
                 adapter_version=request.adapter.version,
-                hybrid=hybrid.to_send(request, start, pages, last=last) if hybrid is not None else None,
+                hybrid=hybrid.to_send(request, start, pages, last=last),
             )
             step.commands.append(part)
             transfer.given_tokens = stop
@@ -730,7 +728,7 @@ class Transfers:
                 break
             if not engine.microbatches.has_place():
                 break
-            if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
+            if request.holds > 1 or not adapters.has_place_for(request.adapter):
                 continue  # for its grammar, or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = engine.memory.adopt_row(request, transfer.handle, transfer.pages, stop)

@@ -39,6 +39,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.prerequisites import await_media, comes_by_transfer, has_media
 from lockstep.core.kv.memory import NO_BATCH, Memory
 from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.resource import Deferral
 from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
 from lockstep.core.requests.table import Request
@@ -47,7 +48,7 @@ from lockstep.core.requests.validation import RequestRefused, refuse_spans, refu
 if TYPE_CHECKING:
     from typing import Literal
 
-    from lockstep.core.scheduler.engine import Deferral, Engine
+    from lockstep.core.scheduler.engine import Engine
 
 COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
 """How a turn ends whose tokens become the session's."""
@@ -377,7 +378,7 @@ class Sessions:
     def _hold_cached(self, session: Session, engine: Engine) -> None:
         """Hold whatever of the session's tokens the radix cache has."""
         memory = engine.memory
-        if memory.radix is None or engine.config.session_kv != "hold" or not session.tokens:
+        if not memory.radix.present or engine.config.session_kv != "hold" or not session.tokens:
             return
         pages = session.length // engine.config.page_size
         match = memory.radix.match(memory.keyed(session.namespace), session.tokens, pages)

@@ -185,8 +185,7 @@ def _pages_to_open(engine: Engine) -> int:
     """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
     memory = engine.memory
     available = memory.available_pages
-    if memory.hybrid is not None:
-        available = memory.hybrid.pages_for_drafts(available)
+    available = memory.hybrid.pages_for_drafts(available)
     return available - engine.microbatches.pages_of_others(engine.config.page_size, engine.ahead)
 
 

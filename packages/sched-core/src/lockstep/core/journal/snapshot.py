@@ -36,11 +36,10 @@ from lockstep.core.features.media import Content, EncoderEntry
 from lockstep.core.features.microbatches import MicrobatchesImage
 from lockstep.core.features.sessions import SessionImage
 from lockstep.core.features.speculation import Chances
-from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import FullPages
+from lockstep.core.kv.adapters import adapters_of
 from lockstep.core.kv.memory import DeferredFree, Lent, Pending, Rewrite
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.kv.radix import RadixNode, radix_cache_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import (
     BASE,
@@ -243,6 +242,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEY
     hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     ranks: RoundsImage | msgspec.UnsetType = msgspec.UNSET  # of one of several data-parallel ranks
     microbatches: MicrobatchesImage | msgspec.UnsetType = msgspec.UNSET  # where there are several
+    resources: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # of those that are not stored above, by name
 
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -273,7 +273,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         generation=engine.generation,
         digest=engine.digest,
         pool=memory.pool.dump(),
-        radix=memory.radix.dump() if memory.radix is not None else None,
+        radix=memory.radix.dump(),
         rows=len(memory.table.holders),
         free_rows=list(memory.table.free_rows),
         pages_width=memory.table.pages.shape[1],
@@ -296,7 +296,7 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         latency=engine.latency.sums,
         batch_is_full=engine.batch_is_full,
         decode_owed=engine.microbatches.current.decode_owed,
-        deferred=engine.deferred,
+        deferred=engine.admission.reported,
         launch_found_nothing=engine.launch_found_nothing,
         horizon=engine.microbatches.current.horizon,
         decode_launches=engine.microbatches.current.decode_launches,
@@ -319,17 +319,18 @@ def dump(engine: Engine, host: bytes = b"") -> bytes:
         session_uses=engine.sessions.uses,
         sessions_unsettled=list(engine.sessions.unsettled),
         media=_media_image(engine),
-        adapters=memory.adapters.dump() if memory.adapters is not None else None,
+        adapters=memory.adapters.dump(),
         chances=engine.chances if engine.chances.offered else msgspec.UNSET,
         forced=[(request_id, one.first, one.tokens.tobytes()) for request_id, one in engine.forced.items()]
         or msgspec.UNSET,
         host=host,
         transfers=engine.transfers.image(memory.lent) if engine.transfers is not None else None,
-        tiers=memory.tiers.dump() if memory.tiers is not None else msgspec.UNSET,
+        tiers=memory.tiers.dump() or msgspec.UNSET,
         expert_loads=_expert_loads_image(engine),
-        hybrid=memory.hybrid.dump() if memory.hybrid is not None else msgspec.UNSET,
+        hybrid=memory.hybrid.dump() or msgspec.UNSET,
         ranks=engine.ranks.image() if engine.ranks is not None else msgspec.UNSET,
         microbatches=engine.microbatches.image() if engine.microbatches.several else msgspec.UNSET,
+        resources={one.name: one.dump() for one in engine.admission.resources if one.name} or msgspec.UNSET,
     )
     return _encode(image)
 
@@ -350,10 +351,10 @@ def restore(data: bytes) -> Engine:
     engine = Engine(image.config)
     memory = engine.memory
     memory.pool = PagePool.load(image.pool)
-    memory.radix = RadixCache.load(image.radix) if image.radix is not None else None
-    nodes = {node.number: node for node in memory.radix.walk()} if memory.radix is not None else {}
+    memory.radix = radix_cache_of(image.radix)
+    nodes = {node.number: node for node in memory.radix.walk()}
 
-    memory.adapters = Adapters.load(image.adapters) if image.adapters is not None else None
+    memory.adapters = adapters_of(image.adapters)
     memory.table = RequestTable(image.config.rows_max, image.config.page_size)
     memory.table.resize(image.rows, image.pages_width, image.outputs_width)
     memory.table.free_rows = image.free_rows
@@ -396,21 +397,26 @@ def restore(data: bytes) -> Engine:
     engine.ratio.value = image.ratio
     engine.latency.sums = image.latency
     for name in (
-        "now_us generation digest batch_is_full deferred launch_found_nothing "
+        "now_us generation digest batch_is_full launch_found_nothing "
         "refreshed_at next_batch_id last_request_id timers paused draining drains "
         "tokens_discarded prefilled_tokens maintenance pace counts"
     ).split():
         setattr(engine, name, getattr(image, name))
     memory.weights_version = image.weights_version
-    if memory.tiers is not None and image.tiers is not msgspec.UNSET:
+    engine.admission.reported = image.deferred
+    if image.tiers is not msgspec.UNSET:
         memory.tiers.load(image.tiers, nodes)
         engine.maintenance.tell_tiers(engine)
-    if memory.hybrid is not None and image.hybrid is not msgspec.UNSET:
+    memory.hybrid.table = memory.table
+    if image.hybrid is not msgspec.UNSET:
         memory.hybrid.load(image.hybrid, memory.table)
-        memory.pool = FullPages(memory.pool, memory.hybrid)
+        memory.pool = memory.hybrid.pool_of(memory.pool)
     if isinstance(image.expert_loads, tuple):
         layers, reports, counts = image.expert_loads
         engine.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
+    for one in engine.admission.resources if image.resources is not msgspec.UNSET else ():
+        if one.name:
+            one.load(image.resources[one.name])
     engine.sessions.load(image.sessions, nodes)
     engine.sessions.uses = image.session_uses
     engine.sessions.unsettled = image.sessions_unsettled

@@ -104,6 +104,14 @@ def lasts_with(running_batch: RunningBatch, positions: Int32s, joining: list[Req
     )
 
 
+def counts_on_ends(config: SchedConfig, request: Request) -> bool:
+    """Whether a request is admitted by when all running requests will end.
+
+    Of requests that ignore end tokens, where nothing is cached and the reserve follows the new-token ratio.
+    """
+    return request.ignore_eos and not config.radix_cache and config.reserve == "ratio"
+
+
 class PrefillBudget:
     """What one extend may still take. All in tokens but `set_aside`; `chunk` None means prompts are never split."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 from itertools import takewhile
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from msgspec import Struct
@@ -45,7 +45,6 @@ from lockstep.core.contract.events import (
     ClockAdvanced,
     ControlRequested,
     DecodeSkipped,
-    DeferReason,
     EngineRestarted,
     ExpertLoadMeasured,
     FinishReason,
@@ -80,9 +79,8 @@ from lockstep.core.features.media import EncoderCache, Placeholders
 from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.kv.adapters import LOOKAHEAD_REQUESTS, Adapters
-from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.memory import Memory
-from lockstep.core.kv.radix import Match
+from lockstep.core.kv.resource import Deferral, ExtendShare
 from lockstep.core.kv.tiers import Tiers
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
@@ -90,14 +88,12 @@ from lockstep.core.requests.budget import (
     NewTokenRatio,
     PrefillBudget,
     aligned,
-    ceil_to,
     chunk_tokens,
-    lasts_with,
     reserve_by_ratio,
 )
 from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.running import RunningState
-from lockstep.core.requests.table import BASE, EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
+from lockstep.core.requests.table import EMPTY_BATCH, NO_REQUEST, ONE, Int32s, Request, RequestState, RunningBatch
 from lockstep.core.requests.validation import (
     Accepted,
     RequestRefused,
@@ -107,38 +103,15 @@ from lockstep.core.requests.validation import (
     stop_tokens_of,
 )
 from lockstep.core.scheduler import preemption
+from lockstep.core.scheduler.admission import Admission, TierMoves, within_windows
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering, refresh_prefixes
 
-OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
 
 
 KV_STAYS_GOOD: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
 """Reasons to retract that say nothing about the KV itself, so that it may be kept for whoever begins alike."""
-
-
-class Deferral(NamedTuple):
-    """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there were any."""
-
-    reason: DeferReason
-    needed: int = 0
-    available: int = 0
-
-    @property
-    def own(self) -> bool:
-        """Whether it concerns this request only, so that those behind it may pass. Shortage stops the whole line."""
-        return self.reason in OWN_DEFERRALS
-
-
-class ExtendShare(NamedTuple):
-    """How a waiting request joins an extend. Tokens, all of them."""
-
-    match: Match | None
-    cached_tokens: int
-    new_tokens: int  # still to compute, all chunks together
-    take: int  # of these, in this extend
-    locked_tokens: int  # cached ones that nobody held so far
 
 
 class Decodes(Struct, frozen=True):
@@ -194,7 +167,6 @@ class Engine:
         self.latency = ExtendLatency()
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.batch_is_full = False  # admission ran out of memory; not tried again before somebody leaves
-        self.deferred: tuple[RequestId, DeferReason] | None = None  # what was last said about the head of the line
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
         self.speculates = config.speculates
@@ -217,6 +189,7 @@ class Engine:
         self.counts = Counts()
 
         self.tokens_discarded = 0  # sampled for rows that were dead by then
+        self.admission = Admission(self)
 
     # ------------------------------------------------------------------------------------------------------ the policy
 
@@ -256,13 +229,13 @@ class Engine:
                 self.grammars.answered(self, event, step)
             case TokensForced():
                 jump_forward.learn(self, event)
-            case AdapterLoaded() if self.memory.adapters is not None:
+            case AdapterLoaded() if self.memory.adapters.present:
                 self._adapter_loaded(event, self.memory.adapters, step)
             case TransferAdvanced() if self.transfers is not None:
                 self.transfers.advanced(self, event, step)
             case RanksAgreed() if self.ranks is not None:
                 found_nothing = self.ranks.agreed(self, event, step)
-            case HostCopyFinished() | PrefetchFinished() | StorageWritten() if self.memory.tiers is not None:
+            case HostCopyFinished() | PrefetchFinished() | StorageWritten() if self.memory.tiers.present:
                 self._tier_answered(event, self.memory.tiers, step)
             case ClockAdvanced() | HostTimeClamped():
                 self.now_us = event.time_us
@@ -285,10 +258,9 @@ class Engine:
             step.wake_by(self.pace.not_before_us)
         if not self.requests:
             self._settle_idle(step)
-        if self.memory.adapters is not None:
+        if self.memory.adapters.present:
             self._settle_adapters(self.memory.adapters, step)
-        if self.memory.tiers is not None:
-            self.memory.tiers.tend(self, step)
+        self.memory.tiers.tend(self, step)
         if step.decided:
             self.counts.fold(step.decided)
         if self.digests:
@@ -407,6 +379,11 @@ class Engine:
             prerequisites.follow(self, request, stop, step)
 
     @property
+    def kv_in_transfer(self) -> bool:
+        """Whether transfers from another engine hold pages."""
+        return self.transfers is not None and self.transfers.holds_pages
+
+    @property
     def stands_still(self) -> bool:
         """Whether nothing is launched for now, by somebody's wish."""
         paced = self.pace.gap_us > 0 and self.now_us < self.pace.not_before_us
@@ -446,9 +423,7 @@ class Engine:
         self.last_request_id = event.request_id + samples - 1
         try:
             self._refuse_newcomers(event, samples)
-            adapters = self.memory.adapters
-            adapter = adapters.named(event.adapter) if adapters is not None else BASE
-            taken = accepted(event, adapter, self.config)
+            taken = accepted(event, self.memory.adapters.named(event.adapter), self.config)
             if event.session or event.session_start is not None:
                 self.sessions.check(event)
             if self.transfers is not None:
@@ -768,7 +743,7 @@ class Engine:
             self._continue_chunk(self.prefilling, budget, parts, step)
             while not parts and self.transfers is not None and self.transfers.makes_way(self, step):
                 self._continue_chunk(self.prefilling, budget, parts, step)
-            if not parts and self.memory.hybrid is not None:
+            if not parts and self.memory.hybrid.present:
                 take = self._chunk_in_full_pages(self.prefilling, budget)
                 preempted = preemption.make_room_for_split(self, self.prefilling, take, budget, step)
                 if preempted:
@@ -784,18 +759,18 @@ class Engine:
                 if writer is not None:
                     self._put_off(request, writer, step)
                     continue
-                found = self._examine(request, budget, len(parts))
+                found = self.admission.examine(request, budget, len(parts), self.prefilling is None)
                 while isinstance(found, Deferral) and self.sessions.give_way(self, request, found, budget, step):
-                    found = self._examine(request, budget, len(parts))
+                    found = self.admission.examine(request, budget, len(parts), self.prefilling is None)
                 if isinstance(found, ExtendShare) and self._loads_first(request, found, budget, step):
                     continue
                 if isinstance(found, Deferral):
                     victims = preemption.make_room(self, request, found.reason, budget, len(parts), step)
                     if victims:
                         preempted += victims
-                        found = self._examine(request, budget, len(parts))
+                        found = self.admission.examine(request, budget, len(parts), self.prefilling is None)
                 if isinstance(found, ExtendShare):
-                    self._admit(request, found, budget, parts, step)
+                    self._admit(request, found, parts, step)
                     continue
                 self._defer(request, found, step)
                 if not found.own:
@@ -850,10 +825,6 @@ class Engine:
             return self.next_pages(running_batch, positions) * config.page_size
         return reserve_by_ratio(running_batch.limits - positions - ONE, running_batch.ignores_eos, self.ratio.value)
 
-    def counts_on_ends(self, request: Request) -> bool:
-        """Whether a request is admitted by when everybody will end: it ignores end tokens, and nothing is cached."""
-        return request.ignore_eos and self.memory.radix is None and self.config.reserve == "ratio"
-
     def set_aside(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
         return (
@@ -879,7 +850,7 @@ class Engine:
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
         """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
         take = self._chunk_in_full_pages(request, budget)
-        return self._seen_by_windows(request, request.computed, take, NO_ROWS, budget, may_split=True)
+        return within_windows(self, request, request.computed, take, NO_ROWS, budget, may_split=True)
 
     def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
         page_size, start = self.config.page_size, request.computed
@@ -898,85 +869,22 @@ class Engine:
         budget, answer = self._prefill_budget(running), False
         for request in self.ordering.turn(self):
             if self.ordering.writer_of_prefix(request, self) is None:
-                found = self._examine(request, budget, 0)
+                found = self.admission.examine(request, budget, 0, self.prefilling is None)
                 answer = isinstance(found, ExtendShare)
                 if answer or (isinstance(found, Deferral) and not found.own):
                     break
         self.ordering.close(self)
         return answer
 
-    def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
-        """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
-        config = self.config
-        if self.active - self.sending >= config.max_running_requests:
-            return Deferral("running_limit")
-        if not self.microbatches.has_place():
-            return Deferral("microbatch")
-        if not self.memory.table.row_available():
-            return Deferral("rows")
-        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
-            return Deferral("prefill_budget")
-        verdict = budget.verdict()
-        if verdict != "continue":
-            return Deferral("kv_budget" if verdict == "no_tokens" else "prefill_budget")
-        if self.memory.adapters is not None and not self.memory.adapters.has_place_for(request.adapter):
-            return Deferral("adapter")
-        if self.memory.tiers is not None and (awaited := self.memory.tiers.holds_back(request, self.now_us)):
-            return Deferral(awaited)
-
-        page_size = config.page_size
-        tokens = len(request.tokens) // 4
-        match = self.memory.match(request)
-        cached = match.pages * page_size if match is not None else 0
-        locking = match.evictable_pages if match is not None else 0
-        new_tokens = tokens - cached
-        alone = not self.active  # then the pool is its own: what passed the entry check fits
-        if alone and self.transfers is not None and config.reserve == "full":
-            alone = not self.transfers.holds_pages
-        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        if not alone and self.counts_on_ends(request):
-            free = budget.current - ceil_to(new_tokens, page_size)
-            joining = [*budget.newcomers, request]
-            if not lasts_with(*self.everybody, joining, self.ratio.value, free):
-                return Deferral("kv_budget", wanted, max(free, 0))
-        elif not alone and not budget.has(wanted, locking * page_size):
-            return Deferral("kv_budget", wanted, budget.total - locking * page_size)
-        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=self.prefilling is None)
-        if take <= 0:
-            return Deferral("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
-        room = self.memory.available_pages - budget.set_aside - locking
-        if -(-take // page_size) > room:
-            return Deferral("pages", take, room * page_size)
-        if self.memory.hybrid is not None:
-            path = self.memory.path_of(match)
-            if self.memory.hybrid.lacks_state(path):
-                return Deferral("state")
-            take = self._seen_by_windows(request, cached, take, path, budget, may_split=self.prefilling is None)
-            if take <= 0:
-                return Deferral("window", new_tokens, self.memory.hybrid.window_tokens_available)
-        return ExtendShare(match, cached, new_tokens, take, locking * page_size)
-
-    def _seen_by_windows(
-        self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget, *, may_split: bool
-    ) -> int:
-        """As much of `take` as sliding windows have pages for, up to where a prompt may be split; or 0."""
-        window = self.memory.hybrid.window if self.memory.hybrid is not None else None
-        if window is None:
-            return take
-        room = window.room(everybody(self), request, start, take, path, budget)
-        return take if take <= room else aligned(start, room, budget.align) if may_split else 0
-
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
         tiers = self.memory.tiers
-        if tiers is None or fit.match is None or not tiers.begin_load(self, request, fit.match, budget, step):
+        if fit.match is None or not tiers.begin_load(self, request, fit.match, budget, step):
             return False
-        self._defer(request, Deferral("load"), step)
+        self._defer(request, TierMoves.load, step)
         return True
 
-    def _admit(
-        self, request: Request, fit: ExtendShare, budget: PrefillBudget, parts: list[ExtendPart], step: Step
-    ) -> None:
+    def _admit(self, request: Request, fit: ExtendShare, parts: list[ExtendPart], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
         row = self.memory.take_row(request, fit.match, step)
         if not request.ran:
@@ -987,39 +895,20 @@ class Engine:
         self.active += 1
         self.microbatches.take_place(request)
         waited_us = self.now_us - request.waiting_since_us
-        if self.deferred is not None and self.deferred[0] == request.request_id:
-            self.deferred = None
-        tiers = self.memory.tiers
-        loaded = tiers.loaded_for(request, fit.cached_tokens) if tiers is not None else ()
+        loaded = self.memory.tiers.loaded_for(request, fit.cached_tokens)
         admitted = RequestAdmitted(
             self.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
         )
         request.advance(admitted)
         step.decided.append(admitted)
-        budget.newcomers.append(request)
-        budget.hold(fit.locked_tokens)
-        budget.promise(fit.new_tokens, request.max_new_tokens - request.outputs)
-        budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)
+        self.admission.reserve(fit)
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
     def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
-        """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
-        reason, needed, available = deferral
-        if deferral.own:
-            if request.deferred != reason:
-                request.deferred = reason
-                step.decided.append(AdmissionDeferred(self.now_us, request.request_id, reason))
-            return
-        if reason in ("kv_budget", "rows", "running_limit", "microbatch") and self.active:
+        """Report why a request waits; after a shortage that lasts, do not try admission again before a request leaves."""
+        if deferral.lasts and self.active:
             self.batch_is_full = True
-        if self.deferred != (request.request_id, reason):
-            self.deferred = (request.request_id, reason)
-            limits = {"running_limit": self.config.max_running_requests, "rows": self.config.rows_max}
-            limit = limits.get(reason, self.microbatches.size if reason == "microbatch" else 0)
-            deferred = AdmissionDeferred(
-                self.now_us, request.request_id, reason, needed, max(available, 0), limit=limit
-            )
-            step.decided.append(deferred)
+        self.admission.report(request, deferral, self.now_us, step)
 
     def put_off_line(self, step: Step) -> None:
         """Say that the head of the line waits for prompts of other ranks, once."""
@@ -1099,8 +988,7 @@ class Engine:
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self.config)
-        if self.memory.hybrid is not None:
-            plan = self.memory.hybrid.completed(plan, step)
+        plan = self.memory.hybrid.completed(plan, step)
         ending = running.join(prefilled, stops[sampling], self.memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]
@@ -1177,8 +1065,7 @@ class Engine:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
-        if self.memory.hybrid is not None:
-            plan = self.memory.hybrid.completed(plan, step)
+        plan = self.memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
@@ -1217,7 +1104,7 @@ class Engine:
 
     def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        if self.memory.hybrid is not None and self.memory.hybrid.short_for_decode(self):
+        if self.memory.hybrid.short_for_decode(self):
             return True
         needed = growing.size if self.ahead_hoped == 1 else self._pages_needed(running)
         if needed <= self.memory.pool.free_count:
@@ -1227,7 +1114,7 @@ class Engine:
 
     def _pages_lacking(self, running: RunningState) -> int:
         lacking = self._pages_needed(running) - self.memory.available_pages
-        return lacking if self.memory.hybrid is None else max(lacking, self.memory.hybrid.decode_lacks(self))
+        return max(lacking, self.memory.hybrid.decode_lacks(self))
 
     def _pages_needed(self, running: RunningState) -> int:
         """Pages without which the cohort does not decode."""
@@ -1263,7 +1150,7 @@ class Engine:
         while True:
             needed = self._pages_needed(running)
             available, returning = self.memory.available_pages, self.memory.returning_pages()
-            if self.memory.hybrid is not None and needed <= available:
+            if self.memory.hybrid.present and needed <= available:
                 needed, available, returning = self.memory.hybrid.decode_needs(self)
             if needed <= available:
                 break
@@ -1280,11 +1167,7 @@ class Engine:
                 self.retract(split, "pages", step, pages=(needed, available))
             elif self.transfers is not None and self.transfers.ready:
                 self.transfers.give_up(self, self.requests[self.transfers.ready[-1]], step)
-            elif (
-                self.in_flight
-                or (self.transfers is not None and self.transfers.holds_pages)
-                or (self.memory.tiers is not None and self.memory.tiers.device_busy)
-            ):
+            elif self.in_flight or self.kv_in_transfer or self.memory.tiers.device_busy:
                 running.decode_owed = True
                 step.decided.append(DecodeSkipped(self.now_us, needed - available, returning))
                 break
@@ -1324,8 +1207,7 @@ class Engine:
         if batch.verifies and not event.error:
             running = self.microbatches.turn_to(plan.microbatch)
             speculation.settle(self, running, batch, speculation.accepted_of(event, batch))
-            if self.memory.hybrid is not None:
-                self.memory.hybrid.verified(batch)
+            self.memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
             if self.followers or any(request.extras is not None for request in batch.requests):
                 prerequisites.computed(self, batch, step)
@@ -1337,14 +1219,14 @@ class Engine:
                 jump_forward.delivered(self, batch)
         if self.memory.pending:
             self.memory.computed(plan.batch_id)
-        if plan.extend_rows and self.memory.radix is not None:
+        if plan.extend_rows and self.memory.radix.present:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self.memory.publish(request, stop, step)
-                    if self.memory.hybrid is None:
+                    if not self.memory.hybrid.present:
                         self._back_up(request, stop, step)
-        if plan.extend_rows and self.memory.hybrid is not None and not event.error:
+        if plan.extend_rows and self.memory.hybrid.present and not event.error:
             self.memory.hybrid.collected(batch)
             self.batch_is_full = False
             for i, request in batch.alive():
@@ -1364,7 +1246,7 @@ class Engine:
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
         """A prompt is computed and cached up to `stop`: a tier below may want it."""
-        if self.memory.tiers is not None and request.handle is not None:
+        if request.handle is not None:
             self.memory.tiers.back_up(request.handle, stop // self.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
@@ -1404,8 +1286,7 @@ class Engine:
             deferred._replace(publish=deferred.publish and deferred.row not in failed)
             for deferred in memory.deferred_frees
         ]
-        if memory.hybrid is not None:
-            memory.hybrid.failed(batch)
+        memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self.finish(request, "error", step, flush=True)

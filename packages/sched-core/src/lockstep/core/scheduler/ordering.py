@@ -166,7 +166,7 @@ class WaitingQueue(RequestColumns):
         """Where the cached prefix of each ends."""
         self._saw_tree = True
         radix = self._engine.memory.radix
-        return [matched(request, radix) for request in self._requests] if radix is not None else []
+        return [matched(request, radix) for request in self._requests] if radix.present else []
 
 
 Policy = Callable[[WaitingQueue], Sequence[int]]
@@ -181,14 +181,12 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache | None) -> None:
+def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
     """Count the cached prefixes of those first in the line as used just now, the head's last of all.
 
     So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
     do not look at the cache; here it is for any.
     """
-    if radix is None:
-        return
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
 
@@ -279,7 +277,7 @@ class Ordering:
     def writer_of_prefix(self, request: Request, engine: Engine) -> Request | None:
         """Under "defer": who computes, already or in this pass, the pages that the request needs next. Else None."""
         radix = engine.memory.radix
-        if not self._defers or radix is None or request.bypassed >= self._limit:
+        if not self._defers or not radix.present or request.bypassed >= self._limit:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
@@ -329,7 +327,7 @@ class Ordering:
                 order = self._duplicates_last(order, view)
             self._order, self._line, self._view = self._urgent_first(order, line), line, view
             self._made_from = self._beside(view, engine)
-            self._epoch = engine.memory.radix.epoch if engine.memory.radix is not None else 0
+            self._epoch = engine.memory.radix.epoch
         return self._order
 
     def _stands(self, engine: Engine) -> bool:
@@ -339,7 +337,7 @@ class Ordering:
             view is not None
             and self._line == engine.waiting
             and self._made_from == self._beside(view, engine)
-            and (not view._saw_tree or engine.memory.radix is None or self._matches_stand(engine.memory.radix))
+            and (not view._saw_tree or not engine.memory.radix.present or self._matches_stand(engine.memory.radix))
         )
 
     @staticmethod
