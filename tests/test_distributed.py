@@ -62,7 +62,7 @@ def asked(key: int, prompt: int = 4, max_new: int = 4, **more: Any) -> Asked:
 
 def state(made: Fleet, name: str, request_id: int = 0) -> str:
     transfers = made.members[name].engine.transfers
-    assert transfers is not None
+    assert transfers.hands_over
     transfer = transfers.all.get(request_id)
     return transfer.state if transfer is not None else "over"
 
@@ -359,7 +359,7 @@ def test_f4_slots_come_back_from_every_state() -> None:
         made.settle()
     for name in ("p0", "d0"):
         transfers = made.members[name].engine.transfers
-        assert transfers is not None
+        assert transfers.hands_over
         assert sorted(transfers.free_slots) == [0, 1]
 
 
@@ -1089,7 +1089,7 @@ def test_f6_failed_on_one_rank(first: str, moment: str) -> None:
     assert [made.answers[key].reason for key in (0, 1)] == ["transfer"] * 2
     for member in made.members.values():
         assert not member.engine.requests
-        assert member.engine.transfers is not None
+        assert member.engine.transfers.hands_over
         assert sorted(member.engine.transfers.free_slots) == [0, 1]
     made.replay()
 
@@ -1115,7 +1115,7 @@ def test_f6_failed_while_both_stages_have_a_batch(heard: int) -> None:
     assert made.answers[1] == asked(1).answer
     for member in made.members.values():
         assert not member.engine.requests
-        assert member.engine.transfers is not None
+        assert member.engine.transfers.hands_over
         assert sorted(member.engine.transfers.free_slots) == [0, 1]
     made.replay()
 

@@ -27,7 +27,7 @@ GRANTED = {
         "open",
     },  # files, and a thread that syncs them to disk
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
-    "scheduler/policies.py": {"importlib"},  # which policies are installed
+    "contract/policies.py": {"importlib"},  # which policies are installed
     "__init__.py": {"importlib"},  # public names that load their module when first asked for
 }
 

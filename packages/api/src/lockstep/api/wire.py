@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.admin.stats import Stats
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Control, RequestArrived
+from lockstep.core.contract.stats import Stats
 from lockstep.host.adapters import KnownAdapters
 from lockstep.host.weights import WeightsRead
 

@@ -35,7 +35,6 @@ import msgspec
 import numpy as np
 
 from lockstep.core.admin.maintenance import MEMORY_TAGS
-from lockstep.core.admin.stats import Stats
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError, LockstepError
@@ -51,6 +50,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     UpdateWeights,
 )
+from lockstep.core.contract.stats import Stats
 from lockstep.core.journal.journal import JournalHeader, JournalWriter
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.requests.validation import SAMPLES_MAX, samples_asked, stop_tokens_of

@@ -13,8 +13,8 @@ import numpy as np
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from lockstep.core.admin.stats import Stats
 from lockstep.core.contract.events import BatchId, DecidedEvent, Grammar, RequestId, SamplingParams, Wish
+from lockstep.core.contract.stats import Stats
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -19,7 +19,6 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.admin.stats import Stats
 from lockstep.core.contract.commands import (
     BatchPlan,
     CancelPrefetch,
@@ -88,6 +87,7 @@ from lockstep.core.contract.events import (
     TurnStarted,
     WeightsSwapped,
 )
+from lockstep.core.contract.stats import Stats
 from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.block_tiers import HostBlocks
 from lockstep.core.kv.hybrid import NONE, Hybrid

@@ -60,10 +60,10 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
-from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
 

@@ -52,7 +52,7 @@ class AdmissionView(EngineView, Protocol):
         """Of these, requests whose prompt is computed and only has to be sent yet."""
 
     @property
-    def kv_in_transfer(self) -> bool:
+    def transfers_hold_pages(self) -> bool:
         """Whether transfers from another engine hold pages."""
 
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import AdmissionDeferred, RequestId
+from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.resource import AdmissionView, Deferral, ExtendShare, Resource, overrides
 from lockstep.core.requests.budget import PrefillBudget, aligned, ceil_to, chunk_tokens, counts_on_ends, lasts_with
@@ -113,8 +113,8 @@ class AdapterSlots(Resource):
 class TierMoves(Resource):
     """Loads from host memory and prefetches from storage for which a request waits."""
 
-    load = Deferral("load", own=True)
-    prefetch = Deferral("prefetch", own=True)
+    loading = Deferral("load", own=True)
+    fetching = Deferral("prefetch", own=True)
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
@@ -126,7 +126,7 @@ class TierMoves(Resource):
         awaited = self.memory.tiers.holds_back(share.request, self.view.now_us)
         if not awaited:
             return None
-        return self.load if awaited == "load" else self.prefetch
+        return self.loading if awaited == "load" else self.fetching
 
 
 class CachedPrefix(Resource):
@@ -143,7 +143,7 @@ class CachedPrefix(Resource):
 
 
 class KvReserve(Resource):
-    """KV of the pool beside the reserve of running requests: for the whole prompt, and for output as `reserve` has it."""
+    """KV of the pool beside the reserve of running requests: for the prompt, and for output as `reserve` has it."""
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether the budget has it.
@@ -153,7 +153,7 @@ class KvReserve(Resource):
         """
         view, budget, request = self.view, share.budget, share.request
         config = view.config
-        if not view.active and not (config.reserve == "full" and view.kv_in_transfer):
+        if not view.active and not (config.reserve == "full" and view.transfers_hold_pages):
             return None
         wanted = budget.wanted(share.new_tokens, request.max_new_tokens - request.outputs)
         if counts_on_ends(config, request):
@@ -249,7 +249,7 @@ class Admission:
 
     def __init__(self, view: AdmissionView) -> None:
         self.resources = tuple(kind(view) for kind in RESOURCES if kind.exists(view.config))
-        self.reported: tuple[RequestId, str] | None = None  # request and reason of the last shortage that was reported
+        self.reported: tuple[RequestId, DeferReason] | None = None  # request and reason of the last shortage that was reported
         self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
         self._reserves = tuple(one.reserve for one in self.resources if overrides(one, "reserve"))
         view.memory.serve(self.resources)

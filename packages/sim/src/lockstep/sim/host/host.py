@@ -72,9 +72,9 @@ from lockstep.core.contract.events import (
     TokensForced,
     TransferAdvanced,
 )
-from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
