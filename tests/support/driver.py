@@ -341,7 +341,7 @@ class Driver:
         """Something other than tokens is asked for; weights come in ever newer versions, or now and then an old one."""
         control = CONTROLS[index]
         if isinstance(control, UpdateWeights):
-            newest = self.engine.maintenance.newest_version(self.engine)
+            newest = self.engine.maintenance.newest_version()
             control = msgspec.structs.replace(control, version=newest + (self.next_control % 7 > 0))
         self.ask(control)
 
@@ -498,7 +498,7 @@ class Driver:
             self.marks.add("unload waited for users")
         self._mark(step, chunked)
         if followers:
-            for leader in followers.keys() - prerequisites.followers.keys():
+            for leader in followers.keys() - self.engine.prerequisites.followers.keys():
                 self.marks.add("samples follow" if leader in self.engine.requests else "another sample leads")
         if self.check:
             invariants.check(self.engine)

@@ -21,10 +21,10 @@ from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
-from lockstep.core.kv.resource import Deferral, ExtendShare
+from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch

@@ -37,10 +37,10 @@ from lockstep.core.contract.events import (
     TurnStarted,
 )
 from lockstep.core.features.prerequisites import Prerequisites, has_media
-from lockstep.core.features.view import Deferral, SchedulerView
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.kv.memory import NO_BATCH, Memory
 from lockstep.core.kv.radix import RadixNode
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long

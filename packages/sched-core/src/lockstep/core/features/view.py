@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import DeferReason, FinishReason, RejectReason, RequestId
+from lockstep.core.contract.events import FinishReason, RejectReason, RequestId
 from lockstep.core.contract.stats import Stats
 from lockstep.core.kv.memory import Memory
 from lockstep.core.requests.batching import InFlight
@@ -33,17 +33,6 @@ from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 
 RetractReason = Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"]
-
-
-class Deferral(Protocol):
-    """Why a request could not be admitted, with the two numbers that were compared, in tokens."""
-
-    @property
-    def reason(self) -> DeferReason: ...
-    @property
-    def needed(self) -> int: ...
-    @property
-    def available(self) -> int: ...
 
 
 class SchedulerView(Protocol):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from lockstep.core.scheduler import image as stored
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.image import EngineImage
+
+SNAPSHOT_FORMAT = 1
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 _decode = msgspec.msgpack.Decoder(EngineImage).decode
@@ -32,7 +33,7 @@ def host_part(data: bytes) -> bytes:
 
 def dump(engine: Engine, host: bytes = b"") -> bytes:
     """The engine's state between two steps, and beside it whatever its host stores."""
-    return _encode(engine.image(host))
+    return _encode(engine.image(SNAPSHOT_FORMAT, host))
 
 
 def restore(data: bytes) -> Engine:
@@ -41,8 +42,8 @@ def restore(data: bytes) -> Engine:
         image = _decode(data)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a snapshot of an engine: {error}") from error
-    if image.format != stored.SNAPSHOT_FORMAT:
-        raise ValueError(f"snapshot format {image.format}, this version reads {stored.SNAPSHOT_FORMAT}")
+    if image.format != SNAPSHOT_FORMAT:
+        raise ValueError(f"snapshot format {image.format}, this version reads {SNAPSHOT_FORMAT}")
     engine = Engine(image.config)
     engine.load(image)
     return engine

@@ -15,25 +15,13 @@ A new kind of memory is a subclass and a line in `lockstep.core.scheduler.admiss
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.events import DeferReason
 from lockstep.core.kv.hybrid import EngineView
 from lockstep.core.kv.radix import Match
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.table import Request
-
-
-class Deferral(NamedTuple):
-    """Why a request is not admitted, with the two numbers that were compared, in tokens, where there were any."""
-
-    reason: DeferReason
-    needed: int = 0
-    available: int = 0
-    limit: int = 0  # of requests at once, if the reason is such a limit
-    own: bool = False  # concerns this request alone: requests behind it may pass; a shortage stops the whole queue
-    lasts: bool = False  # while requests are active it stays until one of them leaves: admission is not tried before
 
 
 class AdmissionView(EngineView, Protocol):

@@ -13,8 +13,16 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
 from lockstep.core.kv.hybrid import everybody
-from lockstep.core.kv.resource import AdmissionView, Deferral, ExtendShare, Resource, overrides
-from lockstep.core.requests.budget import PrefillBudget, aligned, ceil_to, chunk_tokens, counts_on_ends, lasts_with
+from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
+from lockstep.core.requests.budget import (
+    Deferral,
+    PrefillBudget,
+    aligned,
+    ceil_to,
+    chunk_tokens,
+    counts_on_ends,
+    lasts_with,
+)
 from lockstep.core.requests.table import Int32s, Request
 
 
@@ -249,7 +257,7 @@ class Admission:
 
     def __init__(self, view: AdmissionView) -> None:
         self.resources = tuple(kind(view) for kind in RESOURCES if kind.exists(view.config))
-        self.reported: tuple[RequestId, DeferReason] | None = None  # request and reason of the last shortage that was reported
+        self.reported: tuple[RequestId, DeferReason] | None = None  # the last shortage
         self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
         self._reserves = tuple(one.reserve for one in self.resources if overrides(one, "reserve"))
         view.memory.serve(self.resources)

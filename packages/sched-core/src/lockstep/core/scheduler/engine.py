@@ -55,7 +55,7 @@ Handler = Callable[[Any, Step], bool | None]
 """Folds one event. Returns true if a slot was free and there was nothing to launch."""
 
 
-class Launcher(Protocol):
+class LaunchPolicy(Protocol):
     """What becomes of a free slot, once nothing forbids a launch."""
 
     def join_in(self, step: Step) -> bool:
@@ -78,7 +78,7 @@ class Engine(SchedulerState):
         self.decoding = DecodePlanner(self)
         self.prefills = PrefillPlanner(self, self.decoding)
         self.results = Results(self)
-        self.launcher: Launcher = OwnLaunches(self)
+        self.launcher: LaunchPolicy = OwnLaunches(self)
         if config.shares_passes:
             self.launcher = self.ranks = Rounds(config, self)
         self._handlers = self._events_handled()

@@ -46,8 +46,6 @@ from lockstep.core.requests.table import (
     RunningBatch,
 )
 
-SNAPSHOT_FORMAT = 1
-
 
 class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     """A request, its row's tokens included when it has one."""

@@ -13,10 +13,10 @@ import numpy as np
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
 from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
 from lockstep.core.features import speculation
-from lockstep.core.kv.resource import Deferral, ExtendShare
+from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.requests import extras
 from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
-from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens
+from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, chunk_tokens
 from lockstep.core.requests.retraction import pages_to_come
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch

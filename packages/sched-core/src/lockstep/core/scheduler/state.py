@@ -23,6 +23,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import (
+    DeferReason,
     EngineRestarted,
     FinishReason,
     RejectReason,
@@ -74,7 +75,6 @@ from lockstep.core.requests.validation import (
 from lockstep.core.scheduler.admission import Admission
 from lockstep.core.scheduler.image import (
     GONE,
-    SNAPSHOT_FORMAT,
     EngineImage,
     batch_image,
     batch_of,
@@ -710,11 +710,11 @@ class SchedulerState:
         self.next_batch_id, self.now_us, self.digest = next_batch_id, time_us, digest
         self.launch_found_nothing = False
 
-    def image(self, host: bytes) -> EngineImage:
+    def image(self, format: int, host: bytes) -> EngineImage:
         """All of it, and beside it what the host stores."""
         memory, running = self.memory, self.microbatches.current
         return EngineImage(
-            format=SNAPSHOT_FORMAT,
+            format=format,
             config=self.config,
             now_us=self.now_us,
             generation=self.generation,
