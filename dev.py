@@ -53,7 +53,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 # Three install sets, each containing the one before, all in the same environment:
 #   demo     what runs the simulator and looks into its journals; no torch.
 #   dev      and what the tests and checks need, with the serving package.
-#   runtime  and the GPU runtime, whose torch is a gigabyte. It has its own set so that nobody pays for it unasked.
+#   runtime  and the GPU runtime with torch, a gigabyte. It has its own set so that it is installed only on request.
 SETS = ("demo", "dev", "runtime")
 PACKAGES = {
     "demo": ("packages/sched-core", "packages/sim", "tools"),
@@ -180,7 +180,7 @@ TASKS = {
 
 
 def ensure_environment(install_set):
-    """Make or update .venv unless its stamp says that it holds at least `install_set` of these very files."""
+    """Make or update .venv unless its stamp shows that it holds at least `install_set` of these very files."""
     wanted = {"root": str(ROOT), "python": sys.version.split()[0], "files": files_digest()}
     stamp = read_stamp()
     usable = PYTHON.exists() and all(stamp.get(key) == wanted[key] for key in ("root", "python"))

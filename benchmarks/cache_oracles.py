@@ -5,7 +5,7 @@
 
 The trace is Mooncake's conversation trace: prompts are lists of hash ids, one for 512 tokens. The known counts are
 those of an exact cache that evicts leaves, least recently used first (`prefix_cache_oracles.json`); it is made again
-here and must come to the same counts, so that it can be asked about single requests and other numbers of them.
+here and must come to the same counts, so that it can be queried for single requests and other numbers of them.
 
 1. The engine's own tiers (`core/kv/tiers.py`), written through: a block is a token and a page, and requests are
    served one at a time by a host that copies in an instant. An engine always computes the last block of a prompt, so
@@ -40,7 +40,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_model
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DEVICE_PAGES = 500  # the longest prompt has 247 blocks
 MODEL, GPUS = "llama-3.1-8b", 4

@@ -51,7 +51,7 @@ def calibrate() -> dict[str, float]:
 def slowdown(machine: dict[str, float]) -> float:
     """How many times slower a machine is than the peers', for which targets in us were set; at least 1.
 
-    The median over the three programs. A target times this is what it asks of this machine, now: shared CPUs change
+    The median over the three programs. A target times this is the target for this machine, now: shared CPUs change
     their speed by the minute. A faster machine gets no smaller target.
     """
     return max(1.0, statistics.median(us / PEERS_CALIBRATION_US[name] for name, us in machine.items()))

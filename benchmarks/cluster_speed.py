@@ -22,9 +22,13 @@ import sys
 from calibration import calibrate
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.fast.machine_code import is_available
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "llama-3.1-8b", "a100"
 SETTINGS = {"max_running_requests": 128, "chunked_prefill_size": 512, "max_prefill_tokens": 512, "pages": 26_000}

@@ -10,7 +10,7 @@ Relative least squares of us = latency + bytes / rate, with what each operation 
     all-gather            NCCL, all-gather and reduce-scatter together, all sizes: (n - 1) / n of the bytes
     send                  NCCL, all-to-all of 2 GPUs, all sizes: half of the bytes
 
-8 MiB is up to where SGLang and vLLM use their own kernel. Exit status 1 if the catalogue says anything else.
+8 MiB is up to where SGLang and vLLM use their own kernel. Exit status 1 if the catalogue differs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def reduce_errors(tables: OperatorTables, gpus: int, line: dict[str, float]) -> 
 
 
 def differences(gpu: GpuSpec, found: dict[str, dict[str, float]], gpus: int) -> list[str]:
-    """Where the catalogue says something else."""
+    """Where the catalogue differs."""
     said = {
         "all_reduce": {name: getattr(gpu.all_reduce.get(gpus), name, None) for name in found["all_reduce"]},
         "all_gather": {name: getattr(gpu.all_gather.get(gpus), name, None) for name in found["all_gather"]},

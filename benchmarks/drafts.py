@@ -6,7 +6,7 @@ the way, and with --temperature they are drawn. What a repetitive text gains is 
 verification costs more than a decode.
 
     python benchmarks/drafts.py                         the demo model, greedy
-    python benchmarks/drafts.py --random-weights 1      a model that soon says the same over and over
+    python benchmarks/drafts.py --random-weights 1      a model that soon repeats itself
     python benchmarks/drafts.py --model DIR --device cuda --rows 16 --tokens 256
     python benchmarks/drafts.py --check 200             greedy tokens of so many requests, overlap 0 and 1, retracted
 """

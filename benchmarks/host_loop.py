@@ -12,7 +12,7 @@ touches torch but the tables' constructor: kernel launches come on top, and are 
 
     python benchmarks/host_loop.py [--running 1 32 256 1024] [--rounds 5] [--json FILE] [--profile R]
 
-`--profile R` prints what cProfile says of R requests. Needs the runtime installed.
+`--profile R` prints cProfile's figures of R requests. Needs the runtime installed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from calibration import calibrate
 from lockstep.core import SchedConfig
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.events import RequestArrived, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchResult
 from lockstep.host.loop import HostClock, RuntimeHost
@@ -93,7 +94,7 @@ class Meter:
 
 
 class InstantExecutor:
-    """An executor whose device has finished as soon as it is asked: every row draws the same token."""
+    """An executor with a device that has finished as soon as it is polled: every row draws the same token."""
 
     def __init__(self, config: SchedConfig, clock: HostClock, meter: Meter, on_decode: Callable[[int], None]) -> None:
         self.tables = DeviceTables(config.rows_max, config.pages, config.page_size, torch.device("cpu"))
@@ -114,7 +115,7 @@ class InstantExecutor:
         return False  # as late as can be, so that the depth is used
 
     def pause_s(self) -> float:
-        return 0.0  # what is asked for is there
+        return 0.0  # the result is there
 
     def collect(self) -> BatchResult:
         plan = self._queue.popleft()
@@ -155,7 +156,7 @@ def measure(running: int, steps: int, profile: cProfile.Profile | None = None) -
         executor: Any = InstantExecutor(config, clock, meter, on_decode)
         engine = Engine(config)
         host = RuntimeHost(engine, executor, journal, clock, observe=BubbleTimer().fold)
-        # Watched from outside: what is measured knows nothing of it.
+        # Watched from outside: the measured code is unchanged.
         engine.step = meter.of("step", engine.step)  # type: ignore[method-assign]
         journal.append = meter.of("record", journal.append)  # type: ignore[method-assign]
         journal.flush = meter.of("write", journal.flush)  # type: ignore[method-assign]

@@ -2,10 +2,10 @@
 
     bare     a FastAPI endpoint that sends one fixed event to each of its streams, every so many milliseconds
     worker   an API worker of `lockstep serve`: takes the step's message, spells the tokens, writes the events
-    engine   its engine process, whose executor computes nothing
+    engine   its engine process, with an executor that computes nothing
 
 S streams of completions decode together; steps come at the same pace in both servers, slowly enough that each token is
-an event of its own (`chunks` says for how many tokens that held). Figures are CPU us per token, user and system, of the
+an event of its own (`chunks` counts the tokens that held). Figures are CPU us per token, user and system, of the
 process, from its first token to its last; client and servers share the machine, so times are not given. Bar: the worker
 costs at most twice the bare endpoint.
 
@@ -129,9 +129,9 @@ def served(streams: int) -> Iterator[tuple[str, dict[str, int]]]:
 def decode_us(rows: int) -> float:
     """How long a decode of so many rows takes by the cost model."""
     from lockstep.sim.catalogue import load_gpu, load_model
-    from lockstep.sim.cost import decode_shape, roofline
+    from lockstep.sim.cost import decode_shape, roofline_model
 
-    return roofline(load_model("qwen3-8b"), load_gpu("h200")).batch_us(decode_shape(rows, 100)).mean_us
+    return roofline_model(load_model("qwen3-8b"), load_gpu("h200")).batch_us(decode_shape(rows, 100)).mean_us
 
 
 def children(pid: int) -> dict[str, int]:
@@ -144,7 +144,7 @@ def children(pid: int) -> dict[str, int]:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 table[int(folder.name)] = parent, words
     own = {module: child for child, (parent, words) in table.items() if parent == pid for module in words[2:3]}
-    nursery = own["lockstep.api.fork_server"]
+    nursery = own["lockstep.api.processes.fork_server"]
     engine = next(child for child, (parent, _) in table.items() if parent == nursery)
     return {"worker": own["lockstep.api.worker"], "engine": engine}
 

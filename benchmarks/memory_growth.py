@@ -1,6 +1,6 @@
 """How much memory a simulation takes for each request more: one workload at several lengths, each in a new process.
 
-The workload is the anchor of simulation_speed.py, or what `--workload` says with the length in place of `{n}`. Memory
+The workload is the anchor of simulation_speed.py, or that of `--workload` with the length in place of `{n}`. Memory
 is the peak resident set of the process, which has everything in it: the workload read or generated, every decision with
 its digest, the journal written to a file, all metrics measured; with `--compiled` no journal, and machine code. Growth
 is the difference of the peaks of two lengths, divided by the difference of the requests that finished.
@@ -9,7 +9,7 @@ is the difference of the peaks of two lengths, divided by the difference of the 
     python benchmarks/memory_growth.py --n 100000 300000 1000000 \
         --workload 'gen:n={n},rate=100,input=lognormal:128:0.75,output=lognormal:8:0.6'
 
-The bar is 1 KB per finished request, between the shortest and the longest. Exit status 1 says that it was missed.
+The bar is 1 KB per finished request, between the shortest and the longest. Exit status 1: the bar was missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import Any
 
 from simulation_speed import GPU, MODEL, SETTINGS
 
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 BAR_BYTES = 1024
 

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.core import Engine, JournalWriter, SchedConfig
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, Step, StreamTokens
 from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, RequestRetracted, TokenIds
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.scheduler.decode_run import DecodeRun
 
 PHASES = ("arrival", "plan", "result", "record", "write", "runs")
@@ -114,7 +114,7 @@ class MeteredHost:
             self.collect()
 
     def finish_all(self) -> None:
-        """Go on until nobody is left."""
+        """Go on until no request is left."""
         while self.engine.requests or self.in_flight:
             self.next_batch()
 

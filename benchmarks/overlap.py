@@ -18,10 +18,13 @@ from simpy import Environment
 
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.events import Observed
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold
-from lockstep.sim.run.simulate import NoJournal, Scenario, assemble
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.scenario.scenario import Scenario
 
 WORKLOAD = "gen:n=600,rate=60,input=lognormal:200:0.5,output=lognormal:300:0.6"
 DEPTHS = (0, 1, 2)

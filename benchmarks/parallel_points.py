@@ -6,8 +6,9 @@
 1. TPOT of TensorRT-LLM at fixed concurrency, Qwen3-235B-A22B with its experts over 4 and 8 H100
    (`serving_points.csv`, column `ep`), beside the same GPUs as tensor parallelism alone.
 2. Offline throughput of TensorRT-LLM with attention data and expert parallelism, "DEP" (`trtllm_perf_overview.csv`),
-   and of plain tensor parallelism as a control. How many tokens a rank takes in a pass is not said: RANK_TOKENS. KV is
-   fp8: the source says so of DeepSeek, of others that it is as the quantised checkpoint has it, which usually is fp8.
+   and of plain tensor parallelism as a control. The tokens that a rank takes in a pass are not published: RANK_TOKENS.
+   KV is fp8: the source states it of DeepSeek, of others that it is as the quantised checkpoint has it, which usually
+   is fp8.
 3. The kernels: grouped GEMMs of a rank with part of the experts (`moe` tables), and DeepEP's dispatch and combine.
 """
 
@@ -28,10 +29,12 @@ from recorded_data import data_folder
 
 from lockstep.sim.calibrate.serving_points import CLIENTS, ENGINES, play, read_serving_points
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
+from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline_model
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 RANK_TOKENS = 8192  # new tokens that a rank takes in one pass, at most: the engine's default (`max_num_tokens`)
 ROWS_MAX = 4096
@@ -108,7 +111,7 @@ class Offline:
 
 
 def offline_rows(path: Path) -> Iterator[Offline]:
-    """Rows of FP8 weights on H100 and H200 whose number of requests is known."""
+    """Rows of FP8 weights on H100 and H200 with a published number of requests."""
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             layout = re.fullmatch(r"(DEP|TP)(\d+)", row["parallel"])
@@ -169,7 +172,7 @@ def kernels(folder: Path) -> None:
             continue
         assert table is not None
         for dtype, table_dtype in (("fp8", "fp8_block"), ("bf16", "bfloat16")):
-            cost = roofline(load_model("qwen3-235b-a22b"), gpu, weights_dtype=dtype)  # type: ignore[arg-type]
+            cost = roofline_model(load_model("qwen3-235b-a22b"), gpu, weights_dtype=dtype)  # type: ignore[arg-type]
             for ep in (1, 2, 4, 8, 16):
                 for distribution in ("balanced", "power_law_1.01"):
                     c = table.columns
@@ -211,7 +214,9 @@ def deep_ep(folder: Path, name: str) -> None:
             if kind != what or count < 64:
                 continue
             shaped = replace(model, hidden=hidden, experts=replace(model.experts, count=count, per_token=topk))
-            cost = roofline(shaped, gpu, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True), weights_dtype="fp8")
+            cost = roofline_model(
+                shaped, gpu, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True), weights_dtype="fp8"
+            )
             assert cost.exchange is not None
             ratios.append(cost.exchange.all_to_all_us(what, tokens, 8 * tokens) / us)
         print(f"{what:8} {name} {len(ratios):5} shapes  " + quantiles(np.array(ratios)))

@@ -1,15 +1,15 @@
-"""What one pass over the waiting line costs before anybody is admitted, beside SGLang's policies.
+"""What one pass over the waiting queue costs before any request is admitted, beside SGLang's policies.
 
 Workload W5: 16, 64 or 128 requests wait with 2,560 tokens each, in 64 groups that share 2,048; the groups' prefixes
 are in the radix cache, in pages of 16. Per policy, CPU microseconds of putting the line in order, the median of many:
 
     cold     nothing is remembered: every request is matched
     warm     nothing has changed since the pass before
-    insert   one prompt of somebody else was cached since
+    insert   one prompt of another client was cached since
     extend   the same, below the shared prefix of one group: its requests have to be matched again
     admit    the first was admitted and its like arrived since
 
-SGLang was measured on another machine; the calibration beside says how that one compares with this one.
+SGLang was measured on another machine; the calibration beside gives the ratio of that one to this one.
 
     LOCKSTEP_PEERS=... python benchmarks/policy_pass.py
 """
@@ -80,7 +80,7 @@ def arrival(request_id: int, prompt: list[int]) -> RequestArrived:
 
 
 def measure(policy: str, prompts: list[list[int]], waiting: int) -> dict[str, float]:
-    """CPU us of one pass that admits nobody, by what happened before it."""
+    """CPU us of one pass that admits no request, by what happened before it."""
     engine = waiting_engine(policy, prompts, waiting)
     radix = engine.memory.radix
     rng = np.random.default_rng(5)

@@ -2,12 +2,12 @@
 
 Each case is a workload on one GPU at three rates: comfortable, near the knee, beyond it. The profiles and the most
 promising deviations run at all three; those that are about one thing run near the knee. A request is good if its
-first token came within 2 s and its TPOT is at most 50 ms; `lax` counts those within 100 ms instead. Clients do not say
-how long their answers will be: every request may have 4,096 tokens and ends by a stop token where the trace says so.
+first token came within 2 s and its TPOT is at most 50 ms; `lax` counts those within 100 ms instead. Clients do not set
+the length of their answers: every request may have 4,096 tokens and ends by a stop token where the trace has its end.
 
     LOCKSTEP_DATA=... python benchmarks/profiles.py [--case NAME ...] [--limit N] [--json FILE]
 
-Simulated: the figures are the same on every machine. What they can tell and what not: docs/profiles.md.
+Simulated: the figures are the same on every machine. What they show and what not: docs/profiles.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from typing import Any
 from recorded_data import data_folder
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
-from lockstep.sim.metrics.metrics import Slo, meets_every
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.metrics.latency import meets_every
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 AZURE_CODE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
 MOONCAKE = "traces/mooncake/conversation_trace.jsonl.gz"

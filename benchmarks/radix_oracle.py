@@ -1,6 +1,6 @@
 """Is the radix cache exact LRU? Its hits on a real trace against published ones, at every capacity.
 
-The trace is Mooncake's conversation trace, whose prompts are lists of hash ids, one for 512 tokens: here an id is a
+The trace is Mooncake's conversation trace, in which prompts are lists of hash ids, one for 512 tokens: here an id is a
 token and a page is one token. Requests are served one at a time in file order: match, count, insert, trim. The oracle
 keeps single blocks in an LRU list; it was computed without a tree.
 

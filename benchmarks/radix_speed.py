@@ -3,7 +3,7 @@
 Workload W4: prompts of 1k to 8k tokens (4.6k on average) over 64 system prompts with 8 contexts each. They are bytes
 before the clock starts, as they are in the engine. Times are CPU microseconds per call, garbage collection off, and
 the median of three rounds: in the first, a virtual machine may pay for memory it never touched before. The peers were
-measured on another machine; the calibration beside says how that one compares with this one, and bars go by it.
+measured on another machine; the calibration beside gives the ratio of that one to this one, and bars go by it.
 
     LOCKSTEP_PEERS=... python benchmarks/radix_speed.py [--n 2000]
 """

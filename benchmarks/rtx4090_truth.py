@@ -38,14 +38,16 @@ from simpy import Environment
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig, profile_settings
 from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CostModel, CpuModel, roofline
+from lockstep.sim.cost import CostModel, CpuModel, roofline_model
 from lockstep.sim.cost.calibration import Calibration, CalibrationSource, Correction, Residuals
 from lockstep.sim.cost.roofline import RooflineModel
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
-from lockstep.sim.run.simulate import NoJournal
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.workload.token_runs import append_run
 from lockstep.sim.workload.turns import Turn
 
@@ -175,7 +177,7 @@ class GaugedMetrics:
         self._stop_us = 0
 
     def stop(self, host: EngineHost, at_s: float) -> None:
-        """Ask the host to stop once it has come so far."""
+        """Stop the host once it has come so far."""
         self._host, self._stop_us = host, round(at_s * 1e6)
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
@@ -237,7 +239,7 @@ def calibrate(recording: Recording, base: RooflineModel, prefix_s: float) -> tup
     """Fit the time of kernels and of a step's fixed part to the first seconds: first and last tokens until then.
 
     A delay of all of them is left out of the fit: the first pass of a fresh engine takes longer than any later one, and
-    everybody behind it waits. Nothing after the prefix is looked at.
+    all requests behind it wait. Nothing after the prefix is looked at.
     Returns the calibration; that delay; and the standard deviation of what is left; the two in seconds.
     """
     measured = recording.timeline
@@ -369,7 +371,7 @@ def show_series(row: Row) -> None:
 
 
 def judge(row: Row, bars: Mapping[str, float]) -> int:
-    """Say how a row stands to its bars. Returns how many it misses."""
+    """Print how a row stands to its bars. Returns how many it misses."""
     missed = 0
     for metric, bar in bars.items():
         met = abs(row[metric]["mean_error"]) <= bar
@@ -394,7 +396,7 @@ def main() -> int:
     rows, series, missed = [], [], 0
     replays = {}
     for name, base in (("generic", replace(gpu, measured={})), ("catalogue", gpu)):
-        replays[name] = simulate(recording, roofline(model, base), CpuModel())
+        replays[name] = simulate(recording, roofline_model(model, base), CpuModel())
         rows.append(compare(name, measured, replays[name], everyone, "all requests"))
         show(rows[-1])
         missed += judge(rows[-1], BARS.get(name, {}))
@@ -404,7 +406,7 @@ def main() -> int:
     rows.append(compare("catalogue", measured, replays["catalogue"], rest, which))
     show(rows[-1])
 
-    base = roofline(model, gpu)
+    base = roofline_model(model, gpu)
     calibration, delay_s, left_s = calibrate(recording, base, arguments.prefix)
     correction = calibration.correction
     print(

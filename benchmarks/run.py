@@ -1,4 +1,4 @@
-"""Run the benchmarks that can run here, one after another, and say which were skipped and why.
+"""Run the benchmarks that can run here, one after another, and list those skipped with the reasons.
 
     LOCKSTEP_DATA=... LOCKSTEP_PEERS=... python benchmarks/run.py [NAME ...] [--list]
 
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def run(name: str, needs: tuple[str, ...]) -> str:
-    """Run one, its output shown as it comes; say how it went."""
+    """Run one, its output shown as it comes; print the outcome."""
     for need in needs:
         if need.isupper() and not Path(os.environ.get(need, "/nowhere")).is_dir():
             return f"skipped: {need} names no folder"

@@ -11,7 +11,7 @@ are CPU time, user and system, of this process; of several rounds, the median. P
 starts, as a tokeniser would hand them over. "in all" is what the bar is held against: everything but `write`, the
 write() after each result. The peers keep no journal, so compare them without `record`. `DecodeRun`, the stand-in for
 single steps in uniform stretches, needs requests that ignore EOS; it is shown beside, without a bar. The peers were
-measured on another machine, and the bars are for that one; the calibration before each workload says how this one
+measured on another machine, and the bars are for that one; the calibration before each workload gives how this one
 compares with it, and a bar that is missed in absolute terms is held against that.
 
     LOCKSTEP_PEERS=... python benchmarks/scheduler_speed.py [--workload w1 w7] [--rounds 5] [--json FILE]
@@ -171,7 +171,7 @@ def steady_decode(host: MeteredHost, prompts: list[bytes], sizes: Sizes, *, runs
 
 
 def prefill(host: MeteredHost, prompts: list[bytes], max_new_tokens: int) -> Row:
-    """W2 and W7 on a fresh host: everybody arrives at once; until all prompts are computed, or all requests ended."""
+    """W2 and W7 on a fresh host: all requests arrive at once; until all prompts are computed, or all requests ended."""
     settle()
     for prompt in prompts:
         host.arrive(prompt, max_new_tokens)
@@ -191,7 +191,7 @@ def prefill(host: MeteredHost, prompts: list[bytes], max_new_tokens: int) -> Row
 
 
 def closed_loop(host: MeteredHost, requests: list[tuple[bytes, int]], concurrency: int) -> Row:
-    """W3 and W6 on a fresh host: whoever finishes is followed by the next, until all are done."""
+    """W3 and W6 on a fresh host: each finished request is followed by the next, until all are done."""
     settle()
     while host.finished < len(requests):
         while host.arrived < min(host.finished + concurrency, len(requests)):

@@ -1,4 +1,4 @@
-"""Predicted against measured TPOT and TTFT: every published serving point whose model is in the catalogue.
+"""Predicted against measured TPOT and TTFT: every published serving point of a model in the catalogue.
 
 Each point is simulated once without correction. Then, for every seed, half of each engine's points are drawn, one
 parameter set per engine is fitted to them, and the other half is predicted; nothing is chosen by looking at the half
@@ -41,9 +41,9 @@ Figures = dict[str, Any]
 
 METRICS: dict[Metric, str] = {"time": "tpot_us", "ttft": "ttft_us"}
 TITLES = {"time": "TPOT", "ttft": "TTFT"}
-# Whose ratios stand for engines in general. TensorRT-LLM's TTFT is left out of that: with Llama-3.1-8B it falls from
-# 550 ms at 8 users to 226 ms at 32 and rises to 2 s at 18 requests per second whatever the number of GPUs, so it is not
-# about batches. It is in every other figure.
+# Programs with ratios that stand for engines in general. TensorRT-LLM's TTFT is left out of that: with Llama-3.1-8B it
+# falls from 550 ms at 8 users to 226 ms at 32 and rises to 2 s at 18 requests per second whatever the number of GPUs,
+# so it is not about batches. It is in every other figure.
 TYPICAL: dict[Metric, tuple[str, ...]] = {"time": ("vllm", "sglang", "trtllm"), "ttft": ("vllm", "sglang")}
 MEDIAN_MAX, P90_MAX, COVERED_MIN = 0.10, 0.25, 0.80
 SEEDS = 10

@@ -12,8 +12,8 @@ All three make the same decisions, and measure the same: a difference is an erro
 
     LOCKSTEP_PEERS=... python benchmarks/simulation_speed.py [--n 16000] [--rounds 1]
 
-The peer needs a virtual environment of its own: the one whose interpreter DYNOSIM_PYTHON names, or one that is made
-in the folder for temporary files. Without either it is skipped, and the reason is said.
+The peer needs a virtual environment of its own: the one with the interpreter that DYNOSIM_PYTHON names, or one that is
+made in the folder for temporary files. Without either it is skipped, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from typing import Any, NamedTuple
 from calibration import calibrate
 
 from lockstep.sim.fast.machine_code import is_available
-from lockstep.sim.run.simulate import Scenario, Setup, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "llama-3.1-8b", "a100"  # an 8B Llama on an A100: what Vidur's own example runs this workload on
 SETTINGS = {

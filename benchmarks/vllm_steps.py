@@ -52,7 +52,7 @@ def config(pool_tokens: int, running: int, depth: int) -> SchedConfig:
 
 
 def prefill_all(host: MeteredHost, prompts: list[bytes]) -> None:
-    """Everybody arrives at once; until all prompts are computed."""
+    """All requests arrive at once; until all prompts are computed."""
     for prompt in prompts:
         host.arrive(prompt, 600)
     while host.engine.waiting or host.engine.prefilling is not None:

@@ -21,7 +21,9 @@ import numpy as np
 from recorded_data import data_folder
 
 from lockstep.sim.cost import CapacityError
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 MODELS = {"gpt-oss-120b": "gpt-oss-120b", "gpt-oss-20b": "gpt-oss-20b"}
 TABLE = "published/trtllm_perf_overview.csv"

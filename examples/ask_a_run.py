@@ -12,7 +12,7 @@ from pathlib import Path
 import polars as pl
 
 QUESTIONS = {
-    "What does a prompt cost those who decode beside it?": """
+    "What does a prompt cost the requests that decode beside it?": """
         SELECT mode,
                COUNT(*) AS batches,
                ROUND(AVG(finished_us - started_us) / 1000.0, 2) AS ms_mean,

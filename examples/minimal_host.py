@@ -1,4 +1,4 @@
-"""A whole host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and says 42.
+"""A whole host in sixty lines: the scheduler, a journal, and a "device" that takes 10 ms and answers 42.
 
 python examples/minimal_host.py [RUN]        writes RUN/journal (default: runs/minimal)
 lockstep journal verify RUN                  replays every decision
@@ -16,7 +16,7 @@ from lockstep.core import Engine, JournalWriter, SchedConfig
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, LaunchBatch, StreamTokens
 from lockstep.core.contract.events import BatchFinished, LaneReady, Observed, RequestArrived, TokenRuns
 from lockstep.core.contract.render import Names, decided_line, plan_text
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
 
 BATCH_US = 10_000
 

@@ -3,7 +3,7 @@
     python examples/train_and_serve.py FOLDER        # an empty folder, for the weights of each step
 
 Each step the engine answers, and the answers are scored. While the trainer works the engine lends it its memory. Then
-the new weights, a folder as `save_pretrained` writes it, go into the engine that runs, and every answer says by which
+the new weights, a folder as `save_pretrained` writes it, go into the engine that runs, and every answer states by which
 weights it was drawn. The reward here is the share of letters in a text; the trainer is a random search over
 one vector, which keeps a change if answers got better.
 """

@@ -36,7 +36,7 @@ SECTIONS = {  # in order of value, with the most seconds each may take
 }
 IF_ASKED = ("tuning",)  # run only where --only names it
 LEAST_S = 15.0  # a section is not begun with less
-DYING_S = 4.0  # before its limit a section that hangs is told to say where, and to end
+DYING_S = 4.0  # before its limit a section that hangs must report where it stands, and end
 
 
 def main() -> int:

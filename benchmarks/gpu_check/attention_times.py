@@ -32,7 +32,7 @@ def backends(section: Section, model: Decoder | Layer) -> list[str]:
             choose(name, section.device, model.dtype, model.head_dim, PAGE_SIZE, graphs=True, group=group)
             decode_us(model, name, 2, 20, PAGE_SIZE)
             extend_us(model, name, 2, 5, 20, PAGE_SIZE)
-        except Exception as error:  # a kernel that was not compiled ahead, say
+        except Exception as error:  # for instance a kernel that was not compiled ahead
             section.skip(name, f"{type(error).__name__}: {error}")
         else:
             found.append(name)

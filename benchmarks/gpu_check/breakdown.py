@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
-KINDS = (  # the first whose word is in a kernel's name
+KINDS = (  # the first one with its word in a kernel's name
     ("attention", ("decode_split", "decode", "merge", "extend", "flashinfer", "Batch", "attention")),
     ("KV write", ("write_kv", "index_copy")),
     ("between products", ("add_rms_norm", "norm_and_turn", "silu_and_mul")),
@@ -35,7 +35,7 @@ def profile(run: Callable[[], object], trace: Path) -> list[Kernel]:
 
 
 class DecodeProfile:
-    """A profile of so many decodes in the middle of a run; `launched` is told of each batch.
+    """A profile of so many decodes in the middle of a run; `launched` receives each batch.
 
     The profiler gets ready during the first of them, so that what it takes to begin is not in the trace. To write the
     trace takes long, in the middle of the run: no other figure of such a run means anything.

@@ -25,7 +25,7 @@ from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.served import Served, serve
 from lockstep.runtime.models import Decoder
 
-JOURNAL = "run"  # the folder of the run whose journal is kept
+JOURNAL = "run"  # the folder of the run with a journal
 IDLE_SHARE = 0.02  # the target, with overlap
 ROWS = (64, 256)
 PROFILED = 24  # decodes

@@ -55,7 +55,7 @@ def run(section: Section) -> None:
 
 
 def those_that_fit(section: Section, model: Decoder, batches: tuple[int, ...], context: int) -> tuple[int, ...]:
-    """Batches whose KV the device has room for."""
+    """Batches that fit into the device's KV memory."""
     if not section.gpu:
         return batches
     free, _ = torch.cuda.mem_get_info(section.device)

@@ -31,7 +31,7 @@ from lockstep.runtime.llm import demo_folder
 from lockstep.runtime.models import Decoder
 from lockstep.runtime.ranks import LeadExecutor
 
-REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, whose spread is about 10
+REGRET = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}  # of logits, with a spread of about 10
 READINGS_FAR = 1e-3  # of what is largest in the same array
 TRUTH: dict[str, Any] = {"attention_backend": "reference", "cuda_graphs": "off", "overlap_depth": 0}
 SCHED: dict[str, Any] = {"max_running_requests": 16, "chunked_prefill_size": 256, "pages": 1024}
@@ -152,7 +152,7 @@ def readings(section: Section) -> None:
 
 
 def read_off(section: Section, prompts: list[list[int]], options: dict[str, Any]) -> dict[str, list[Any]]:
-    """Vectors, logprobs of labels, and hidden states of prompts with what is said behind them."""
+    """Vectors, logprobs of labels, and hidden states of prompts with their answers."""
     with LLM(device=str(section.device), dtype="float32", **{**SCHED, **options}) as llm:
         said = llm.generate(list(prompts), Params(max_new_tokens=3, ignore_eos=True, hidden_states=True))
         return {
@@ -196,7 +196,7 @@ def compare(section: Section, truth: Variant, others: Iterable[Variant]) -> None
 
 
 def requests(section: Section) -> tuple[list[list[int]], list[int]]:
-    """Prompts that share beginnings, one longer than a chunk, and how many tokens each is to say."""
+    """Prompts that share beginnings, one longer than a chunk, and the number of output tokens of each."""
     from lockstep.host.text import Text
 
     text = Text(demo_folder())
@@ -210,7 +210,7 @@ def requests(section: Section) -> tuple[list[list[int]], list[int]]:
 def answers(
     section: Section, variant: Variant, prompts: Sequence[list[int]], counts: Sequence[int]
 ) -> tuple[list[list[int]], Decoder]:
-    """What a variant says, greedily. Its journal must replay."""
+    """The output of a variant, greedily. Its journal must replay."""
     journal = section.part.with_suffix("") / variant.name.replace(" ", "-").replace(",", "")
     options = {**SCHED, **variant.options}
     with LLM(device=str(section.device), dtype=variant.dtype, journal=journal, **options) as llm:
@@ -251,7 +251,7 @@ def answers(
 def forbid_waits(executor: Any) -> None:
     """From now on a launch of this executor fails where it waits for the device; to collect may wait.
 
-    torch knows of its own waits only: copies from pageable memory and to the CPU, sizes that lie on the device.
+    torch counts its own waits only: copies from pageable memory and to the CPU, sizes that lie on the device.
     """
     for name in ("launch", "sample"):
         inner = getattr(executor, name)

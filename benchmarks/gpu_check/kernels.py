@@ -55,7 +55,7 @@ def cases(section: Section) -> Iterator[Case]:
         yield Case("triton", "invariant", torch.float32, 4, 4, 2, 16)
         yield Case("reference", "fast", torch.float32, 4, 4, 2, 16)
         return
-    for backend in ("triton", "flashinfer"):  # whose kernels may have to be compiled, which takes a minute
+    for backend in ("triton", "flashinfer"):  # with kernels that may have to be compiled, which takes a minute
         yield Case(backend, "fast", torch.bfloat16, 16)
         yield Case(backend, "invariant", torch.bfloat16, 16)
         for page_size in (1, 64):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 
-PACKAGES = {  # by the name to import, what to ask pip for; bounds are those of packages/*/pyproject.toml
+PACKAGES = {  # by the name to import, the name for pip; bounds are those of packages/*/pyproject.toml
     "torch": "torch>=2.11,<2.14",
     "numpy": "numpy>=2.2",
     "msgspec": "msgspec>=0.20",

@@ -68,7 +68,7 @@ def theirs(section: Section, count: int, prompt: int, output: int) -> None:
         try:
             model.set_attn_implementation(attention)
             result = timed(model, transformers, prompts, output)
-        except Exception as error:  # which of them can run here, only trying tells
+        except Exception as error:  # only a trial shows which of them can run here
             section.skip(f"transformers with {attention}", f"{type(error).__name__}: {error}")
             continue
         section.put("transformers", {"version": transformers.__version__, "attention": attention, **result})

@@ -167,7 +167,7 @@ def products(
                 far, limit = off(way(0)[:, None], wanted[:, None]), 2 * FAR[dtype]
                 section.check(f"{kind} {outputs} x {inputs}, {rows} rows, {name}", far <= limit, f"{far:.2g} off")
 
-            if fused and not section.gpu:  # a time of the interpreter says nothing, and is long
+            if fused and not section.gpu:  # a time of the interpreter means nothing, and is long
                 continue
 
             def in_turn(way: Callable[[int], Tensor] = way) -> None:

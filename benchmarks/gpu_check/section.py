@@ -74,7 +74,7 @@ class Section:
         self.save()
 
     def skip(self, name: str, reason: str) -> None:
-        """Say what was not done."""
+        """Report what was not done."""
         self.skipped[name] = reason.partition("\n")[0]
         self.save()
 

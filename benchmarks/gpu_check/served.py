@@ -19,9 +19,11 @@ from benchmarks.gpu_check.timing import LaneTimes, Meter
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, PageDeltas, RejectRequest, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, TokenIds
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.runtime.assembly import make_executor
 from lockstep.runtime.bubbles import BubbleTimer
 from lockstep.runtime.graphs import graph_sizes
@@ -160,7 +162,7 @@ def serve(
 
     Args:
         prompt_tokens, output_tokens: of each request.
-        profile: is told of what is launched; not of what compiles in front.
+        profile: receives what is launched; not what compiles in front.
     """
     requests = len(prompt_tokens)
     tokens = max(prompt_tokens) + max(output_tokens)

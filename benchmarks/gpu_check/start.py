@@ -1,4 +1,4 @@
-"""How an engine starts: what its memory table says, whether that came true, and what it says where there is no room."""
+"""How an engine starts: its memory table, whether that came true, and its message where there is no room."""
 
 from __future__ import annotations
 

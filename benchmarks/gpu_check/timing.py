@@ -51,7 +51,7 @@ def graph_time_us(run: Callable[[], object], device: torch.device, *, repeats: i
 
 
 class LaneTimes:
-    """Watches a lane, and knows of each batch when the device began and ended it.
+    """Watches a lane, and records when the device began and ended each batch.
 
     On a GPU by the events that the lane records itself; on a CPU by its clock.
     """

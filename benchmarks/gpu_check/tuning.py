@@ -1,6 +1,6 @@
 """Which tiles and how many programs make a decode's attention fastest here: figures to choose constants by.
 
-The constants are those of `attention/triton_backend.py`; nothing is changed by this. It runs where it is asked for:
+The constants are those of `attention/triton_backend.py`; nothing is changed by this. It runs on request only:
 `--only tuning`, and as far as the budget goes.
 """
 
@@ -53,5 +53,5 @@ def run(section: Section) -> None:
                         us = decode_us(layer, "triton", rows, context, PAGE_SIZE)
                         gbs = round(layer_bytes(layer, rows * context) / us / 1e3)
                         section.put(f"decode.{rows} x {context}.{name}", {"us": round(us, 1), "gbs": gbs})
-                except Exception as error:  # more shared memory than there is, say: then it is no choice
+                except Exception as error:  # for instance more shared memory than there is: then it is no choice
                     section.skip(name, f"{type(error).__name__}: {error}")

@@ -30,10 +30,16 @@ from simpy import Environment
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
 from lockstep.core.contract.events import RequestArrived, RequestCancelled
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import Batches, MetricsFold, RunData
-from lockstep.sim.run.simulate import NoJournal, Scenario, assemble, simulate
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.columns import Batches
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent.parent / "benchmarks" / "results" / "profiles.json"
@@ -89,7 +95,7 @@ def run(
 
 
 class WithPriorities(Arrivals):
-    """Workloads know no priorities: every tenth request is urgent (2), four in ten are background (0)."""
+    """Workloads have no priorities: every tenth request is urgent (2), four in ten are background (0)."""
 
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
         event = super().take(max_new_tokens)
@@ -295,7 +301,7 @@ def batching() -> Figure:
 
 
 def chunks() -> Figure:
-    """What a chunk costs whoever decodes, and what it costs the newcomer."""
+    """What a chunk costs the running batch, and what it costs the new request."""
     workload = "gen:n=700,rate=7,arrivals=gamma,cv=2,input=lognormal:1800:0.9,output=lognormal:100:0.7"
     page, ((left, right),) = figure(2, width=8)
     sizes = (512, 1024, 2048, 4096, 8192)
@@ -354,7 +360,7 @@ def reserve() -> Figure:
 
 
 def retraction() -> Figure:
-    """Who yields: how often, what is computed again, how late it makes anybody."""
+    """Victims of preemption: how often, what is computed again, how late a request gets."""
     page, (axes,) = figure(3, width=8)
     settings = [("length", "tail"), ("length", "front"), ("newest", "tail"), ("newest", "front")]
     names = [f"{policy}\n{requeue}" for policy, requeue in settings]
@@ -425,7 +431,7 @@ def overlap() -> Figure:
 
 
 def multi_step() -> Figure:
-    """Several decodes in one launch: who ends by a token is noticed late, who arrives waits longer."""
+    """Several decodes in one launch: an end by a token is noticed late, a new request waits longer."""
     workload = "gen:n=800,rate=25,input=lognormal:300:0.6,output=lognormal:80:0.7"
     page, (axes,) = figure(3, width=8)
     steps = (1, 4, 8)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 pytest.importorskip("fastapi", reason="the server is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the server is not installed")
 
-from lockstep.api.answer_text import AnswerText  # noqa: E402
-from lockstep.api.plain_text import PlainText  # noqa: E402
-from lockstep.api.token_names import TokenNames, bytes_by_letter  # noqa: E402
-from lockstep.api.wire import SampleEnded  # noqa: E402
+from lockstep.api.processes.wire import SampleEnded  # noqa: E402
+from lockstep.api.text.answer_text import AnswerText  # noqa: E402
+from lockstep.api.text.plain_text import PlainText  # noqa: E402
+from lockstep.api.text.token_names import TokenNames, bytes_by_letter  # noqa: E402
 from lockstep.host.text import Text  # noqa: E402
 
 PLAIN = PlainText()

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.api.chat_formats.driver import (
+from lockstep.api.text.chat_formats.driver import (
     AnswerParser,
     CallArguments,
     CallBegan,
@@ -22,8 +22,8 @@ from lockstep.api.chat_formats.driver import (
     ParsedAnswer,
     Thought,
 )
-from lockstep.api.chat_formats.literals import JSON, PYTHON, SPACE, as_json
-from lockstep.api.chat_formats.tables import (
+from lockstep.api.text.chat_formats.literals import JSON, PYTHON, SPACE, as_json
+from lockstep.api.text.chat_formats.tables import (
     REQUIRED,
     THOUGHTS,
     TOOL_FORMATS,

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizer is not installed")
 pytest.importorskip("jinja2", reason="templates are not installed")
 
-from lockstep.api.answer_text import AnswerText
-from lockstep.api.chat_formats.driver import AnswerParser, ParsedAnswer
-from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
+from lockstep.api.text.answer_text import AnswerText
+from lockstep.api.text.chat_formats.driver import AnswerParser, ParsedAnswer
+from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS, choose, opening, with_thoughts
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.text import StopTexts, Text
 from tests.api.test_chat_formats import RENDER, TOOLS

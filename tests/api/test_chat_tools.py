@@ -161,7 +161,7 @@ def test_arguments_come_while_they_are_said(client: Any) -> None:
 
 
 def test_long_answers_are_read_beside_the_event_loop() -> None:
-    from lockstep.api.openai_api import shaped
+    from lockstep.api.endpoints.openai_api import shaped
 
     async def where(characters: int) -> int:
         return await shaped(threading.get_ident, characters)

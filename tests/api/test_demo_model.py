@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai", reason="the OpenAI client is not installe
 from lockstep.api.engines import build_engine  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
 from lockstep.core.contract.events import RequestArrived, TokenIds  # noqa: E402
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.runtime import LLM, Params  # noqa: E402
 from lockstep.runtime.demo_model import demo_model_folder  # noqa: E402

@@ -177,7 +177,7 @@ def test_the_container_file_names_what_is_in_the_repository(emulated: LiveServer
     assert json.loads(steps["ENTRYPOINT"])[1:] == ["serve"]
     assert steps["EXPOSE"] == str(ServeSettings().port)
     ignored = [line for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines() if line and line[0] != "#"]
-    for name in (*(name for name, _ in packages), "packages/api/src/lockstep/api/ui.html"):
+    for name in (*(name for name, _ in packages), "packages/api/src/lockstep/api/endpoints/ui.html"):
         parts = ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 2)]
         assert not any(fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in ignored), name
     assert {".git", ".venv"} <= set(ignored)

@@ -27,11 +27,9 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
 from click.testing import CliRunner  # noqa: E402
 
-from lockstep.api.routing import RouterService, RouterThread  # noqa: E402
-from lockstep.api.serve import serve  # noqa: E402
-from lockstep.api.settings import read_settings  # noqa: E402
-from lockstep.api.sockets import fresh_folder, router_address, writer  # noqa: E402
-from lockstep.api.wire import (  # noqa: E402
+from lockstep.api.processes.routing import RouterService, RouterThread  # noqa: E402
+from lockstep.api.processes.sockets import fresh_folder, router_address, writer  # noqa: E402
+from lockstep.api.processes.wire import (  # noqa: E402
     Drained,
     EngineHere,
     EngineLost,
@@ -42,6 +40,8 @@ from lockstep.api.wire import (  # noqa: E402
     Withdraw,
     WorkerLost,
 )
+from lockstep.api.serve import serve  # noqa: E402
+from lockstep.api.settings import read_settings  # noqa: E402
 from lockstep.core.cluster.dispatch import DispatchConfig  # noqa: E402
 from lockstep.core.cluster.router import (  # noqa: E402
     ROUTER_POLICIES,

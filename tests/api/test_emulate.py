@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.drift import DriftMeter
 from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, Vocabulary, emulated_source
+from lockstep.api.observability.drift import DriftMeter
 from lockstep.api.serve import serve
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
@@ -27,11 +27,12 @@ from lockstep.core.contract.events import (
     SamplingParams,
     TokenIds,
 )
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterRegistry
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.sim.cost import BatchShape, Duration
-from lockstep.sim.host.host import RowAdapters
+from lockstep.sim.host.batch_shapes import RowAdapters
 from lockstep.sim.host.links import Link
 
 WORDS = Vocabulary(first=300, count=700, end=256, mean_tokens=40)

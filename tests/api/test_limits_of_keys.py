@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from lockstep.api.errors import ApiError  # noqa: E402
-from lockstep.api.keys import UNLIMITED, Allowance, read_keys  # noqa: E402
-from lockstep.api.usage import UsageCounter  # noqa: E402
+from lockstep.api.endpoints.errors import ApiError  # noqa: E402
+from lockstep.api.endpoints.keys import UNLIMITED, Allowance, read_keys  # noqa: E402
+from lockstep.api.endpoints.usage import UsageCounter  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, serving, until  # noqa: E402
 

@@ -253,7 +253,7 @@ def test_a_field_that_changes_nothing_is_accepted(client: Any) -> None:
 def test_null_is_as_good_as_nothing(emulated: LiveServer) -> None:
     import httpx2
 
-    from lockstep.api.schemas import ChatBody, CompletionBody
+    from lockstep.api.endpoints.schemas import ChatBody, CompletionBody
 
     for path, body, given in (
         ("completions", CompletionBody, {"prompt": "a"}),

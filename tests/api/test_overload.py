@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-from lockstep.api.app import ROUTES  # noqa: E402
+from lockstep.api.endpoints.app import ROUTES  # noqa: E402
 from tests.campaigns import hostile  # noqa: E402
 from tests.campaigns.overload import SHORT, overload  # noqa: E402
 

@@ -20,7 +20,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 zmq = pytest.importorskip("zmq", reason="the server is not installed")
 
-from lockstep.api import launch  # noqa: E402
+from lockstep.api.processes import launch  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.support.live_server import EMULATED, LiveServer, ask_operator, running, serving, until  # noqa: E402
 
@@ -237,7 +237,7 @@ def test_nothing_of_an_emulated_server_needs_torch() -> None:
     code = (
         "import sys\n"
         "for name in ('torch', 'triton', 'lockstep.runtime'): sys.modules[name] = None\n"
-        "import lockstep.api.worker, lockstep.api.launch, lockstep.api.serve\n"
+        "import lockstep.api.worker, lockstep.api.processes.launch, lockstep.api.serve\n"
         "from lockstep.api.engines import build_engine\n"
         "from lockstep.api.settings import ServeSettings\n"
         "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).about.model)\n"

@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from lockstep.core.journal.journal import read_journal  # noqa: E402
+from lockstep.core.journal.reader import read_journal  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from tests.support.kills import ARGUMENTS, Asked, Tally, ask, campaign, serve_one  # noqa: E402
 from tests.support.live_server import RUN_SERVE, LiveServer, metric, running, serving, until  # noqa: E402

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("zmq", reason="needs lockstep-api")
 
-from lockstep.api.request_times import EngineTimes, RequestTimes
-from lockstep.api.wire import ITERATION_TOKENS
+from lockstep.api.observability.request_times import EngineTimes, RequestTimes
+from lockstep.api.processes.wire import ITERATION_TOKENS
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (

@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
 
-from lockstep.api.errors import ApiError  # noqa: E402
-from lockstep.api.responses_api import _begun  # noqa: E402
-from lockstep.api.schemas import ResponseBody  # noqa: E402
-from lockstep.api.server import Call  # noqa: E402
-from lockstep.api.stored_responses import StoredResponse, StoredResponses  # noqa: E402
+from lockstep.api.endpoints.errors import ApiError  # noqa: E402
+from lockstep.api.endpoints.responses_api import _begun  # noqa: E402
+from lockstep.api.endpoints.schemas import ResponseBody  # noqa: E402
+from lockstep.api.endpoints.server import Call  # noqa: E402
+from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses  # noqa: E402
 from tests.support.live_server import LiveServer, running, until  # noqa: E402
 
 MODEL = "qwen3-0.6b"
@@ -402,7 +402,8 @@ def test_workers_that_begin_together_make_one_file(tmp_path: Path) -> None:
 
 
 def test_what_was_under_way_in_a_worker_that_ended_has_failed(tmp_path: Path) -> None:
-    store = "from lockstep.api.stored_responses import StoredResponses as S; from pathlib import Path; import sys\n"
+    store = "from lockstep.api.endpoints.stored_responses import StoredResponses as S\n"
+    store += "from pathlib import Path; import sys\n"
     store += "s = S(Path(sys.argv[1]), most=9, bytes_max=9999, kept_s=99.0)\n"
     store += "s.put('', {'id': 'r', 'status': 'in_progress', 'output': []}, [], over=False)"
     subprocess.run([sys.executable, "-c", store, str(tmp_path)], check=True, timeout=120)

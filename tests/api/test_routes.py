@@ -11,15 +11,15 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 
-from lockstep.api.app import ADMIN_ROUTES, ROUTES, HttpRoute, make_app, refuse_undeclared  # noqa: E402
-from lockstep.api.bridge import Bridge, Ticket  # noqa: E402
-from lockstep.api.keys import Key, Keys, read_keys  # noqa: E402
-from lockstep.api.metrics import Metrics  # noqa: E402
-from lockstep.api.plain_text import PlainText  # noqa: E402
-from lockstep.api.server import Server  # noqa: E402
+from lockstep.api.endpoints.app import ADMIN_ROUTES, ROUTES, HttpRoute, make_app, refuse_undeclared  # noqa: E402
+from lockstep.api.endpoints.keys import Key, Keys, read_keys  # noqa: E402
+from lockstep.api.endpoints.server import Server  # noqa: E402
+from lockstep.api.endpoints.usage import UsageCounter  # noqa: E402
+from lockstep.api.observability.metrics import Metrics  # noqa: E402
+from lockstep.api.processes.bridge import Bridge, Ticket  # noqa: E402
+from lockstep.api.processes.wire import Submit  # noqa: E402
 from lockstep.api.settings import ServeSettings  # noqa: E402
-from lockstep.api.usage import UsageCounter  # noqa: E402
-from lockstep.api.wire import Submit  # noqa: E402
+from lockstep.api.text.plain_text import PlainText  # noqa: E402
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from tests.api.test_wire import ABOUT, REQUEST  # noqa: E402
 

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 from click.testing import CliRunner
 
 from lockstep.api.engines import HINTS
-from lockstep.api.launch import listen
+from lockstep.api.processes.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.contract.errors import ConfigError

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
 
-from lockstep.api.errors import ApiError
+from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.structured_output import READERS, choice, grammar_asked
 from lockstep.api.settings import Limits
-from lockstep.api.structured_output import READERS, choice, grammar_asked
 
 LIMITS = Limits(grammar_bytes_max=100, grammar_depth_max=5)
 

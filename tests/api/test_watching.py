@@ -20,12 +20,12 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs lockstep-api")
 
-from lockstep.api.logs import EXTRA, JsonLines
-from lockstep.api.metrics import Metrics
+from lockstep.api.observability.logs import EXTRA, JsonLines
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.served import RECENT, Recent, Served
+from lockstep.api.processes.wire import DraftFigures, Gauges
 from lockstep.api.serve import check
-from lockstep.api.served import RECENT, Recent, Served
 from lockstep.api.settings import read_settings
-from lockstep.api.wire import DraftFigures, Gauges
 from lockstep.core.contract.errors import ConfigError
 from tests.support.browser import dom_of, needs_chromium
 from tests.support.live_server import EMULATED, LiveServer, serving, until
@@ -104,7 +104,7 @@ def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
 
 
 def test_the_page_loads_nothing_from_elsewhere(emulated: LiveServer) -> None:
-    page = (files("lockstep.api") / "ui.html").read_text("utf-8")
+    page = (files("lockstep.api.endpoints") / "ui.html").read_text("utf-8")
     assert not re.search(r"(?:https?:)?//[a-z]", page)
     with urllib.request.urlopen(f"{emulated.url}/ui", timeout=120) as answer:
         assert answer.read().decode() == page

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("zmq", reason="the server is not installed")
 pytest.importorskip("fastapi", reason="the server is not installed")
 
-from lockstep.api import bridge, engine_process, routing, wire
+from lockstep.api.processes import bridge, engine_process, routing, wire
 from lockstep.core.contract.events import GetState, RequestArrived, SamplingParams, TokenIds
 from lockstep.host.adapters import Entry, KnownAdapters
 from lockstep.host.weights import WeightsRead

@@ -27,14 +27,17 @@ from lockstep.core.contract.events import (
     TokenIds,
 )
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import JournalCorrupt, JournalError, JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalCorrupt, JournalError, JournalHeader
 from lockstep.core.journal.replay import fold, replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host import durable
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.recovery import Probation, recover
 from lockstep.host.startup import Keeper
-from tests.support.driver import Driver, pressed_actions, pressed_config
+from tests.support.driver.draw import pressed_actions, pressed_config
+from tests.support.driver.driver import Driver
 
 
 def record(run: Path, seed: int, actions: int = 150, bytes_max: int = 1 << 30, every: int = 25) -> list[bytes]:

@@ -38,21 +38,21 @@ from lockstep.core.contract.events import (
     TokenRuns,
     TransferAdvanced,
 )
-from lockstep.core.journal import journal as journal_module
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import (
     PAYLOAD_BYTES_MAX,
     EndRecord,
     EventRecord,
     HeaderRecord,
     JournalError,
     JournalHeader,
-    JournalWriter,
+    Snapshot,
     SnapshotRecord,
     UnsealedRecord,
-    read_journal,
-    segment_name,
 )
 from lockstep.core.journal.replay import Divergence, event_line, fold, replay
+from lockstep.core.journal.segments import segment_name
+from lockstep.core.journal.writer import JournalWriter
 
 HEADER = JournalHeader(
     config=SchedConfig(page_size=4, pages=64, chunked_prefill_size=8),
@@ -423,7 +423,8 @@ import resource, sys
 sys.path[:0] = {sys.path!r}
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady
-from lockstep.core.journal.journal import JournalError, JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalError, JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # Python ignores SIGXFSZ, so write() fails with EFBIG
 writer = JournalWriter.create({str(tmp_path)!r}, JournalHeader(config=SchedConfig()))
 try:
@@ -489,7 +490,8 @@ import os, signal, sys
 sys.path[:0] = {sys.path!r}
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 writer = JournalWriter.create({str(tmp_path)!r}, JournalHeader(config=SchedConfig()), durability="group")
 for number in range(1000):
     writer.append(LaneReady(number), bytes(16))
@@ -672,5 +674,5 @@ def test_snapshot_name_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     data = b"not yours"
     (tmp_path / "secret").write_bytes(data)
     digest = blake2b(data, digest_size=16).digest()
-    outside = journal_module.Snapshot(file="../secret", steps=0, bytes_digest=digest, state_digest=digest)
+    outside = Snapshot(file="../secret", steps=0, bytes_digest=digest, state_digest=digest)
     assert read_journal(tmp_path).load_snapshot(outside) is None

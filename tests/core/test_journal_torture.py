@@ -30,7 +30,8 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import (
     HEADER_BYTES,
     KIND_EVENT,
     MAGIC,
@@ -38,14 +39,13 @@ from lockstep.core.journal.journal import (
     JournalCorrupt,
     JournalError,
     JournalHeader,
-    JournalWriter,
     Record,
     SnapshotRecord,
     Tail,
     find_record,
-    read_journal,
 )
 from lockstep.core.journal.replay import replay
+from lockstep.core.journal.writer import JournalWriter
 
 HEADER = JournalHeader(config=SchedConfig(), seed=3, host={"kind": "torture"})
 EVENTS: list[ObservedEvent] = [

@@ -19,13 +19,10 @@ CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 
 # The modules that decide nothing, and what each may use all the same. Clocks and randomness are granted to nobody.
 GRANTED = {
-    "journal/journal.py": {
-        "os",
-        "pathlib",
-        "importlib",
-        "threading",
-        "open",
-    },  # files, and a thread that syncs them to disk
+    "journal/records.py": {"pathlib", "importlib"},  # names of files, and the version of the package
+    "journal/segments.py": {"os", "pathlib", "fcntl"},  # the folder and its lock
+    "journal/writer.py": {"os", "pathlib", "threading"},  # files, and a thread that syncs them to disk
+    "journal/reader.py": {"os", "pathlib", "open"},  # files
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
     "contract/policies.py": {"importlib"},  # which policies are installed
     "__init__.py": {"importlib"},  # public names that load their module when first asked for

@@ -6,6 +6,7 @@ import random
 
 import msgspec
 
+from lockstep.core.admin.stats import Watched, healthy, watch
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -18,10 +19,10 @@ from lockstep.core.contract.events import (
     RequestArrived,
     TokenRuns,
 )
-from lockstep.core.contract.stats import Watched, healthy, watch
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import Driver, pressed_actions, pressed_config
+from tests.support.driver.draw import pressed_actions, pressed_config
+from tests.support.driver.driver import Driver
 
 STALLED_US = 20_000_000
 SECOND_US = 1_000_000
@@ -92,5 +93,5 @@ def test_counts_survive_a_snapshot_and_an_answer_is_not_changed_by_what_follows(
     after = driver.engine.stats()
     assert after.idle
     ended = sum(after.counts.finished.values()) + sum(after.counts.rejected.values())
-    assert ended == len(driver.stories)
+    assert ended == len(driver.records)
     assert after.pages_free + after.pages_cached == after.pages

@@ -11,8 +11,9 @@ import pytest
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import Grammar, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.requests.table import BASE, Adapter
-from lockstep.core.requests.validation import RequestRefused, accepted, cache_namespace, sample_of, samples_asked
+from lockstep.core.requests.validation import RequestRefused, accepted, cache_namespace
 
 ISOLATED = SchedConfig(isolate_tenants=True)
 OPEN = SchedConfig()
@@ -66,7 +67,7 @@ def test_samples_differ_in_id_seed_and_name_only() -> None:
 
 @pytest.mark.parametrize(("asked", "taken"), [(1, 1), (128, 128), (0, 1), (-1, 1), (129, 1), (2**60, 1)])
 def test_a_number_of_samples_that_cannot_be_takes_one_id(asked: int, taken: int) -> None:
-    assert samples_asked(arrived(parallel_samples=asked)) == taken
+    assert sample_count(arrived(parallel_samples=asked)) == taken
 
 
 @pytest.mark.parametrize(

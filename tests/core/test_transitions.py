@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.contract.events import Decided, DecidedEvent, RequestArrived, RequestId, TokenRuns
+from lockstep.core.contract.events import Decided, RequestArrived, RequestId, TokenRuns, decided_types
 from lockstep.core.requests.table import BASE, TRANSITIONS, Request, RequestState
 from lockstep.core.requests.validation import Accepted
 from tests.support.records import is_spelt_out
 from tests.support.scenario import Run, parse, play
 
-DECIDED: tuple[type[Decided], ...] = typing.get_args(DecidedEvent)
+DECIDED: tuple[type[Decided], ...] = decided_types()
 PAIRS = list(product(RequestState, DECIDED))
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
 

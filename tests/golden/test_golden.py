@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError, InvariantError
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence, replay
 from lockstep.core.requests import microbatches
 from lockstep.core.scheduler import ordering

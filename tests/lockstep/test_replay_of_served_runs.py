@@ -23,7 +23,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 pytest.importorskip("zmq", reason="the server is not installed")
 
 from lockstep.core.contract.events import RequestArrived, RequestCancelled, RequestFinished, RequestRetracted
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold, replay
 from tests.support.live_server import EMULATED, LiveServer, serving, until
 

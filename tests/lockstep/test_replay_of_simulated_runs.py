@@ -15,14 +15,19 @@ from simpy import Environment
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import step_digest
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import fold, replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CpuModel, roofline
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.cost import CpuModel, roofline_model
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import open_workload
 
 WORKLOAD = (
@@ -120,7 +125,7 @@ def test_cancelled_requests_replay_strictly(depth: int, tmp_path: Path) -> None:
             env,
             Engine(config),
             Arrivals(turns, {turn.index: 3000 * (turn.index % 40) for turn in turns if turn.index % 3 == 0}),
-            roofline(load_model("qwen3-0.6b"), load_gpu("h200")),
+            roofline_model(load_model("qwen3-0.6b"), load_gpu("h200")),
             CpuModel(),
             journal,
             MetricsFold(kv_pages=config.pages),
@@ -135,7 +140,8 @@ def test_cancelled_requests_replay_strictly(depth: int, tmp_path: Path) -> None:
 
 def test_journals_are_equal_byte_by_byte_whatever_the_hash_seed(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from lockstep.sim.run.simulate import Scenario, assemble, simulate;"
+        "import sys; from pathlib import Path; from lockstep.sim.run.assemble import assemble;"
+        "from lockstep.sim.run.simulate import simulate; from lockstep.sim.scenario.scenario import Scenario;"
         f"setup = assemble(Scenario(model='qwen3-0.6b', gpu='h200', workload={WORKLOAD!r}, settings={TINY!r}));"
         "simulate(setup, folder=Path(sys.argv[1]))"
     )

@@ -10,8 +10,10 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("lockstep.sim", reason="the simulator is not installed")
 
 from lockstep.runtime import LLM, Params
-from lockstep.sim.metrics.acceptance import describe, read_verifications
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.calibrate.acceptance import describe, read_verifications
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DRAFTS = 3
 

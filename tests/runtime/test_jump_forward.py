@@ -12,8 +12,10 @@ pytest.importorskip("torch", reason="the GPU runtime is not installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 
 from lockstep.core.contract.events import Grammar, TokensForced
-from lockstep.core.journal.journal import JournalHeader, JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.loop import HostClock
 from lockstep.host.recorded import run_recorded
 from lockstep.runtime import LLM, Params

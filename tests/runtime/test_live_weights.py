@@ -28,7 +28,7 @@ from torch import distributed as dist  # noqa: E402
 
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import ControlRequested, ReleaseMemory, UpdateWeights, WeightsSwapped  # noqa: E402
-from lockstep.core.journal.journal import JournalHeader  # noqa: E402
+from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
 from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
@@ -379,7 +379,7 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     assert (host.weights.version, host.weights.source) == (4, "newer")
 
 
-def test_an_engine_whose_weights_nobody_knows_ends() -> None:
+def test_an_engine_whose_weights_are_unknown_ends() -> None:
     runtime = SmallRuntime(host_options={"hands": Doubles()})
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
     with pytest.raises(RuntimeError, match="nobody knows"):

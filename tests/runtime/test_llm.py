@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,15 +26,13 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import (  # noqa: E402
     BatchFinished,
     GetState,
-    RequestArrived,
     RequestRetracted,
     Resume,
     SamplingParams,
 )
-from lockstep.core.journal.journal import read_journal  # noqa: E402
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.host.loop import HostClock  # noqa: E402
-from lockstep.host.text import StopTexts, Text  # noqa: E402
+from lockstep.host.text import Text  # noqa: E402
 from lockstep.runtime import (  # noqa: E402
     LLM,
     Params,
@@ -46,30 +43,20 @@ from lockstep.runtime import (  # noqa: E402
 )
 from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.assembly import make_executor  # noqa: E402
-from lockstep.runtime.demo_model.tokenizer import tokenizer_config, train_tokenizer  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
-from tests.support import guide  # noqa: E402
+from tests.support.small_llm import SMALL, VOCABULARY, run, write_model  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
-
-VOCABULARY = SMALL_QWEN3["vocab_size"]
-SMALL: dict[str, Any] = {"page_size": 4, "pages": 160, "chunked_prefill_size": 16, "max_running_requests": 12}
-
-TEXTS = ["the quick brown fox jumps over the lazy dog, and the dog sleeps on", "naïve cafés — 漢字 and 🙂 too"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's settings and a tokenizer; weights are drawn by whoever loads it."""
-    path: Path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(SMALL_QWEN3))
-    train_tokenizer(TEXTS, VOCABULARY).save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(128)))
-    return path
+    """A model's settings and a tokenizer, without weights."""
+    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +186,7 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert whole.text
 
 
-def test_an_end_token_that_the_model_does_not_have_fails_nobody(
+def test_an_end_token_that_the_model_does_not_have_fails_no_request(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -258,7 +245,7 @@ def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> Non
         LLM(tmp_path, random_weights_seed=3, **SMALL)
 
 
-def test_a_request_says_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_request_reports_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
     """Over chunks and retractions, beside rows that say nothing of it."""
     path, model = trained
     allowed, prompts = list(range(40, 60)), [[9, 8, 7, 10 + n] * 6 for n in range(4)]
@@ -434,7 +421,7 @@ def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_p
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 2, "retract_every": 2}])
-def test_labels_are_as_likely_as_the_reference_says(trained: tuple[Path, Any], settings: dict[str, Any]) -> None:
+def test_labels_are_as_likely_as_the_reference_reports(trained: tuple[Path, Any], settings: dict[str, Any]) -> None:
     path, model = trained
     prompts = [[9, 8, 7, 6] * 8 + [10 + n] * (n + 1) for n in range(3)] + [[5]]
     labels: dict[str, Any] = {"of one token each": [[17], 30, 4], "some longer": [[17], [30, 31, 32], [4, 5]]}
@@ -458,7 +445,7 @@ def test_labels_are_as_likely_as_the_reference_says(trained: tuple[Path, Any], s
                 assert logprob == pytest.approx(sum(each), abs=3e-4)
 
 
-def test_labels_that_cannot_be_are_said_by_name(llm: LLM) -> None:
+def test_labels_that_cannot_be_are_reported_by_name(llm: LLM) -> None:
     (text,) = llm.score("the quick", [" dog", "s"])
     assert llm.text is not None
     ids = [llm.text.encode(label, special=False) for label in (" dog", "s")]
@@ -517,7 +504,7 @@ def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Pa
     assert not both[1].logprobs
 
 
-def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_reported_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
     too_long, wrong, fine = llm.generate(
         [[5] * 200, [5], [5, 6]], [Params(), Params(top_p=2.0), Params(max_new_tokens=1)]
     )
@@ -545,7 +532,7 @@ def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) 
         assert "need a tokenizer" in stops.error
 
 
-def test_an_engine_that_fails_tells_who_waits(folder: Path) -> None:
+def test_an_engine_that_fails_ends_the_waiting_requests(folder: Path) -> None:
     llm = LLM(folder, random_weights_seed=3, **SMALL)
 
     def fail(*_: Any) -> None:
@@ -748,7 +735,7 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
     assert spoiled == [True]
 
 
-def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_written_by_the_waiting_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the engine's thread, where every other request would wait as well."""
     threads = set()
     stream = Text.stream
@@ -764,158 +751,7 @@ def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.M
     assert threads == {threading.current_thread().name}
 
 
-# ----------------------------------------------------------------------------------------------------------------- text
-
-
-def test_a_conversation_is_written_as_transformers_writes_it(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
-    messages = [{"role": "user", "content": "the dog?"}, {"role": "assistant", "content": "sleeps"}]
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    said = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert Text(folder).chat(messages) == said
-
-
-def test_a_template_may_mark_what_the_model_says(folder: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text(
-        "{% for message in messages %}\n{{ message.role }}: \n"
-        "  {%- generation -%}  {{ message.content }}  {% endgeneration %}\n{% endfor %}"
-    )
-    messages = [{"role": "user", "content": "the dog?"}, {"role": "assistant", "content": "sleeps"}]
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert Text(tmp_path).chat(messages) == theirs.apply_chat_template(messages, tokenize=False)
-
-
-def test_a_template_cannot_reach_python(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    template = tmp_path / "chat_template.jinja"
-    template.write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(ConfigError, match=r"the chat template refuses the conversation: .*unsafe"):
-        Text(tmp_path).chat([{"role": "user", "content": "x"}])
-    template.write_text("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ConfigError, match="roles must alternate"):
-        Text(tmp_path).chat([])
-    template.write_text("{{ messages | tojson }} {{ strftime_now('%Y') }}{% if tools %}!{% endif %}")
-    text = Text(tmp_path)
-    assert text.chat([{"role": "user", "content": "é"}], now=lambda: time.gmtime(0)) == (
-        '[{"role": "user", "content": "é"}] 1970'
-    )
-    assert text.chat([], now=lambda: time.gmtime(2**30)) == "[] 2004", "each conversation has its own time"
-    template.write_text("{{ 1 / 0 }}")
-    with pytest.raises(ConfigError, match="the chat template refuses the conversation: division by zero"):
-        Text(tmp_path).chat([])
-
-
-def test_stop_texts_hold_back_what_may_begin_one(folder: Path) -> None:
-    text = Text(folder)
-    ids = text.encode(TEXTS[1])
-    watch = StopTexts(text, [], ["🙂 tooth", "zz"])
-    held = [watch.push(number, token) for number, token in enumerate(ids)]
-    assert not any(stopped for stopped, _ in held)
-    free = [number + 1 - behind for number, (_, behind) in enumerate(held)]
-    assert free == sorted(free), "what was free stays free"
-    first = len(text.encode(TEXTS[1].partition("🙂")[0]))
-    assert free[-1] <= first
-    assert watch.decoded == TEXTS[1]
-    again = StopTexts(text, [], ["and 🙂"])
-    stopped = [again.push(number, token)[0] for number, token in enumerate(ids)]
-    assert stopped.index(True) == max(i for i in range(len(ids)) if not text.decode(ids[:i]).count("and 🙂"))
-    assert again.push(3, ids[3]) == (False, again.push(3, ids[3])[1]), "a number from before takes the text back"
-    assert again.decoded == text.decode(ids[:4])
-
-
-def byte_fallback(folder: Path) -> Text:
-    """A tokenizer as Llama 2 has one: bytes stand for what has no token, and the first space is stripped."""
-    from tokenizers import Tokenizer, decoders, models
-
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
-    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
-    tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return Text(folder)
-
-
-def test_no_sequence_of_tokens_is_too_odd_for_a_stream_of_text(tmp_path: Path) -> None:
-    """Bytes that were a character may be none with what follows: tokenizers' own stream gives up there."""
-    text = byte_fallback(tmp_path)
-    for seed in range(40):
-        rng = random.Random(seed)
-        watch = StopTexts(text, [rng.randrange(262) for _ in range(seed % 5)], ["no such text"])
-        for number in range(60):
-            watch.push(number, rng.randrange(262))
-    plain = [text.tokenizer.token_to_id(word) for word in ("▁a", "b", "<0xC3>", "<0xA9>", "▁a", "▁", "a")]
-    step = text.stream([text.tokenizer.token_to_id("b")])
-    assert "".join(map(step, plain)) == " abé a a"
-
-
-# ---------------------------------------------------------------------------------------------------- logit processors
-
-SAMPLING_PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
-
-
-@pytest.fixture
-def band(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor that docs/sampling.md shows, installed."""
-    guide.install(tmp_path / "site", page=SAMPLING_PAGE)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-
-
-@pytest.mark.usefixtures("band")
-def test_a_request_names_processors_with_arguments(folder: Path, tmp_path: Path) -> None:
-    """The example of docs/sampling.md, with retractions, through journal and replay."""
-    narrow, wide = {"band": {"first": 20, "stop": 25}}, {"band": {"first": 100, "stop": 200}}
-    common: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
-    stirred = {**SMALL, "overlap_depth": 2, "retract_every": 2}
-    with LLM(folder, random_weights_seed=3, journal=tmp_path / "run", logit_processors=["band"], **stirred) as llm:
-        inside, outside, free = llm.generate(
-            [[5, 6], [5, 6, 7], [8]],
-            [Params(**common, logit_processors=narrow), Params(**common, logit_processors=wide), Params(**common)],
-        )
-        refusals: dict[str, str] = {
-            "bond": "names `bond`, which is not enabled here; enabled: band",
-            "band": "refuses its arguments: `first` and `stop` must be token ids up to 300, got {}",
-        }
-        for name, said in refusals.items():
-            (refused,) = llm.generate([[5]], Params(logit_processors={name: {}}))
-            assert refused.finish_reason == "bad_request"
-            assert refused.error.startswith("`logit_processors`")
-            assert refused.error.endswith(said)
-        with pytest.raises(
-            ConfigError, match=r"the arguments of `band` must be a JSON object: .*not JSON serializable"
-        ):
-            llm.generate([[5]], Params(logit_processors={"band": {"first": {1, 2}}}))
-        with pytest.raises(ConfigError, match=r"`logit_processors` is \{'band': 5\}: expected `object`"):
-            llm.generate([[5]], Params(logit_processors={"band": 5}))  # type: ignore[dict-item]
-    assert set(inside.token_ids) <= set(range(20, 25))
-    assert set(outside.token_ids) <= set(range(100, 200))
-    assert not set(free.token_ids) <= set(range(100, 200))
-    journal = read_journal(tmp_path / "run")
-    assert journal.header.host["logit_processors"] == "band (lockstep-band 1.0)"
-    asked = [event.sampling for event, _ in fold(tmp_path / "run") if isinstance(event, RequestArrived)]
-    assert next(one.logit_processors for one in asked if one is not None) == (("band", '{"first": 20, "stop": 25}'),)
-
-
-@pytest.mark.usefixtures("band")
-def test_a_line_names_processors_that_the_operator_enabled(folder: Path) -> None:
-    line = json.dumps({"prompt": "the dog", "logit_processors": {"band": {"first": 20, "stop": 25}}})
-    result = run(folder, "-", "--show-token-ids", "--max-new-tokens", "6", "--logit-processor", "band", stdin=line)
-    assert result.return_value == 0
-    assert set(json.loads(result.stdout)["token_ids"]) <= set(range(20, 25))
-    assert "names `band`, which is not enabled here; enabled: none" in run(folder, "-", stdin=line).stdout
-    assert "got `bond`; installed: band" in str(run(folder, "-", "--logit-processor", "bond", stdin=line).exception)
-
-
 # ------------------------------------------------------------------------------------------------------------------ CLI
-
-
-def run(folder: Path, *args: str, stdin: str = "") -> Any:
-    common = ("--model", str(folder), "--random-weights", "3", "--set", "pages=64", "--set", "page_size=4")
-    return CliRunner().invoke(generate, [*common, *args], input=stdin, standalone_mode=False)
 
 
 def test_a_wrong_line_is_named_and_the_others_go_on(folder: Path) -> None:
@@ -996,7 +832,7 @@ def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
     assert replay(tmp_path / "run").batches == 8
 
 
-def test_an_answer_that_failed_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_failed_reports_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that raises is no empty answer with exit status 0."""
 
     def fail(self: Any, *_: Any) -> Any:
@@ -1023,7 +859,7 @@ def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Pat
     assert str(result.exception) == f"`journal`: {tmp_path} already holds a journal\nhint: choose another run folder"
 
 
-def test_a_journal_that_cannot_be_written_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path / "file"))
     assert result.return_value == 1
@@ -1046,7 +882,7 @@ def test_the_input_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch
     assert "is a folder" in str(a_folder)
 
 
-def test_the_log_says_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
+def test_the_log_reports_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
     one = ("--prompt", "the dog", "--max-new-tokens", "1", "--warm-up", "--set", "chunked_prefill_size=16")
     assert run(folder, *one).stderr == "", "a text on a terminal"
     assert "warm-up: " in run(folder, *one, *one).stderr

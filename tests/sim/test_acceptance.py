@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from lockstep.sim.calibrate import acceptance
+from lockstep.sim.calibrate.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cost import CalibrationError
-from lockstep.sim.metrics import acceptance
-from lockstep.sim.metrics.acceptance import Verifications, fitted_rates, halves, predicted_length, read_verifications
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 WORKLOAD = "gen:n=40,rate=50,input=uniform:20:60,output=uniform:30:90,grammars=0.3x2"
 
@@ -52,7 +54,7 @@ def test_the_model_is_off_where_requests_differ() -> None:
     assert predicted_length(seen, fitted_rates(seen)) == seen.accepted_length == 2.5
 
 
-def test_the_command_says_it_to_people_and_machines(tmp_path: Path) -> None:
+def test_the_command_reports_it_to_people_and_machines(tmp_path: Path) -> None:
     settings = {"speculative_method": "ngram", "num_speculative_tokens": 2}
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, seed=6, settings=settings)
     simulate(assemble(scenario, environ={}), folder=tmp_path)

@@ -17,21 +17,36 @@ from click.testing import CliRunner
 from lockstep.core.contract.commands import LaunchBatch, LoadAdapter, Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdapterLoaded, ControlRequested, ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.plan import plan
 from lockstep.sim.cli.simulate import simulate as simulate_command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostModel, Duration, kv_capacity, roofline
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.cost import (
+    BatchShape,
+    CapacityError,
+    CatalogueError,
+    CostModel,
+    Duration,
+    kv_capacity,
+    roofline_model,
+)
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.host.adapters import parse_adapters, parse_targets, with_adapters
+from lockstep.sim.host.adapters import parse_targets
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Run, Scenario, Setup, assemble, simulate, write_run
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.adapters import parse_adapters, with_adapters
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import open_workload, workload_digest
 
@@ -147,7 +162,7 @@ def test_room_for_adapters_changes_no_pass_without_any(layout: dict[str, int]) -
 
 def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
     small = load_model("qwen3-0.6b")
-    cost = roofline(small, H200, lora=LoraSpec(4))
+    cost = roofline_model(small, H200, lora=LoraSpec(4))
     decode = BatchShape(decode_rows=1, decode_context_tokens=10, sampled_rows=1)
     on_one = msgspec.structs.replace(decode, adapter_tokens=1, adapters=1)
     assert cost.lora is not None
@@ -160,7 +175,7 @@ def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
 
 def test_a_model_without_room_refuses_adapters() -> None:
     with pytest.raises(CapacityError, match="give it a LoraSpec"):
-        roofline(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
+        roofline_model(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])
@@ -294,8 +309,8 @@ class Expecting:
 
 
 def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
-    cost, witness = Noting(setup.cost), Expecting()
-    return simulate(replace(setup, cost=cost), witness=witness), cost, witness
+    cost, observer = Noting(setup.cost), Expecting()
+    return simulate(replace(setup, cost=cost), observer=observer), cost, observer
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -307,26 +322,26 @@ def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
         {"speculative_method": "ngram", "num_speculative_tokens": 2},
     ],
 )
-def test_passes_cost_by_who_is_in_them(seed: int, settings: dict[str, Any]) -> None:
+def test_passes_cost_by_the_rows_in_them(seed: int, settings: dict[str, Any]) -> None:
     share = random.Random(seed).choice(["", "0.5x", "0.9x"])
     setup = assemble(asked(f"{share}5", seed=seed, settings=settings), {})
-    _, cost, witness = noted(setup)
+    _, cost, observer = noted(setup)
     launches = [(shape.adapter_tokens, shape.adapters) for shape in cost.asked]
     if "speculative_method" in settings:  # a drafter asks for itself as well
-        launches = [pair for pair in launches if pair in set(witness.expected)]
-    assert Counter(launches) >= Counter(witness.expected)
+        launches = [pair for pair in launches if pair in set(observer.expected)]
+    assert Counter(launches) >= Counter(observer.expected)
     assert max(adapters for _, adapters in launches) <= 3
-    assert witness.registered == sorted(set(witness.arrived.values()) - {""})
+    assert observer.registered == sorted(set(observer.arrived.values()) - {""})
 
 
 def test_loads_go_one_after_the_other_beside_what_runs() -> None:
     setup = assemble(asked("6", workload="gen:n=40,rate=400,input=fixed:20,output=fixed:60"), {})
-    run, _, witness = noted(setup)
+    run, _, observer = noted(setup)
     load_us = setup.slot_bytes / (H200.datasheet["pcie_gbs"].value * 0.85e3)
-    assert len(witness.loads) == len(witness.loaded) == run.data.summary["adapters"]["loads"] >= 6
-    assert [name for _, name in witness.loads] == [name for _, name in witness.loaded]
-    ends = [time_us for time_us, _ in witness.loaded]
-    for (began_us, _), (end_us, _) in zip(witness.loads, witness.loaded, strict=True):
+    assert len(observer.loads) == len(observer.loaded) == run.data.summary["adapters"]["loads"] >= 6
+    assert [name for _, name in observer.loads] == [name for _, name in observer.loaded]
+    ends = [time_us for time_us, _ in observer.loaded]
+    for (began_us, _), (end_us, _) in zip(observer.loads, observer.loaded, strict=True):
         assert end_us - began_us >= int(load_us)
     assert all(later - earlier >= int(load_us) - 1 for earlier, later in pairwise(ends))
     told = run.data.summary["adapters"]
@@ -345,7 +360,7 @@ def test_as_many_slots_as_adapters_load_each_once() -> None:
     assert tight["adapters"]["requests_waited"] > told["requests_waited"]
 
 
-def test_without_adapters_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_without_adapters_nothing_is_reported_of_them(tmp_path: Path) -> None:
     plain = ran(None)
     assert "adapters" not in plain.metrics()
     assert "adapters" not in plain.about()
@@ -394,7 +409,7 @@ def test_a_closed_loop_a_cluster_and_engines_by_role_have_adapters_too() -> None
     assert told["loads"] >= 12  # each engine for itself
 
 
-def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
+def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --rate 4 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--adapters", "5", "--max-lora-rank", "32"]
     done = CliRunner().invoke(plan, words)
@@ -402,9 +417,10 @@ def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
     assert "--lora NAME=ADAPTER_FOLDER --max-lora-rank 32" in done.output
     assert "the time of what adapters add to products" in done.output
     assert "--adapters 5" in done.output
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1)
-    assert b"lora" not in msgspec.json.encode(one)
-    assert msgspec.structs.replace(one, adapters="5", max_lora_rank=8).scenario().base.max_lora_rank == 8
+    base = Scenario(model="m", gpu="g", workload="w", rate=1.0, limit=1, seed=1)
+    assert not any("lora" in name for name in Trial(base=base, replicas=1).record())
+    several = Trial(base=replace(base, adapters="5", max_lora_rank=8), replicas=1)
+    assert several.scenario().base.max_lora_rank == several.record()["max_lora_rank"] == 8
 
 
 def test_the_command_runs_it_again() -> None:

@@ -14,10 +14,14 @@ from click.testing import CliRunner
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import Slo
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
-from lockstep.sim.workload.closed_loop import ConcurrentSessions
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.host.closed_loop import ConcurrentSessions
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Turns, open_workload
 
 CHAT = "gen:n=300,turns=uniform:2:8,input=fixed:300,output=fixed:20,think=uniform:100ms:3s"
@@ -57,7 +61,7 @@ def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) ->
 
 @pytest.mark.parametrize("breaks_off", [0, 3])
 @pytest.mark.parametrize("spec", [CHAT, SINGLE])
-def test_as_many_sessions_are_in_progress_as_were_asked_for(spec: str, breaks_off: int) -> None:
+def test_as_many_sessions_are_in_progress_as_were_requested(spec: str, breaks_off: int) -> None:
     arrivals, in_progress = played(ConcurrentSessions(turns_of(spec), 12, 400, 3), 50_000, breaks_off=breaks_off)
     assert len(arrivals) == 400
     assert [event.request_id for event in arrivals] == list(range(400))

@@ -18,23 +18,24 @@ from numpy.typing import NDArray
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import EventRecord, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
-from lockstep.sim.cli.settings import parse_setting
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    parse_engines,
-    simulate_cluster,
-    write_cluster_run,
-)
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape, CpuModel, Duration
-from lockstep.sim.metrics.metrics import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns, Packed, Slo
+from lockstep.sim.metrics.columns import BATCH_COLUMNS, CPU_COLUMNS, Batches, Columns
+from lockstep.sim.metrics.packed import Packed
 from lockstep.sim.metrics.packed_rows import PackedRows
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -202,7 +203,7 @@ def test_a_hop_delays_the_first_token_by_two_and_each_gap_by_nothing() -> None:
     assert far.tpot_us[0] == near.tpot_us[0]
 
 
-def test_a_stronger_engine_gets_more_unless_told_otherwise() -> None:
+def test_a_stronger_engine_gets_more_unless_set_otherwise() -> None:
     groups = (EngineGroup(count=1, gpu="h100"), EngineGroup(count=1, gpu="h100", tp=4))
     scenario = replace(BASE, gpu="")
     setup = assemble_cluster(ClusterScenario(base=scenario, engines=groups))
@@ -317,7 +318,7 @@ def test_the_spec_of_engines_reads_back() -> None:
         ("2xh100:page_size=big", "`page_size` cannot be `big`"),
     ],
 )
-def test_a_spec_that_cannot_be_read_says_where(text: str, message: str) -> None:
+def test_a_spec_that_cannot_be_read_reports_where(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_engines(text, parse_setting)
 
@@ -372,7 +373,7 @@ def test_a_report_of_very_many_engines_shows_the_fullest_and_the_emptiest(tmp_pa
     assert "Of 40 engines, 16 are shown" in page
 
 
-def test_commands_say_numbers_that_options_take() -> None:
+def test_commands_report_numbers_that_options_take() -> None:
     router = RouterConfig(policy="session_sticky", sessions_max=1_000_000, load_bound=1.2345678)
     groups = (EngineGroup(count=2, gpu="h100", weight=1.2345678),)
     words = ClusterScenario(base=replace(BASE, gpu=""), engines=groups, router=router).command().split()
@@ -404,7 +405,7 @@ def test_what_cannot_be_simulated_is_one_message(arguments: list[str], message: 
 
 def test_interrupted_runs_leave_journals_that_replay(tmp_path: Path) -> None:
     """The signal handler sets `stop_requested`; here the progress callback does, in the middle."""
-    from lockstep.sim.cluster.cluster import Cluster
+    from lockstep.sim.cluster.routed import Cluster
 
     seen: list[Cluster] = []
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, timed_batches
 from lockstep.sim.catalogue import calibration_names, load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
@@ -30,7 +31,7 @@ from lockstep.sim.cost import (
     CpuModel,
     decode_shape,
     extend_shape,
-    roofline,
+    roofline_model,
 )
 from lockstep.sim.cost.calibration import (
     FEATURES,
@@ -143,7 +144,7 @@ corrections = st.builds(
     collective_us=st.floats(0.0, 50.0),
 )
 BASES = {
-    (name, tp): roofline(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
+    (name, tp): roofline_model(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
     for name, tps in (("qwen3-8b", (1, 2, 8)), ("gpt-oss-120b", (2, 8)), ("qwen3-235b-a22b", (4,)))
     for tp in tps
 }
@@ -256,7 +257,7 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
 
 
-def test_nothing_is_said_of_intervals_where_there_are_none() -> None:
+def test_nothing_is_reported_of_intervals_where_there_are_none() -> None:
     found, split = calibration(cpu="included"), Parallelism(tp=2, ep=2)
     said = [found.doubts("qwen3-32b", "H100-SXM", 0, split, has_intervals=both) for both in (True, False)]
     assert [len(lines) for lines in said] == [4, 4]  # what a correction does not cover is said all the same
@@ -386,7 +387,7 @@ def test_a_result_names_its_calibration_and_what_its_answers_lie_between(tmp_pat
     assert "intervals" not in metrics_of(*SMALL, "--no-intervals")
 
 
-def test_tables_and_report_say_the_same(tmp_path: Path) -> None:
+def test_tables_and_report_report_the_same(tmp_path: Path) -> None:
     calibration().save(tmp_path / "c.json")
     result = run(simulate, *SMALL, "--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "run"))
     assert result.exit_code == 0, result.output
@@ -482,7 +483,7 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
 
 
 def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
-    base = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
+    base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     run_folder = recorded(tmp_path, Correction(), spread=0.05)
     batches = timed_batches(of_journal(run_folder), base, run_folder)
     source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=1)
@@ -492,7 +493,7 @@ def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
     assert found.spread == pytest.approx(0.05, rel=0.2)
 
 
-def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
+def test_what_a_journal_does_not_report_must_be_given(tmp_path: Path) -> None:
     result = run(calibrate, "journal", str(tmp_path), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr

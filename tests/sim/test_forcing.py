@@ -10,7 +10,9 @@ import pytest
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.host.forcing import Forcing
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 WORKLOAD = "gen:n=20,rate=100,input=uniform:20:60,output=uniform:20:60,grammars=0.7x2"
 
@@ -35,7 +37,9 @@ def test_launches_are_saved_and_the_journal_replays(settings: dict[str, Any], tm
 
 
 def test_engines_of_a_cluster_count_what_was_forced_together() -> None:
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
 
     base = Scenario(
         model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, settings={"jump_forward_tokens": 16}, grammar_forces="0.5x6"
@@ -66,6 +70,6 @@ def test_what_cannot_be_forced_is_one_error(text: str) -> None:
         Forcing.of(text, 1)
 
 
-def test_options_that_nobody_looks_at_are_refused() -> None:
+def test_options_that_are_never_read_are_refused() -> None:
     with pytest.raises(ConfigError, match="but `jump_forward_tokens` is 0"):
         assemble(Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, grammar_forces="0.1x2"), environ={})

@@ -16,16 +16,13 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import verify_router
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.cluster.cluster import (
-    ClusterRun,
-    ClusterScenario,
-    EngineGroup,
-    assemble_cluster,
-    simulate_cluster,
-    write_cluster_run,
-)
 from lockstep.sim.cluster.network import Links, later
-from lockstep.sim.run.simulate import Scenario
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.journal import journal
 
 
@@ -162,7 +159,7 @@ def test_closed_loop_goes_on_behind_each_answer() -> None:
 # ------------------------------------------------------------------------------------------------------ the run folder
 
 
-def test_run_folder_replays_and_says_how_to_get_it_again(tmp_path: Path) -> None:
+def test_run_folder_replays_and_reports_how_to_get_it_again(tmp_path: Path) -> None:
     scenario = cluster(link_gbs=10.0, link_latency_us=40)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

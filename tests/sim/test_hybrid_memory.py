@@ -11,16 +11,21 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cluster.cluster import ClusterRun, ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.errors import CapacityError
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import PipelineModel, stages_of
-from lockstep.sim.host.host import state_copies
+from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.hybrid_memory import state_copies_us, state_copy_us, window_tokens_of
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.plan.question import parse_search
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 AGAIN = "gen:n=40,rate=4,turns=uniform:2:4,think=lognormal:3s:1,input=lognormal:900:0.5,output=lognormal:60:0.5"
 
@@ -75,7 +80,7 @@ def test_answers_are_those_without_pools_of_their_own(model: str, tp: int, sizes
     assert pooled.data.summary["cache"]["hit_ratio"] > 0.2
 
 
-def test_a_run_replays_and_says_what_it_was(tmp_path: Path) -> None:
+def test_a_run_replays_and_reports_what_it_was(tmp_path: Path) -> None:
     scenario = Scenario(
         model="gpt-oss-20b", gpu="rtx4090", workload=AGAIN, tiers={"hybrid_memory": "on", "mamba_track_interval": 64}
     )

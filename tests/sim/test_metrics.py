@@ -20,7 +20,7 @@ from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import (
     AdmissionDeferred,
     BatchFinished,
-    DecidedEvent,
+    Decided,
     DecodeSkipped,
     FinishReason,
     LaneReady,
@@ -35,8 +35,12 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-from lockstep.sim.metrics import metrics
-from lockstep.sim.metrics.metrics import BINS_MAX, MetricsFold, RunData, Slo, count_tokens
+from lockstep.sim.metrics import fold as fold_module
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.messages import count_tokens
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.series import BINS_MAX
+from lockstep.sim.metrics.slo import Slo
 
 
 def int32s(values: Iterable[int]) -> np.ndarray:
@@ -49,7 +53,7 @@ class Run:
     def __init__(self, *, kv_pages: int | None = None) -> None:
         self.fold = MetricsFold(kv_pages=kv_pages)
 
-    def decide(self, *decided: DecidedEvent) -> None:
+    def decide(self, *decided: Decided) -> None:
         self.fold.observe(LaneReady(decided[0].time_us), Step(decided=list(decided)))
 
     def arrive(self, time_us: int, request_id: int, prompt_tokens: int = 10, tenant: str = "") -> None:
@@ -535,7 +539,7 @@ def test_an_empty_run_has_nothing_to_measure() -> None:
     assert len(data.requests.request_id) == 0
 
 
-def test_results_may_be_asked_for_along_the_way() -> None:
+def test_results_may_be_requested_along_the_way() -> None:
     run = Run()
     run.arrive(0, 1)
     run.stream(10, {1: (0, 1)})
@@ -706,7 +710,7 @@ class Historian:
             self.random.choice((self.arrive, self.stream, self.stream, self.decide, self.launch, self.report))()
         return self.told
 
-    def observe(self, event: Any, decided: Sequence[DecidedEvent] = (), commands: Sequence[Command] = ()) -> None:
+    def observe(self, event: Any, decided: Sequence[Decided] = (), commands: Sequence[Command] = ()) -> None:
         self.told.append(("observe", (event, Step(decided=list(decided), commands=list(commands)))))
 
     def arrive(self) -> None:
@@ -749,7 +753,7 @@ class Historian:
         if not self.sent:
             return
         request_id = self.random.choice(list(self.sent))
-        decided: DecidedEvent = self.random.choice(
+        decided: Decided = self.random.choice(
             (
                 RequestAdmitted(self.time_us, request_id, 0, self.random.randrange(9), 1, 0),
                 RequestRetracted(self.time_us, request_id, 1, 2, 3, "pages"),
@@ -818,13 +822,13 @@ def test_settling_at_any_points_changes_no_answer(random: Random, actions: int) 
     assert_equal_runs(folded(told, compact), at_the_end)
     assert_equal_runs(folded(told, ask), at_the_end)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
-        patch.setattr(metrics, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
+        patch.setattr(fold_module, "COMPACT_RESULTS_MIN", 1)  # it does so by itself
+        patch.setattr(fold_module, "COMPACT_RESULTS_MAX", random.choice((1, 3)))  # and soon gives batches up for lost
         assert_equal_runs(folded(told), at_the_end)
         assert_equal_runs(folded(told, compact), at_the_end)
 
 
-def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
+def test_a_long_run_keeps_no_more_than_open_requests() -> None:
     run, ids = Run(), np.zeros(1, np.int64)
     for request_id in range(2_000):
         ids = np.array([request_id], np.int64)
@@ -836,7 +840,7 @@ def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
             run.fold.observe(event, Step(commands=[message], decided=finished))
     fold = run.fold
     assert len(fold._row_of) == 0
-    assert len(fold._sent_messages) == len(fold._results) // 3 <= metrics.COMPACT_RESULTS_MAX
+    assert len(fold._sent_messages) == len(fold._results) // 3 <= fold_module.COMPACT_RESULTS_MAX
     fold.compact(part_rows=1)
     assert (len(fold._ended), len(fold._sent_messages), len(fold._open_gaps[0])) == (0, 0, 0)
     data = run.result()

@@ -16,13 +16,17 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import LaneReady
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import replay
 from lockstep.core.requests import microbatches
 from lockstep.sim.cli.simulate import simulate as command
-from lockstep.sim.cluster.cluster import ClusterScenario, EngineGroup, assemble_cluster, simulate_cluster
-from lockstep.sim.metrics.metrics import StageTimes
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.stages import StageTimes
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 DOC = Path(__file__).parents[2] / "docs" / "distributed.md"
 LOAD = "gen:n=48,rate=inf,input=fixed:900,output=fixed:60"
@@ -58,7 +62,7 @@ def test_stages_are_busier_and_answers_are_the_same(runs: dict[str, Any]) -> Non
     assert outputs == [[60] * 48] * 3
 
 
-def test_journal_replays_and_says_whose_slot_was_offered(runs: dict[str, Any]) -> None:
+def test_journal_replays_and_reports_whose_slot_was_offered(runs: dict[str, Any]) -> None:
     assert replay(runs["folder"] / "five").events > 100
     events = [record.event for record in read_journal(runs["folder"] / "five").events()]
     offered = Counter(event.microbatch for event in events if isinstance(event, LaneReady))

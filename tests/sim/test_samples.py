@@ -15,14 +15,20 @@ from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.admission_options import parse_admission
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.metrics.samples import measure_samples
 from lockstep.sim.results.stored_run import read_run
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate, write_run
-from lockstep.sim.workload.samples import OpenSamples, measure_samples, parse_samples, sample_first_token, with_samples
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.run_folder import write_run
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.workload.samples import OpenSamples, parse_samples, sample_first_token, with_samples
 from lockstep.sim.workload.workload import open_workload, workload_digest
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import Walk
@@ -67,7 +73,7 @@ def test_each_answer_has_tokens_of_its_own_and_a_session_goes_on_with_the_first(
 ) -> None:
     setup = assemble(asked(seed=seed, settings=settings), {})
     told = Streamed()
-    run = simulate(setup, witness=told, check_every=10)  # so it is told of every decode
+    run = simulate(setup, observer=told, check_every=10)  # so it is told of every decode
     turns, by_label = setup.workload.turns, {turn.label: turn for turn in setup.workload.turns}
     assert turns.samples is not None
     assert run.data.summary["requests"]["completed"] == int(turns.samples.sum()) > len(turns)

@@ -14,11 +14,13 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, Parallelism
-from lockstep.sim.cost.roofline import roofline
+from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.host.speculation import Acceptance, ModelDraftCost, NgramDraftCost, expected_tokens, parse_rates
-from lockstep.sim.run.simulate import Run, Scenario, assemble, simulate
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import Run, simulate
+from lockstep.sim.scenario.scenario import Scenario
 
 EAGLE = {"speculative_method": "eagle", "num_speculative_tokens": 3}
 
@@ -52,7 +54,9 @@ def test_length_measured_is_the_length_the_rates_mean() -> None:
 
 
 def test_early_ends_and_clusters_work_with_drafts() -> None:
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
 
     ended = run(EAGLE, max_new_tokens=256)
     assert ended.data.summary["requests"]["by_finish_reason"] == {"stop": 40}
@@ -84,7 +88,7 @@ def test_right_drafts_follow_from_request_and_position() -> None:
 
 
 def test_drafting_and_verifying_cost_what_they_run() -> None:
-    cost = roofline(load_model("qwen3-8b"), load_gpu("h200"))
+    cost = roofline_model(load_model("qwen3-8b"), load_gpu("h200"))
     plain = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=8)
     verify = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=32, draft_tokens=24)
     alone, drafted = cost.batch_us(plain).mean_us, cost.batch_us(verify).mean_us
@@ -214,7 +218,7 @@ def test_rates_are_read() -> None:
     assert parse_rates("0.85, 0.7") == (0.85, 0.7)
 
 
-def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path: Path) -> None:
+def test_a_plan_reports_what_drafts_bring_and_that_they_are_not_served_yet(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from lockstep.sim.cli.plan import plan

@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.sim.cli.simulate import simulate
-from lockstep.sim.run.simulate import Scenario, assemble
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.mix import mix_of, mix_turns
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns, TurnsBuilder
@@ -258,7 +259,7 @@ def test_a_turn_takes_forty_bytes_and_going_through_them_keeps_none() -> None:
     assert peak < 4_000_000
 
 
-def test_the_command_mixes_workloads_and_says_how_to_repeat_it() -> None:
+def test_the_command_mixes_workloads_and_reports_how_to_repeat_it() -> None:
     words = ["--model", "qwen3-8b", "--gpu", "h200", "--workload", f"a={CONSTANT}", "--workload", f"b={CONSTANT}@2"]
     words += ["--pages", "4096", "--time-window", "0..3s", "--json"]
     result = CliRunner().invoke(simulate, words)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.api.emulate import Vocabulary
-from lockstep.api.plain_text import BYTES, END, FIRST_WORD
+from lockstep.api.text.plain_text import BYTES, END, FIRST_WORD
 from tests.support.live_server import LiveServer
 
 VOCABULARY = 151_936  # of qwen3

@@ -72,8 +72,8 @@ class LiveServer:
         found = {}
         table = _processes()
         for pid, (parent, words) in table.items():
-            if parent == self.process.pid and "lockstep.api.fork_server" in words:
-                at = words.index("lockstep.api.fork_server")
+            if parent == self.process.pid and "lockstep.api.processes.fork_server" in words:
+                at = words.index("lockstep.api.processes.fork_server")
                 number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
                 found[f"nursery{number}"] = pid
                 for child in (child for child, (grown, _) in table.items() if grown == pid):
@@ -85,7 +85,7 @@ class LiveServer:
     def folder(self) -> Path:
         """Where its sockets are, of one engine."""
         words = _processes()[self.children()["nursery"]][1]
-        return Path(words[words.index("lockstep.api.fork_server") + 1])
+        return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to end, and return its exit status."""

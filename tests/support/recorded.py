@@ -12,11 +12,13 @@ from typing import Any
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import ChangeRole, CloseSession, Grammar, LoadAdapterControl, OpenSession, PromptSpan
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.narration import wait_by_cause
 from lockstep.tools.request_timeline import RequestTimeline
 from lockstep.tools.waits import Waited
-from tests.support.fleet import Fleet, Wire
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.wires import Wire
 from tests.support.rank_group import RankGroup
 from tests.support.scenario import Run, parse, play
 from tests.support.served import Asked
@@ -50,7 +52,7 @@ def record_model(
 
 def record_required_call(folder: Path) -> Path:
     """Answers that must be calls of tools: grammars that come of `tool_choice`."""
-    from lockstep.api.chat_tools import Tools
+    from lockstep.api.endpoints.chat_tools import Tools
     from lockstep.api.settings import Limits
 
     weather = {"properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"], "additionalProperties": False}
@@ -92,7 +94,9 @@ def record_simulation(
     folder: Path, workload: str, seed: int = 7, grammar_forces: str | None = None, pp: int = 1, **settings: Any
 ) -> Path:
     """Simulate a small model and write the run's journal."""
-    from lockstep.sim.run.simulate import Scenario, assemble, simulate
+    from lockstep.sim.run.assemble import assemble
+    from lockstep.sim.run.simulate import simulate
+    from lockstep.sim.scenario.scenario import Scenario
 
     scenario = Scenario(
         model="qwen3-0.6b",

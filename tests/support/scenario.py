@@ -131,26 +131,22 @@ from lockstep.core.contract.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.contract.render import (
-    Names,
+from lockstep.core.contract.render import Names, command_line, decided_line, media_name, plan_lines
+from lockstep.core.contract.samples import sample_count, sample_label
+from lockstep.core.journal import snapshot
+from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state_text import (
     adapter_lines,
     block_lines,
-    command_line,
-    decided_line,
     hybrid_lines,
     in_flight_lines,
-    media_name,
     page_owner_lines,
     pages_line,
-    plan_lines,
     queue_line,
     session_lines,
     table_lines,
     tree_lines,
 )
-from lockstep.core.journal import snapshot
-from lockstep.core.requests.validation import sample_label, samples_asked
-from lockstep.core.scheduler.engine import Engine
 from tests.support.tagged_kv import TaggedKv, pure_token
 from tests.support.tagged_tiers import TaggedTiers
 
@@ -364,8 +360,8 @@ class Run:
     def do_add(self, words: list[str]) -> list[str]:
         label, *settings = words
         event = self._arrival(label, settings)
-        self.next_request = event.request_id + samples_asked(event)
-        for number in range(samples_asked(event)):
+        self.next_request = event.request_id + sample_count(event)
+        for number in range(sample_count(event)):
             self.ids[sample_label(label, number)] = event.request_id + number
         return self._say(self.fold(event))
 

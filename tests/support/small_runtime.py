@@ -20,9 +20,10 @@ from lockstep.core import invariants
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, RejectRequest, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, SamplingParams, TokenIds
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import RowContext
-from lockstep.host.loop import HostClock, Int32s, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, Int32s, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.drafting import NgramDrafter
 from lockstep.runtime.executor import Executor, Matchers

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.journal.journal import JournalWriter, read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.diff import diff
 from lockstep.tools.drift import drift
 from tests.support.recorded import record_simulation, record_story

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.contract.commands import BatchPlan, Mode
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
-from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline
+from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline_model
 from lockstep.sim.results.batch_times import (
     BatchTime,
     BatchTimesHeader,
@@ -78,7 +78,7 @@ def test_every_batch_of_a_simulated_run_is_timed_on_the_demo_model(run: Path, me
     assert {row["mode"] for row in said["errors"]} == {"extend", "decode", "mixed", "all"}
     assert times.measured is not None
     assert (times.measured.model, times.measured.gpu, times.measured.device) == ("demo", "cpu-core", "cpu")
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     assert np.allclose(predict(cost, times.batches), [one.predicted_us for one in times.batches], atol=0.1)
 
 
@@ -107,7 +107,7 @@ def test_what_was_measured_makes_predictions_better(run: Path, measured: tuple[P
     assert again.exit_code == 0, again.output
     batches = read_batch_times(tmp_path / "again").batches
     assert len(batches) == 60
-    cost = calibration.cost_model(roofline(load_model("demo"), load_gpu("cpu")))
+    cost = calibration.cost_model(roofline_model(load_model("demo"), load_gpu("cpu")))
     assert np.allclose(predict(cost, batches), [one.predicted_us for one in batches], atol=0.1)
 
 
@@ -130,7 +130,7 @@ def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
     assert lines[-1] == "by      demo on cpu-core, not calibrated"
 
 
-def test_a_run_under_grammars_says_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
+def test_a_run_under_grammars_gives_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
     """A journal of the runtime itself, deferred sampling and drafts among it: greedy answers are those of the run."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     pytest.importorskip("llguidance", reason="no library of grammars is installed")
@@ -222,7 +222,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_sizes(run: Path, monkeypa
 # --------------------------------------------------------------------------------------------------- and without one
 
 
-def test_without_the_runtime_it_says_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_runtime_it_reports_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lockstep.runtime.recorded", None)
     result = on_hardware(run)
     assert result.exit_code == 2
@@ -241,7 +241,8 @@ def test_no_run_folder_is_one_sentence(name: str, tmp_path: Path) -> None:
 def test_a_journal_without_batches_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     from lockstep.core.contract.config import SchedConfig
-    from lockstep.core.journal.journal import JournalHeader, JournalWriter
+    from lockstep.core.journal.records import JournalHeader
+    from lockstep.core.journal.writer import JournalWriter
 
     JournalWriter.create(tmp_path, JournalHeader(config=SchedConfig(pages=8))).close()
     result = on_hardware(tmp_path)
@@ -254,7 +255,7 @@ def test_a_journal_without_batches_is_refused(tmp_path: Path) -> None:
 
 def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
     """A file of decodes and extends on a device that takes 1.5 times as long as predicted, and 300 us for each pass."""
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     batches = []
     for number in range(count):
         rows, context = 1 + number % 8, 50 + 7 * number % 400
@@ -271,7 +272,7 @@ def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
     return batches
 
 
-def test_calibrating_from_a_file_finds_what_was_planted_and_says_how_far_it_was_off(tmp_path: Path) -> None:
+def test_calibrating_from_a_file_finds_what_was_planted_and_reports_how_far_it_was_off(tmp_path: Path) -> None:
     planted(tmp_path / "measured.jsonl")
     made = calibrated("--from", tmp_path / "measured.jsonl", "--date", "2026-11-22", "--out", tmp_path / "c.json")
     assert made.exit_code == 0, made.output
@@ -311,7 +312,7 @@ def test_calibrate_from_a_journal_is_calibrate_journal(run: Path, tmp_path: Path
 
 def test_the_slow_batch_is_the_outlier(tmp_path: Path) -> None:
     batches = planted(tmp_path / "measured.jsonl", slow=77)
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     [found] = outliers(batches, predict(cost, batches))
     assert found.batch.batch_id == 77
     assert found.times == pytest.approx(4.0, rel=0.15)

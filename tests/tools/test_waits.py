@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.contract.events import RequestArrived, RequestId
-from lockstep.core.requests.validation import samples_asked
-from lockstep.sim.run.simulate import Scenario, assemble, simulate
+from lockstep.core.contract.samples import sample_count
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
 from lockstep.tools.request_timeline import NOBODY, Cause, Chronicle
@@ -32,16 +34,16 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
         event.request_id + sample
         for _, event, _ in Walk(folder)
         if isinstance(event, RequestArrived)
-        for sample in range(samples_asked(event))
+        for sample in range(sample_count(event))
     }
     chronicle, walk = Chronicle(ids), Walk(folder)
     for number, event, step in walk:
         chronicle.observe(number, event, step, walk.engine)
-    return {request_id: waited_by(story) for request_id, story in chronicle.close().stories.items()}
+    return {request_id: waited_by(timeline) for request_id, timeline in chronicle.close().timelines.items()}
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
-def test_it_says_what_stories_say(name: str) -> None:
+def test_it_agrees_with_timelines(name: str) -> None:
     assert waits_of(GOLDEN / name) == by_stories(GOLDEN / name)
 
 
@@ -55,12 +57,12 @@ def test_it_says_what_stories_say(name: str) -> None:
     ],
     ids=["fcfs", "lpm", "retractions", "timeouts"],
 )
-def test_it_says_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
     """Steps of uniform decodes, of which it is not told there, have nothing to say."""
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=settings)
     live, without = WaitFold(), WaitFold()
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", witness=live)
-    simulate(assemble(scenario, environ={}), witness=without)
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", observer=live)
+    simulate(assemble(scenario, environ={}), observer=without)
     found = live.close()
     assert without.close() == found
     assert found == by_stories(tmp_path / "run")
@@ -71,7 +73,7 @@ def test_it_says_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str
 def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=TIGHT)
     simulate(assemble(scenario, environ={}), folder=tmp_path / "alone")
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", witness=WaitFold())
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", observer=WaitFold())
     alone, seen = ((tmp_path / name / "journal" / "00000000.log").read_bytes() for name in ("alone", "seen"))
     assert alone == seen
 

@@ -1,6 +1,6 @@
 """`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
 
-Who sends what and when is what a simulation of the same command line has (`sim/run/simulate.py: arrivals_of_load`);
+Senders and arrivals are those of a simulation of the same command line (`sim/run/load.py: arrivals_of_load`);
 it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
 """
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.progress import terminal_bar
-from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.scenario.scenario import Scenario
     from lockstep.tools.bench_run import BenchRun
     from lockstep.tools.live import Asking, Sender
 
@@ -101,17 +101,10 @@ def serve(
     lockstep bench serve --to http://127.0.0.1:8000 --workload gen:n=500 --concurrency 16
     """
     with refusals():
-        from lockstep.sim.metrics.metrics import Slo
-        from lockstep.sim.run.simulate import (
-            Scenario,
-            arrivals_of_load,
-            check_load,
-            check_measured,
-            check_seed,
-            open_load,
-            prepare_folder,
-            workload_line,
-        )
+        from lockstep.sim.metrics.slo import Slo
+        from lockstep.sim.run.load import arrivals_of_load, check_load, check_measured, check_seed, open_load
+        from lockstep.sim.run.run_folder import prepare_folder, workload_line
+        from lockstep.sim.scenario.scenario import Scenario
         from lockstep.sim.workload.mix import mix_of
         from lockstep.tools.bench_run import measure, write_run
         from lockstep.tools.http_stream import HttpError, ServerAddress
@@ -160,7 +153,7 @@ def serve(
 
 
 class _Server:
-    """What a server says of itself."""
+    """The server's own description."""
 
     def __init__(self, model: str, vocabulary: int | None, context_tokens_max: int | None) -> None:
         from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
@@ -261,7 +254,7 @@ def _command(
     body: str | None,
 ) -> str:
     """The command line that runs this again."""
-    from lockstep.sim.run.simulate import number_word, option_of
+    from lockstep.host.options import number_word, option_of
 
     words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
     if scenario.model:

@@ -4,7 +4,7 @@
     run.metrics["latency"]["ttft_us_p99"]
     write_run(Path("runs/real"), run)             # metrics.json, requests.parquet, requests.csv
 
-A request arrives when it was due. Its messages are the client's, and how it ended is told in the words of the core:
+A request arrives when it was due. Its messages are the client's, and its end is expressed in the terms of the core:
 
 | what came | counts as |
 |---|---|
@@ -15,7 +15,7 @@ A request arrives when it was due. Its messages are the client's, and how it end
 | a status from 500 on, a broken connection or stream | `error`: failed |
 | Ctrl-C | still open |
 
-What only the engine knows (queue, pages, batches) is null.
+Figures that only the engine has (queue, pages, batches) are null.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from rich.table import Table
 from lockstep.core.contract.commands import Step, StreamTokens
 from lockstep.core.contract.events import (
     ClockAdvanced,
-    DecidedEvent,
+    Decided,
     FinishReason,
     RequestArrived,
     RequestFinished,
     RequestRejected,
     TokenRuns,
 )
-from lockstep.sim.metrics.metrics import MetricsFold, RunData, describe
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.summary import describe
+from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import (
     METRICS_FORMAT,
     METRICS_VERSION,
@@ -52,7 +55,9 @@ from lockstep.sim.results.results import (
     write_metrics_json,
     write_requests,
 )
-from lockstep.sim.run.simulate import Scenario, code_commit, code_version, describe_load, whole
+from lockstep.sim.run.load import describe_load
+from lockstep.sim.run.run_folder import whole
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.workload import Workload
 from lockstep.tools.live import Sender, Sent, TokenIdPrompts
 
@@ -188,7 +193,7 @@ def _end_us(one: Sent) -> int:
     return max(one.ended_us, one.last_us, one.sent_us, one.due_us)
 
 
-def _end(one: Sent, at_us: int) -> DecidedEvent | None:
+def _end(one: Sent, at_us: int) -> Decided | None:
     """How it ended; None if it is still open."""
     if one.kind == "interrupted":
         return None
@@ -212,7 +217,7 @@ def _end(one: Sent, at_us: int) -> DecidedEvent | None:
 
 
 def _cache(sent: list[Sent]) -> dict[str, Any]:
-    """Hits, where the server says them."""
+    """Hits, where the server reports them."""
     known = [one for one in sent if one.cached_tokens >= 0 and not one.error]
     if not known:
         return {}
@@ -251,7 +256,7 @@ def generator_is_late(run: BenchRun) -> bool:
 
 
 def tables(run: BenchRun) -> Iterator[Table]:
-    """Those parts of the simulator's tables that a client can know."""
+    """Those parts of the simulator's tables that a client can observe."""
     yield latency_table(run.data.summary)
     if run.data.summary["slos"]:
         yield slo_table(run.data.summary)

@@ -1,6 +1,6 @@
 """Conditions over decided events, to stop a replay at: a small language with a parser of its own.
 
-    RequestRetracted                                  somebody was retracted
+    RequestRetracted                                  a request was retracted
     RequestRetracted and request == r17               r17 was
     AdmissionDeferred and reason == kv_budget and needed_tokens > 8000
     (DecodeSkipped or PagesEvicted) and not mode == decode
@@ -17,17 +17,17 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import Decided, DecidedEvent, ObservedEvent
+from lockstep.core.contract.events import Decided, ObservedEvent, decided_types
 from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
 
-TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in get_args(DecidedEvent)}
+TYPES: dict[str, type[Decided]] = {type_.__name__: type_ for type_ in decided_types()}
 FIELDS = {field.name for type_ in TYPES.values() for field in msgspec.structs.fields(type_)} - {"time_us", "request_id"}
 FACTS = {
     "event": "name of the observed event",
@@ -41,7 +41,7 @@ FACTS = {
     "free_pages": "pages that nobody has",
     "available_pages": "free ones, and cached ones that nobody holds",
 }
-WHO = ("request", "behind", "beneficiary")
+REQUEST_FIELDS = ("request", "behind", "beneficiary")
 NAMES = {"request", *FIELDS, *FACTS}
 
 _TOKEN = re.compile(r"""\s*(?:(<=|>=|==|!=|<|>|\(|\))|"([^"]*)"|([A-Za-z0-9_.:/#@+-]+))""")
@@ -186,7 +186,7 @@ def _comparison(name: str, compare: Callable[[Any, Any], bool], word: str, condi
         )
 
     def test(moment: Moment) -> bool:
-        if name in WHO:
+        if name in REQUEST_FIELDS:
             field = "request_id" if name == "request" else name
             request_id = getattr(moment.decided, field, None)
             if request_id is None or ordered:

@@ -1,7 +1,7 @@
-"""A step's decisions in words: what two engines are compared by where a digest only says that they differ.
+"""The text of a step's decisions, by which two engines are compared where a digest only shows that they differ.
 
-*Exact* words hold all that a digest covers: decided events, plans with their page tables, whom tokens go to. *Logical*
-words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
+*Exact* text holds all that a digest covers: decided events, plans with their page tables, the requests that tokens go
+to. *Logical* words leave out what follows from the clock and from numbering: times, rows, pages. Neither shows a token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Decision(NamedTuple):
         return "\n".join([f"step {self.number} {self.event}", *(f"  {line}" for line in self.lines)])
 
 
-def exact_words(step: Step, names: Names) -> tuple[str, ...]:
+def exact_text(step: Step, names: Names) -> tuple[str, ...]:
     """All that the digest of a step covers, a line for each decision."""
     lines = []
     for decided in step.decided:
@@ -56,8 +56,8 @@ def exact_words(step: Step, names: Names) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def logical_words(step: Step, names: Names) -> tuple[str, ...]:
-    """Who was admitted, deferred, retracted and run, whatever the clock says and wherever their pages lie."""
+def logical_text(step: Step, names: Names) -> tuple[str, ...]:
+    """The requests admitted, deferred, retracted and run, whatever the clock and wherever their pages lie."""
     lines = []
     for decided in step.decided:
         if isinstance(decided, RequestAdmitted):
@@ -71,7 +71,7 @@ def logical_words(step: Step, names: Names) -> tuple[str, ...]:
 
 def decision_of(number: int, event: ObservedEvent, step: Step, names: Names) -> Decision:
     """A step in exact words. Prompts and outputs in its event are counted, not shown."""
-    return Decision(number, event_line(event), exact_words(step, names))
+    return Decision(number, event_line(event), exact_text(step, names))
 
 
 # ------------------------------------------------------------------------------------------------ a file of decisions

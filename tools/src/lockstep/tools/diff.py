@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.report.text import setting
+from lockstep.sim.results.text import setting
 from lockstep.tools.decision_text import Decision
 from lockstep.tools.drift import Drift, Parting, drift
 from lockstep.tools.narration import clock
@@ -26,7 +26,7 @@ COLUMNS = 118
 @click.argument("other", metavar="RUN_B", type=click.Path(path_type=Path))
 @JSON
 def diff(first: Path, other: Path, as_json: bool) -> None:
-    """Name the first decision in which two journals differ, and say how they drift from there.
+    """Name the first decision in which two journals differ, and show how they drift from there.
 
     Each is replayed strictly under its own header. With the same inputs, steps are compared by digest; otherwise
     launches in order, with requests known by label or id.
@@ -68,7 +68,7 @@ def _pairs(first: Path, other: Path) -> list[tuple[str, tuple[Path, Path]]]:
 
 
 def drift_lines(found: Drift) -> Iterator[str]:
-    """Everything in the order in which one asks: who, what was set, where they part, how they drift."""
+    """Everything in the order of the usual questions: the runs, their settings, where they part, how they drift."""
     for letter, folder, steps, batches in zip("AB", found.folders, found.steps, found.batches, strict=True):
         yield f"{letter} {folder}: {steps:,} steps, {batches:,} batches"
     for name, (mine, theirs) in found.settings.items():

@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import LaneReady, ObservedEvent, RequestAdmitted, RequestId
-from lockstep.core.contract.render import Names, in_flight_lines, pages_line, queue_line, table_lines
+from lockstep.core.contract.render import Names
 from lockstep.core.journal.replay import event_line
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.metrics.metrics import MetricsFold, Requests
+from lockstep.core.scheduler.state_text import in_flight_lines, pages_line, queue_line, table_lines
+from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.results.compare import match_requests
 from lockstep.sim.results.compare_text import show_change
-from lockstep.tools.decision_text import Decision, decision_of, logical_words
+from lockstep.tools.decision_text import Decision, decision_of, logical_text
 from lockstep.tools.runs import Walk, walked
 
 TABLE_LINES = 12  # of the state before
@@ -169,11 +171,11 @@ def _fact(at: tuple[int, ObservedEvent, Step] | None) -> str:
 
 
 def _first_launch(first: Path, other: Path) -> Parting | None:
-    """The first launch that is another one, of journals whose steps do not correspond."""
+    """The first launch that differs, of journals with steps that do not correspond."""
     walks = Walk(first), Walk(other)
     for launch, (a, b) in enumerate(zip_longest(*map(_launches, walks))):
         both = zip((a, b), walks, strict=True)
-        words = [logical_words(at[2], walk.names) if at is not None else None for at, walk in both]
+        words = [logical_text(at[2], walk.names) if at is not None else None for at, walk in both]
         if words[0] != words[1]:
             found = [
                 Decision(at[0], event_line(at[1]), lines) if at is not None and lines is not None else None

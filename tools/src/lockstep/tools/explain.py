@@ -16,18 +16,19 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import shown
+from lockstep.core.contract.text import shown
 from lockstep.host.router_journal import LeftQueue, label_key
-from lockstep.sim.metrics.metrics import MetricsFold, Requests
-from lockstep.sim.report.text import count, duration, percent
-from lockstep.tools.narration import Metric, clock, headline, sentences, story_text, wait_by_cause
+from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.results.text import count, duration, percent
+from lockstep.tools.narration import Metric, clock, headline, sentences, timeline_text, wait_by_cause
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import JSON, RUN, Walk, locate_request, print_json, refusals
 from lockstep.tools.timeline_picture import text_lines, write_page
 from lockstep.tools.why_step import StepReason, why_step
 
 COLUMNS = {"ttft": "ttft_us", "tpot": "tpot_us", "e2e": "e2e_us", "itl": "itl_us_max"}
-TOLD_IN_FULL = 3  # of the slowest
+SHOWN_IN_FULL = 3  # of the slowest
 LEFT = {"cancelled": "left its line, cancelled,", "line_full": "was turned away, as too many waited there,"}
 """How a request ended in the line in front of a router."""
 
@@ -56,7 +57,7 @@ def explain(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Say why a request was slow, why a batch is what it is, or what the slowest requests waited for.
+    """Explain why a request was slow, why a batch is what it is, or what the slowest requests waited for.
 
     \b
     lockstep explain runs/chat --request 17
@@ -84,23 +85,23 @@ def explain(
         else:
             assert slowest is not None
             ids, title = _slowest(run, *slowest), f"The {slowest[1]} requests with the longest {slowest[0]}"
-        chronicle, walk = told(run, ids)
-        stories = [chronicle.stories[request_id] for request_id in ids]
+        chronicle, walk = chronicle_of(run, ids)
+        timelines = [chronicle.timelines[request_id] for request_id in ids]
         if html_file is not None:
             about = f"{walk.folder}: seed {walk.header.seed}; replayed decision by decision"
-            write_page(html_file, title, stories, chronicle, walk.names, walk.header.config, about)
+            write_page(html_file, title, timelines, chronicle, walk.names, walk.header.config, about)
     if as_json:
-        described = [_described(story, chronicle, walk) for story in stories]
+        described = [_described(timeline, chronicle, walk) for timeline in timelines]
         print_json({"requests": described} if slowest is not None else described[0])
     elif slowest is None:
-        _show_story(stories[0], chronicle, walk)
+        _show_timeline(timelines[0], chronicle, walk)
     else:
-        _show_slowest(stories, slowest[0], chronicle, walk)
+        _show_slowest(timelines, slowest[0], chronicle, walk)
     if html_file is not None:
         click.echo(f"{html_file} written, {html_file.stat().st_size:,} bytes", err=True)
 
 
-def told(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
+def chronicle_of(run: Path, ids: list[RequestId]) -> tuple[Chronicle, Walk]:
     """The stories of these requests, and the replay that they come from, at its end."""
     chronicle, walk = Chronicle(ids), Walk(run)
     for number, event, step in walk:
@@ -128,7 +129,8 @@ def _slowest(run: Path, metric: Metric, most: int) -> list[RequestId]:
 
 
 def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool) -> None:
-    """What is known of who ended in the line in front of a router. Raises ConfigError if pictures are asked for."""
+    """The record of a request that ended in the queue in front of a router. Raises ConfigError if pictures are
+    requested."""
     if html_file is not None:
         raise ConfigError(
             f"request {shown(name)} ended in the line of the router: it has no timeline\nhint: leave out --html"
@@ -146,29 +148,29 @@ def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool
     )
 
 
-def _show_story(story: RequestTimeline, chronicle: Chronicle, walk: Walk) -> None:
-    for line in story_text(story, chronicle, walk.names, walk.header.config):
+def _show_timeline(timeline: RequestTimeline, chronicle: Chronicle, walk: Walk) -> None:
+    for line in timeline_text(timeline, chronicle, walk.names, walk.header.config):
         _wrap(line)
     click.echo()
-    for line in text_lines(story, chronicle):
+    for line in text_lines(timeline, chronicle):
         click.echo(line)
     click.echo("w waits, E extends, D decodes, - runs without it, | a token goes out")
 
 
-def _show_slowest(stories: list[RequestTimeline], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
-    start_us = min(story.arrived_us for story in stories)
-    stop_us = max(story.stop_us for story in stories)
-    click.echo(f"the {len(stories)} longest {metric}, of requests here from {clock(start_us)} to {clock(stop_us)}")
+def _show_slowest(timelines: list[RequestTimeline], metric: Metric, chronicle: Chronicle, walk: Walk) -> None:
+    start_us = min(timeline.arrived_us for timeline in timelines)
+    stop_us = max(timeline.stop_us for timeline in timelines)
+    click.echo(f"the {len(timelines)} longest {metric}, of requests here from {clock(start_us)} to {clock(stop_us)}")
     click.echo()
     heads = "".join(f"{head:>10}" for head in ("waited", "prefill", "TTFT", "TPOT", "retracted"))
     click.echo(f"  {'request':<22}{'arrived':>12}{heads}")
-    for story in stories:
-        queue_us = story.queue_us
-        prefill_us = story.ttft_us - queue_us if queue_us >= 0 and story.ttft_us >= 0 else -1
-        times = map(duration, (queue_us, prefill_us, story.ttft_us, story.tpot_us))
-        cells = "".join(f"{cell:>10}" for cell in (*times, str(len(story.retractions))))
-        click.echo(f"  {walk.names.request(story.request_id):<22.21}{clock(story.arrived_us):>12}{cells}")
-    total: Counter[str] = sum((wait_by_cause(story) for story in stories), Counter())
+    for timeline in timelines:
+        queue_us = timeline.queue_us
+        prefill_us = timeline.ttft_us - queue_us if queue_us >= 0 and timeline.ttft_us >= 0 else -1
+        times = map(duration, (queue_us, prefill_us, timeline.ttft_us, timeline.tpot_us))
+        cells = "".join(f"{cell:>10}" for cell in (*times, str(len(timeline.retractions))))
+        click.echo(f"  {walk.names.request(timeline.request_id):<22.21}{clock(timeline.arrived_us):>12}{cells}")
+    total: Counter[str] = sum((wait_by_cause(timeline) for timeline in timelines), Counter())
     click.echo()
     click.echo(f"what they waited for, {duration(total.total())} together")
     for cause, us in total.most_common():
@@ -180,14 +182,14 @@ def _show_slowest(stories: list[RequestTimeline], metric: Metric, chronicle: Chr
     click.echo(
         f"meanwhile {len(batches):,} batches, {duration(busy_us)} on the device, with {count(prompts, 'prompt token')}"
     )
-    for story in stories[:TOLD_IN_FULL]:
+    for timeline in timelines[:SHOWN_IN_FULL]:
         click.echo()
-        for line in story_text(story, chronicle, walk.names, walk.header.config):
+        for line in timeline_text(timeline, chronicle, walk.names, walk.header.config):
             _wrap(line)
-    if len(stories) > TOLD_IN_FULL:
+    if len(timelines) > SHOWN_IN_FULL:
         click.echo("\nthe others, by `lockstep explain RUN --request ID`:")
-        for story in stories[TOLD_IN_FULL:]:
-            click.echo(f"  {headline(story, walk.names)}")
+        for timeline in timelines[SHOWN_IN_FULL:]:
+            click.echo(f"  {headline(timeline, walk.names)}")
 
 
 def _show_step(reason: StepReason, as_json: bool) -> None:
@@ -210,25 +212,25 @@ def _wrap(line: str) -> None:
         click.echo(part)
 
 
-def _described(story: RequestTimeline, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
+def _described(timeline: RequestTimeline, chronicle: Chronicle, walk: Walk) -> dict[str, Any]:
     """A story for machines: figures, waits by cause, and the sentences."""
-    told_of = sentences(story, chronicle, walk.names, walk.header.config)
+    narration = sentences(timeline, chronicle, walk.names, walk.header.config)
     return {
-        "request_id": story.request_id,
-        "label": story.label,
-        "tenant": story.tenant,
-        "arrived_us": story.arrived_us,
-        "ended_us": story.ended_us if story.ended_us >= 0 else None,
-        "prompt_tokens": story.prompt_tokens,
-        "output_tokens": story.output_tokens,
-        "queue_us": story.queue_us if story.queue_us >= 0 else None,
-        "ttft_us": story.ttft_us if story.ttft_us >= 0 else None,
-        "tpot_us": story.tpot_us if story.tpot_us >= 0 else None,
-        "e2e_us": story.e2e_us if story.e2e_us >= 0 else None,
-        "finish_reason": story.finished.reason if story.finished is not None else None,
-        "reject_reason": story.rejected.reason if story.rejected is not None else None,
-        "retractions": len(story.retractions),
-        "waited_us_by_cause": dict(wait_by_cause(story)),
+        "request_id": timeline.request_id,
+        "label": timeline.label,
+        "tenant": timeline.tenant,
+        "arrived_us": timeline.arrived_us,
+        "ended_us": timeline.ended_us if timeline.ended_us >= 0 else None,
+        "prompt_tokens": timeline.prompt_tokens,
+        "output_tokens": timeline.output_tokens,
+        "queue_us": timeline.queue_us if timeline.queue_us >= 0 else None,
+        "ttft_us": timeline.ttft_us if timeline.ttft_us >= 0 else None,
+        "tpot_us": timeline.tpot_us if timeline.tpot_us >= 0 else None,
+        "e2e_us": timeline.e2e_us if timeline.e2e_us >= 0 else None,
+        "finish_reason": timeline.finished.reason if timeline.finished is not None else None,
+        "reject_reason": timeline.rejected.reason if timeline.rejected is not None else None,
+        "retractions": len(timeline.retractions),
+        "waited_us_by_cause": dict(wait_by_cause(timeline)),
         "waits": [
             {
                 "start_us": wait.start_us,
@@ -237,9 +239,9 @@ def _described(story: RequestTimeline, chronicle: Chronicle, walk: Walk) -> dict
                 "cached_tokens": wait.admitted.cached_tokens if wait.admitted is not None else None,
                 "spans": [{"start_us": s.start_us, "stop_us": s.stop_us, **s.cause._asdict()} for s in wait.spans],
             }
-            for wait in story.waits
+            for wait in timeline.waits
         ],
-        "told": [{"time_us": s.time_us, "kind": s.kind, "text": s.text, "more": list(s.more)} for s in told_of],
+        "told": [{"time_us": s.time_us, "kind": s.kind, "text": s.text, "more": list(s.more)} for s in narration],
     }
 
 

@@ -13,30 +13,28 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 import click
 import msgspec
 import numpy as np
 
 from lockstep.core.contract.commands import BatchPlan, Step
-from lockstep.core.contract.events import BatchFinished, Decided, DecidedEvent, ObservedEvent
+from lockstep.core.contract.events import BatchFinished, Decided, ObservedEvent, decided_types
 from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.cli.out_paths import check_folder
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.out_paths import check_folder
 from lockstep.tools.runs import RUN, Walk, print_json, refusals
 
 TABLES = ("steps", "decisions", "batches", "parts", "requests")
-COLUMNS = tuple(
-    dict.fromkeys(field.name for type_ in get_args(DecidedEvent) for field in msgspec.structs.fields(type_))
-)
+COLUMNS = tuple(dict.fromkeys(field.name for type_ in decided_types() for field in msgspec.structs.fields(type_)))
 
 
 def kinds() -> dict[str, str]:
     """What each column of decisions holds, by the types of the fields: the name of a polars type."""
     found: dict[str, str] = {}
-    for type_ in get_args(DecidedEvent):
+    for type_ in decided_types():
         for name, hint in get_type_hints(type_).items():
             text = hint is str or get_origin(hint) is Literal
             found.setdefault(name, "String" if text else "Boolean" if hint is bool else "Int64")
@@ -49,7 +47,7 @@ def kinds() -> dict[str, str]:
 @click.option("--overwrite", is_flag=True, help="Replace tables that are there.")
 @click.option("--json", "as_json", is_flag=True, help="Rows of each table as one JSON object.")
 def export(run: Path, out: Path, overwrite: bool, as_json: bool) -> None:
-    """Write what a run decided as Parquet tables, to be asked in polars or DuckDB.
+    """Write what a run decided as Parquet tables, for queries in polars or DuckDB.
 
     \b
     lockstep export runs/chat --out tables

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for streams of server-sent events, on asyncio alone: what sending at the right moment needs.
 
 One connection per request is kept open for the next one. Bodies may be chunked, counted, or end with the connection.
-Lengths are bounded, so that a server cannot fill the memory of whoever measures it.
+Lengths are bounded, so that a server cannot fill the memory of the process that measures it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.core.contract.errors import ConfigError
 LINE_BYTES_MAX = 1 << 20
 HEADERS_MAX = 200
 TOO_LONG_IDLE = 408
-"""What a server may tell a connection on which nothing came for long. What is sent then it has not read (RFC 9110)."""
+"""A notice of a server on a connection that was idle for long. What is sent then it has not read (RFC 9110)."""
 
 
 class ServerAddress(NamedTuple):

@@ -1,6 +1,6 @@
 """Look into a journal, check it, replay it.
 
-    lockstep journal info RUN      who wrote it, how many events of each type, how it ends
+    lockstep journal info RUN      its writer, how many events of each type, how it ends
     lockstep journal dump RUN      one line per record, or one JSON object with --jsonl
     lockstep journal check RUN     framing and chain only; --repair cuts a torn tail off
     lockstep journal verify RUN    replay every event and compare every digest
@@ -21,7 +21,8 @@ import click
 import msgspec
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import (
     EndRecord,
     EventRecord,
     HeaderRecord,
@@ -33,7 +34,6 @@ from lockstep.core.journal.journal import (
     SnapshotRecord,
     Tail,
     UnsealedRecord,
-    read_journal,
 )
 from lockstep.core.journal.replay import Divergence, event_line, replay
 from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, ToolError, engine_runs, json_line, print_json
@@ -363,7 +363,7 @@ def verify_run(run: Path, until: int | None, as_json: bool) -> None:
 
 
 def say_divergence(run: Path, divergence: Divergence, decisions: Path | None = None) -> None:
-    """Say on stderr where a replay parts from the journal, and both decisions in words as far as they are known."""
+    """Report on stderr where a replay parts from the journal, with the text of both decisions as far as available."""
     from lockstep.tools.strict import parted
 
     click.echo(f"Divergence: {divergence}", err=True)

@@ -1,13 +1,13 @@
 """`lockstep replay TRACE --to URL`: send a workload to an OpenAI-compatible server, each request at its moment.
 
 Open loop: a request is sent when it is due, whether or not the server keeps up; later turns of a session come after the
-answer before them and the user's think time. How far the sender itself was off its schedule is measured and said in
+answer before them and the user's think time. The sender's own lateness is measured and reported in
 every run, because a generator that lags measures itself.
 
 Equal prefixes are sent as equal text: each token id is a word, always the same one, so that prompts share exactly what
 they shared in the trace. A later turn that begins with the turn before it begins with the answer that really came, too.
 
-`lockstep bench serve` (bench.py) sends with the same `Sender`, whose arrivals are those of the simulator's hosts.
+`lockstep bench serve` (bench.py) sends with the same `Sender`; its arrivals are those of the simulator's hosts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, RequestId
-from lockstep.sim.host.host import NEVER_US, Arrivals
-from lockstep.sim.report.text import count, duration
-from lockstep.sim.workload.closed_loop import ConcurrentSessions
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.closed_loop import ConcurrentSessions
+from lockstep.sim.host.ports import NEVER_US
+from lockstep.sim.results.text import count, duration
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns
 from lockstep.sim.workload.workload import open_workload
@@ -77,7 +78,9 @@ class Sent:
     kind: str = ""  # of the error: "status 503", "timeout", "connection", "stream", "interrupted"
     request_id: RequestId = -1
     message_us: array[int] = field(default_factory=lambda: array("q"), repr=False)
-    message_tokens: array[int] = field(default_factory=lambda: array("i"), repr=False)  # so far, as far as it is said
+    message_tokens: array[int] = field(
+        default_factory=lambda: array("i"), repr=False
+    )  # so far, as far as the server reports it
 
     @property
     def late_us(self) -> int:
@@ -120,7 +123,7 @@ def live(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Send a workload to an OpenAI-compatible server with its own timing, and say how it was answered.
+    """Send a workload to an OpenAI-compatible server with its own timing, and report how it was answered.
 
     TRACE is a run folder, a recorded trace, or gen:... as for `lockstep simulate`. A key goes in OPENAI_API_KEY.
     Ctrl-C stops sending, breaks open answers off and reports what there was. Exit status: 0; 1 if no request was
@@ -199,7 +202,7 @@ def text_of(runs: Sequence[int], start: int = 0) -> str:
 
 
 class Words:
-    """Prompts as text: what a word is to the server, its tokenizer says."""
+    """Prompts as text: what a word is to the server depends on its tokenizer."""
 
     def of(self, runs: Sequence[int], start: int = 0) -> str:
         """A prompt from token `start` on."""
@@ -232,7 +235,7 @@ class TokenIdPrompts:
         return found
 
     def answer(self, texts: Sequence[str], ids: Sequence[int]) -> list[int] | None:
-        """An answer as part of a prompt; None if the server did not say its ids."""
+        """An answer as part of a prompt; None if the server did not report its ids."""
         return list(ids) or None
 
 
@@ -275,7 +278,7 @@ class Asking:
 
 @dataclass(slots=True)
 class _ServerEvent:
-    """A turn and what was really said in it."""
+    """A turn and its real text."""
 
     turn: Turn
     text: str | list[int]  # prompt and answer
@@ -286,9 +289,9 @@ class Sender:
     """Sends every turn at its moment and reads the answers.
 
     Args:
-        arrivals: who sends what and when, by the clock or a number at a time: what a host of the simulator takes.
-        turns: those of `arrivals`.
-        model: the name to ask for; the first that the server offers if it is empty.
+        arrivals: requests with their moments, by the clock or a number at a time, as a host of the simulator takes
+        them. turns: those of `arrivals`.
+        model: the name to request; the first that the server offers if it is empty.
         tick: called ten times a second, such as for a progress bar.
     """
 
@@ -357,7 +360,7 @@ class Sender:
             left_us = arrivals.next_us - AHEAD_US - self._now_us()
             if left_us <= 0:
                 due_us, event = arrivals.next_us, arrivals.take(None)
-                assert isinstance(event, RequestArrived)  # no client of ours is told to leave
+                assert isinstance(event, RequestArrived)  # no client here cancels
                 turn = arrivals.open_turns[event.request_id]
                 prompt = self._prompt(turn)
                 one = Sent(turn.label, due_us, turn.tenant, turn.prompt_tokens, request_id=event.request_id)
@@ -382,7 +385,7 @@ class Sender:
             self._news.set()
 
     def _prompt(self, turn: Turn) -> str | list[int]:
-        """What a turn sends; behind a turn that it begins with, it goes on from what was really said."""
+        """The prompt of a turn; behind a turn that it begins with, it goes on from that turn's real text."""
         prompts = self.asking.prompts
         said = None if turn.after is None else self._said.get(turn.after)
         if said is None:

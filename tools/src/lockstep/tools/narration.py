@@ -1,4 +1,4 @@
-"""A story in sentences: what `lockstep explain` says of a request, of its waiting, and of many requests at once."""
+"""A request's timeline in sentences: what `lockstep explain` prints about a request, its waits, and many requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Literal, NamedTuple
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import Names, shown
-from lockstep.sim.report.text import count, duration
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.text import shown
+from lockstep.sim.results.text import count, duration
 from lockstep.tools.request_timeline import (
     NOBODY,
     Batch,
@@ -27,9 +28,9 @@ from lockstep.tools.request_timeline import (
 
 NAMED = 4  # requests that a sentence names before it counts
 CHUNKS_NAMED = 3
-MEDIA_TOLD = 4  # of a wait, before the rest is counted
-GAPS_TOLD = 3
-SPANS_TOLD = 5  # of one wait, before those alike are added up
+MEDIA_SHOWN = 4  # of a wait, before the rest is counted
+GAPS_SHOWN = 3
+SPANS_SHOWN = 5  # of one wait, before those alike are added up
 
 Kind = Literal["arrived", "waited", "prefilled", "decoded", "retracted", "ended"]
 
@@ -67,10 +68,10 @@ WAITED_FOR = {
     "closed": "the engine admitted nobody: weights or memory were being changed",
     "launch": "nobody had refused it: the next batch had not been planned yet",
 }
-"""Of a request that waits for something of its own, or for nobody in particular."""
+"""Of a request that waits for something of its own, or for no particular request."""
 
 OWN_AFFAIRS = ("prefix", "sample", "session")
-"""Reasons that name another request, but stop nobody else."""
+"""Reasons that name another request, but stop no third one."""
 
 SHORT = {
     "running_limit": "running limit",
@@ -103,7 +104,7 @@ SHORT = {
 
 
 class Sentence(NamedTuple):
-    """When it was, what kind of thing, and what is said of it; `more` are lines of detail."""
+    """The moment, the kind of fact, and its text; `more` are lines of detail."""
 
     time_us: int
     kind: Kind
@@ -174,10 +175,10 @@ def key_text(key: str) -> str:
     return f"first in line: {deferral_text(Cause(reason))}"
 
 
-def wait_by_cause(story: RequestTimeline) -> Counter[str]:
+def wait_by_cause(timeline: RequestTimeline) -> Counter[str]:
     """Microseconds that a request waited, by cause."""
     counter: Counter[str] = Counter()
-    for wait in story.waits:
+    for wait in timeline.waits:
         for span in wait.spans:
             counter[cause_key(span.cause)] += span.stop_us - span.start_us
     return counter
@@ -186,70 +187,70 @@ def wait_by_cause(story: RequestTimeline) -> Counter[str]:
 # ------------------------------------------------------------------------------------------------------- one request
 
 
-def headline(story: RequestTimeline, names: Names) -> str:
-    """Who it is and how it went, in one line."""
-    name = names.request(story.request_id)
-    who = name if name == f"r{story.request_id}" else f"{name} (r{story.request_id})"
-    facts = [f"{count(story.prompt_tokens, 'prompt token')}, {count(story.output_tokens, 'output token')}"]
-    if story.rejected is not None:
-        return f"{who}: rejected ({story.rejected.reason})"
-    for label, us in (("TTFT", story.ttft_us), ("TPOT", story.tpot_us), ("end to end", story.e2e_us)):
+def headline(timeline: RequestTimeline, names: Names) -> str:
+    """The request and its course, in one line."""
+    name = names.request(timeline.request_id)
+    who = name if name == f"r{timeline.request_id}" else f"{name} (r{timeline.request_id})"
+    facts = [f"{count(timeline.prompt_tokens, 'prompt token')}, {count(timeline.output_tokens, 'output token')}"]
+    if timeline.rejected is not None:
+        return f"{who}: rejected ({timeline.rejected.reason})"
+    for label, us in (("TTFT", timeline.ttft_us), ("TPOT", timeline.tpot_us), ("end to end", timeline.e2e_us)):
         if us >= 0:
             facts.append(f"{label} {duration(us)}")
-    if story.ended_us < 0:
+    if timeline.ended_us < 0:
         facts.append("still open when the journal ends")
     return f"{who}: " + ", ".join(facts)
 
 
-def sentences(story: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
+def sentences(timeline: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[Sentence]:
     """The story in order of time."""
-    told, first_told = [_arrival(story)], False
-    for stay, wait in enumerate(story.waits):
-        told.append(_waited(wait, names, config, again=stay > 0, media=_media(story, wait, chronicle)))
+    found, has_first_token = [_arrival(timeline)], False
+    for stay, wait in enumerate(timeline.waits):
+        found.append(_waited(wait, names, config, again=stay > 0, media=_media(timeline, wait, chronicle)))
         if wait.admitted is None:
             break
-        works = [work for work in story.works if work.stay == stay]
-        told += _prefilled(wait, [work for work in works if work.extends], story, names, again=stay > 0)
-        left_us = story.waits[stay + 1].start_us if stay + 1 < len(story.waits) else story.stop_us
+        works = [work for work in timeline.works if work.stay == stay]
+        found += _prefilled(wait, [work for work in works if work.extends], timeline, names, again=stay > 0)
+        left_us = timeline.waits[stay + 1].start_us if stay + 1 < len(timeline.waits) else timeline.stop_us
         decodes = [work for work in works if not work.extends]
-        if not first_told and wait.stop_us <= story.first_token_us <= left_us:
-            told.append(_first_token(story, stay))
-            first_told = True
+        if not has_first_token and wait.stop_us <= timeline.first_token_us <= left_us:
+            found.append(_first_token(timeline, stay))
+            has_first_token = True
         if decodes:
-            told.append(_decoded(story, wait.stop_us, left_us, decodes, chronicle, names))
-        if stay < len(story.retractions):
-            told.append(_retracted(story.retractions[stay], names))
-    told.append(_end(story))
-    return told
+            found.append(_decoded(timeline, wait.stop_us, left_us, decodes, chronicle, names))
+        if stay < len(timeline.retractions):
+            found.append(_retracted(timeline.retractions[stay], names))
+    found.append(_end(timeline))
+    return found
 
 
-def _arrival(story: RequestTimeline) -> Sentence:
+def _arrival(timeline: RequestTimeline) -> Sentence:
     text = (
-        f"arrived (step {story.arrived_step:,}) when {count(story.running_then, 'request')} ran and "
-        f"{story.waiting_then:,} waited"
+        f"arrived (step {timeline.arrived_step:,}) when {count(timeline.running_then, 'request')} ran and "
+        f"{timeline.waiting_then:,} waited"
     )
-    queued = story.queued
+    queued = timeline.queued
     if queued is None:
-        return Sentence(story.arrived_us, "arrived", text)
+        return Sentence(timeline.arrived_us, "arrived", text)
     more = [f"{count(queued.prompt_tokens, 'prompt token')}, at most {count(queued.max_new_tokens, 'output token')}"]
     if queued.truncated_tokens:
         more.append(f"{queued.truncated_tokens:,} tokens of its prompt were cut off to make it fit")
-    if story.turn is not None:
-        turn = story.turn
+    if timeline.turn is not None:
+        turn = timeline.turn
         more.append(
             f"a turn of session {shown(turn.session)}, which kept {turn.kept_tokens:,} tokens: "
             f"{turn.prompt_tokens:,} in all"
         )
-    for name, value in (("tenant", story.tenant), ("adapter", story.adapter), ("priority", story.priority)):
+    for name, value in (("tenant", timeline.tenant), ("adapter", timeline.adapter), ("priority", timeline.priority)):
         if value not in ("", None):
             more.append(f"{name} {shown(str(value))}")
-    return Sentence(story.arrived_us, "arrived", text, tuple(more))
+    return Sentence(timeline.arrived_us, "arrived", text, tuple(more))
 
 
-def _media(story: RequestTimeline, wait: Wait, chronicle: Chronicle) -> list[str]:
+def _media(timeline: RequestTimeline, wait: Wait, chronicle: Chronicle) -> list[str]:
     """What the encoder had to do for a wait, content by content."""
     lines = []
-    for kind, tokens, one in chronicle.encodings_of(story, wait):
+    for kind, tokens, one in chronicle.encodings_of(timeline, wait):
         name = f"{kind} {one.digest.hex()[:8]}, {count(tokens, 'token')}"
         if 0 <= one.done_us <= wait.start_us:
             lines.append(f"{name}: encoded already")
@@ -258,7 +259,9 @@ def _media(story: RequestTimeline, wait: Wait, chronicle: Chronicle) -> list[str
         else:
             whose = ", for another," if one.asked_us < wait.start_us else ""
             lines.append(f"{name}: encoded from {clock(one.asked_us)}{whose} to {clock(one.done_us)}")
-    return lines if len(lines) <= MEDIA_TOLD else [*lines[:MEDIA_TOLD], f"and {len(lines) - MEDIA_TOLD:,} more media"]
+    return (
+        lines if len(lines) <= MEDIA_SHOWN else [*lines[:MEDIA_SHOWN], f"and {len(lines) - MEDIA_SHOWN:,} more media"]
+    )
 
 
 def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media: Sequence[str]) -> Sentence:
@@ -293,7 +296,7 @@ def _waited(wait: Wait, names: Names, config: SchedConfig, *, again: bool, media
 
 def _causes(spans: Sequence[Span], names: Names) -> list[str]:
     """What was waited for, in order; of many spans, those alike together, the longest time first."""
-    if len(spans) <= SPANS_TOLD:
+    if len(spans) <= SPANS_SHOWN:
         return [f"{duration(span.stop_us - span.start_us)}: {cause_text(span.cause, names)}" for span in spans]
     groups: dict[str, list[Span]] = {}
     for span in spans:
@@ -330,41 +333,41 @@ def _room(ended: Sequence[RunningRequestLeft], names: Names) -> str:
 
 
 def _prefilled(
-    wait: Wait, chunks: Sequence[Work], story: RequestTimeline, names: Names, *, again: bool
+    wait: Wait, chunks: Sequence[Work], timeline: RequestTimeline, names: Names, *, again: bool
 ) -> list[Sentence]:
     if not chunks:
         return []
     tokens = sum(work.stop - work.start for work in chunks)
     first, last = chunks[0].batch, chunks[-1].batch
-    kept = story.retractions[chunks[0].stay - 1].event.output_tokens if again else 0
+    kept = timeline.retractions[chunks[0].stay - 1].event.output_tokens if again else 0
     verb = "computed its prompt" + (" and the output it had kept" if kept else " once more" if again else "")
     text = f"{verb}: {count(tokens, 'token')} in {count(len(chunks), 'chunk')}"
     if last.delivered_us >= 0:
         text += f", {duration(last.delivered_us - first.launched_us)} from the first launch to the last result"
     else:
         text += f", but the result of b{last.batch_id} did not come"
-    more = [_chunk(work, story.request_id, names) for work in chunks[:CHUNKS_NAMED]]
+    more = [_chunk(work, timeline.request_id, names) for work in chunks[:CHUNKS_NAMED]]
     if len(chunks) > CHUNKS_NAMED:
         more.append(f"and {len(chunks) - CHUNKS_NAMED} more, until b{last.batch_id}")
     return [Sentence(first.launched_us, "prefilled", text, tuple(more))]
 
 
-def _first_token(story: RequestTimeline, stay: int) -> Sentence:
+def _first_token(timeline: RequestTimeline, stay: int) -> Sentence:
     """What its TTFT was made of, up to the stay in which it came."""
-    waiting_us = sum(wait.took_us for wait in story.waits[: stay + 1])
-    chunks = [work.batch.delivered_us for work in story.works if work.stay == stay and work.extends]
-    there_us = min(chunks[-1], story.first_token_us) if chunks else story.first_token_us
+    waiting_us = sum(wait.took_us for wait in timeline.waits[: stay + 1])
+    chunks = [work.batch.delivered_us for work in timeline.works if work.stay == stay and work.extends]
+    there_us = min(chunks[-1], timeline.first_token_us) if chunks else timeline.first_token_us
     prefill = "prefill" if not stay else "prefill, with what was lost when it was retracted"
     parts = [
         f"{duration(waiting_us)} of waiting",
-        f"{duration(there_us - story.arrived_us - waiting_us)} of {prefill}",
+        f"{duration(there_us - timeline.arrived_us - waiting_us)} of {prefill}",
     ]
-    held_us = story.first_token_us - there_us
+    held_us = timeline.first_token_us - there_us
     if held_us > 0:
-        tokens, why = count(story.messages[0].tokens, "token"), "" if story.stream else ": it does not stream"
+        tokens, why = count(timeline.messages[0].tokens, "token"), "" if timeline.stream else ": it does not stream"
         parts.append(f"{duration(held_us)} until its first message, of {tokens}{why}")
-    text = f"first token: TTFT {duration(story.ttft_us)} = {' + '.join(parts)}"
-    return Sentence(story.first_token_us, "prefilled", text)
+    text = f"first token: TTFT {duration(timeline.ttft_us)} = {' + '.join(parts)}"
+    return Sentence(timeline.first_token_us, "prefilled", text)
 
 
 def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
@@ -382,9 +385,9 @@ def _chunk(work: Work, request_id: RequestId, names: Names) -> str:
 
 
 def _decoded(
-    story: RequestTimeline, start_us: int, stop_us: int, decodes: Sequence[Work], chronicle: Chronicle, names: Names
+    timeline: RequestTimeline, start_us: int, stop_us: int, decodes: Sequence[Work], chronicle: Chronicle, names: Names
 ) -> Sentence:
-    messages = [message for message in story.messages if start_us <= message.time_us <= stop_us]
+    messages = [message for message in timeline.messages if start_us <= message.time_us <= stop_us]
     first, last = decodes[0].batch, decodes[-1].batch
     end_us = messages[-1].time_us if messages else stop_us
     began_us = max(first.launched_us, messages[0].time_us if messages else 0)  # it may be launched ahead of its token
@@ -397,7 +400,7 @@ def _decoded(
     if mixed:
         prompts = sum(batch.prefill_tokens for batch in mixed)
         more.append(f"{len(mixed):,} of these also computed {count(prompts, 'prompt token')} of others")
-    out = without(story, chronicle, began_us, end_us)
+    out = without(timeline, chronicle, began_us, end_us)
     if out:
         out_us, prompts = sum(batch.took_us for batch in out), sum(batch.prefill_tokens for batch in out)
         who = named(dict.fromkeys(other for batch in out for other in batch.extend_ids), names)
@@ -405,13 +408,13 @@ def _decoded(
         more.append(
             f"it took no part in {batches_text(len(out))} meanwhile, {duration(out_us)} on the device{for_whom}"
         )
-    more += gap_lines(story, messages, chronicle, names)
+    more += gap_lines(timeline, messages, chronicle, names)
     return Sentence(began_us, "decoded", text, tuple(more))
 
 
-def without(story: RequestTimeline, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
-    """Batches whose results came while it decoded, and in which it had no part."""
-    mine = {work.batch.batch_id for work in story.works}
+def without(timeline: RequestTimeline, chronicle: Chronicle, start_us: int, stop_us: int) -> list[Batch]:
+    """Batches with results that came while it decoded, and in which it had no part."""
+    mine = {work.batch.batch_id for work in timeline.works}
     return [b for b in chronicle.between(start_us, stop_us) if b.batch_id not in mine and b.launched_us >= start_us]
 
 
@@ -420,14 +423,16 @@ def batches_text(number: int) -> str:
     return f"{number:,} batch{'' if number == 1 else 'es'}"
 
 
-def gap_lines(story: RequestTimeline, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
+def gap_lines(timeline: RequestTimeline, sent: Sequence[Message], chronicle: Chronicle, names: Names) -> list[str]:
     """The longest gaps between two messages, if they stand out, and what the device did in them."""
     gaps = [(after.time_us - before.time_us, before, after) for before, after in pairwise(sent)]
     if len(gaps) < 3:
         return []
     usual_us = sorted(gap[0] for gap in gaps)[len(gaps) // 2]
-    long = sorted((gap for gap in gaps if gap[0] > 2 * usual_us), key=lambda gap: (-gap[0], gap[1].time_us))[:GAPS_TOLD]
-    mine = {work.batch.batch_id for work in story.works}
+    long = sorted((gap for gap in gaps if gap[0] > 2 * usual_us), key=lambda gap: (-gap[0], gap[1].time_us))[
+        :GAPS_SHOWN
+    ]
+    mine = {work.batch.batch_id for work in timeline.works}
     lines = []
     for gap_us, before, after in long:
         text = f"{duration(gap_us)} before token {after.offset + 1:,} at {clock(after.time_us)}"
@@ -435,7 +440,7 @@ def gap_lines(story: RequestTimeline, sent: Sequence[Message], chronicle: Chroni
         batches = chronicle.between(before.time_us, after.time_us)
         longest = max(batches, key=lambda batch: batch.took_us, default=None)
         if longest is not None and longest.took_us:
-            others = [other for other in longest.extend_ids if other != story.request_id]
+            others = [other for other in longest.extend_ids if other != timeline.request_id]
             prompts = (
                 f" with {count(longest.prefill_tokens, 'prompt token')} of {named(others, names)}" if others else ""
             )
@@ -482,28 +487,28 @@ _ENDS = {
 }
 
 
-def _end(story: RequestTimeline) -> Sentence:
-    if story.rejected is not None:
-        text = f"was rejected ({story.rejected.reason}): {story.rejected.message}"
-        return Sentence(story.ended_us, "ended", text)
-    if story.finished is None:
-        return Sentence(story.stop_us, "ended", "was still open when the journal ends")
-    finished = story.finished
+def _end(timeline: RequestTimeline) -> Sentence:
+    if timeline.rejected is not None:
+        text = f"was rejected ({timeline.rejected.reason}): {timeline.rejected.message}"
+        return Sentence(timeline.ended_us, "ended", text)
+    if timeline.finished is None:
+        return Sentence(timeline.stop_us, "ended", "was still open when the journal ends")
+    finished = timeline.finished
     text = (
         f"finished ({finished.reason}) with {count(finished.output_tokens, 'output token')}: "
-        f"{_ENDS[finished.reason]}; {duration(story.e2e_us)} after its arrival"
+        f"{_ENDS[finished.reason]}; {duration(timeline.e2e_us)} after its arrival"
     )
     more: tuple[str, ...] = ()
-    if story.retractions:
-        again = sum(wait.took_us for wait in story.waits[1:])
-        more = (f"retracted {count(len(story.retractions), 'time')}, {duration(again)} of waiting again",)
-    return Sentence(story.ended_us, "ended", text, more)
+    if timeline.retractions:
+        again = sum(wait.took_us for wait in timeline.waits[1:])
+        more = (f"retracted {count(len(timeline.retractions), 'time')}, {duration(again)} of waiting again",)
+    return Sentence(timeline.ended_us, "ended", text, more)
 
 
-def story_text(story: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
+def timeline_text(timeline: RequestTimeline, chronicle: Chronicle, names: Names, config: SchedConfig) -> list[str]:
     """The story as lines for a terminal."""
-    lines = [headline(story, names), ""]
-    for sentence in sentences(story, chronicle, names, config):
+    lines = [headline(timeline, names), ""]
+    for sentence in sentences(timeline, chronicle, names, config):
         lines.append(f"{clock(sentence.time_us):>14}  {sentence.text}")
         lines += [f"{'':>14}    {line}" for line in sentence.more]
     return lines

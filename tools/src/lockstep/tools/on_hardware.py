@@ -1,7 +1,7 @@
 """`lockstep replay PLANS --on-hardware`: a journal's batches on a device, without a scheduler, and what was predicted.
 
 Plans are run in the order in which they were decided (`lockstep.host.recorded`), each timed by the executor. Beside
-each time stands what the cost model says of such a batch on such a device. `--out` writes all of them to a file, of
+each time stands the cost model's prediction for such a batch on such a device. `--out` writes all of them to a file, of
 which `lockstep calibrate --from FILE` makes a calibration; with `--calibration` the corrected model predicts.
 """
 
@@ -17,14 +17,13 @@ import click
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError, LockstepError
-from lockstep.core.journal.journal import CORE_VERSION, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
 from lockstep.sim.cost.tables import base_cost_model
-from lockstep.sim.report.text import duration
 from lockstep.sim.results.batch_times import (
     OUTLIER,
     BatchTime,
@@ -38,12 +37,14 @@ from lockstep.sim.results.batch_times import (
     outliers,
     predict,
 )
+from lockstep.sim.results.text import duration
+from lockstep.sim.run.out_paths import check_file
 from lockstep.tools.runs import JSON, RUN, ToolError, engine_journal, print_json, refusals
 
 if TYPE_CHECKING:
     from lockstep.runtime.recorded import Extent, PlansRunner
 
-OUTLIERS_TOLD = 10
+OUTLIERS_SHOWN = 10
 INTERRUPTED = 130
 
 
@@ -161,7 +162,7 @@ def on_hardware(
 
 
 def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibration) -> Predictor:
-    """The cost model of what runs here. Raises ConfigError where the catalogue does not know the device."""
+    """The cost model of the device here. Raises ConfigError where the catalogue does not have the device."""
     card_name = gpu or runner.device
     try:
         card = load_gpu(card_name)
@@ -300,13 +301,13 @@ def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interr
             }
         )
         return
-    for line in told_lines(times, rows, unusual, interrupted):
+    for line in outlier_lines(times, rows, unusual, interrupted):
         click.echo(line)
     click.echo(f"ran     {runner.model} on {runner.device}: {'; '.join(runner.notes)}")
     click.echo(f"by      {by.title}")
 
 
-def told_lines(
+def outlier_lines(
     times: Sequence[BatchTime], rows: Sequence[ErrorRow], unusual: Sequence[Outlier], interrupted: bool
 ) -> list[str]:
     """For a terminal."""
@@ -328,14 +329,14 @@ def told_lines(
             f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as others of their kind and "
             "size, or less than half"
         )
-        for one in unusual[:OUTLIERS_TOLD]:
+        for one in unusual[:OUTLIERS_SHOWN]:
             batch = one.batch
             lines.append(
                 f"  b{batch.batch_id} {batch.mode} of {batch.size:,} {_unit(batch)}: "
                 f"{duration(batch.took_us)}, {one.times:.2f} times what was to be expected"
             )
-        if len(unusual) > OUTLIERS_TOLD:
-            lines.append(f"  and {len(unusual) - OUTLIERS_TOLD:,} more: --json lists all")
+        if len(unusual) > OUTLIERS_SHOWN:
+            lines.append(f"  and {len(unusual) - OUTLIERS_SHOWN:,} more: --json lists all")
     return lines
 
 

@@ -1,11 +1,11 @@
 """The requests of a journal, read back as a workload that can be simulated again.
 
-A run that `lockstep simulate` wrote says how to get its workload, which is exact (sim/run/options.py). Of any other
+A run that `lockstep simulate` wrote states how to get its workload, which is exact (sim/cli/requested.py). Of any other
 journal the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose
 prompt begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that
 answer has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.
 
-Prompts spelt out as ids are told as runs of made-up ids that are equal exactly where the ids were, behind equal ones.
+Prompts spelt out as ids become runs of made-up ids that are equal exactly where the ids were, behind equal ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lockstep.core.contract.events import (
     TokenDigest,
     TokenRuns,
 )
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.table import prompt_bytes
-from lockstep.core.requests.validation import samples_asked
 from lockstep.sim.workload.samples import with_counts
 from lockstep.sim.workload.token_runs import append_run
 from lockstep.sim.workload.turns import Turns, TurnsBuilder, WorkloadError
@@ -85,7 +85,7 @@ def journal_workload(run: Path) -> Workload:
             grammar=event.grammar.source if event.grammar is not None else "",
         )
     turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
-    samples = np.array([samples_asked(one.arrived) for one in asked], np.int32)
+    samples = np.array([sample_count(one.arrived) for one in asked], np.int32)
     if (samples > 1).any():
         turns = with_counts(turns, samples)
     turned = sum(leader >= 0 for leader in after)
@@ -130,7 +130,7 @@ def _asked(walk: Walk) -> list[RecordedRequest]:
 
 
 def _left_out(asked: Sequence[RecordedRequest]) -> list[str]:
-    """What the simulator's workloads do not know, one sentence each."""
+    """Features of the requests that the simulator's workloads lack, one sentence each."""
     notes = []
     counts = Counter(
         name
@@ -165,11 +165,11 @@ def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int
         return runs, outputs
     tree = RadixCache(1)
     prompts, outputs, fresh = [], [], 0
-    told = _answers(Walk(run))
+    answers = _answers(Walk(run))
     for one in asked:
         event = one.arrived
         prompt, namespace = prompt_bytes(event.prompt), f"{event.namespace}\0{event.adapter}"
-        tokens = prompt + told.get(event.request_id, b"")
+        tokens = prompt + answers.get(event.request_id, b"")
         most = len(tokens) // 4
         match = tree.match(namespace, tokens, most)
         known = tree.pages_of(match.node)[: match.pages] if match.node is not None else np.empty(0, np.int32)
@@ -179,7 +179,7 @@ def _chained(run: Path, asked: Sequence[RecordedRequest]) -> tuple[list[list[int
         length = len(prompt) // 4
         prompts.append(_runs(ids[:length]))
         rest = ids[length:]
-        if len(rest) and (np.diff(rest) != 1).any():  # an answer that others had in part: it cannot be told as one run
+        if len(rest) and (np.diff(rest) != 1).any():  # an answer that others had in part: it cannot be one run
             outputs.append(fresh)
             fresh += len(rest)
         else:
@@ -218,7 +218,8 @@ def _runs(ids: np.ndarray[Any, np.dtype[np.int32]]) -> list[int]:
 def _follow_ups(
     asked: Sequence[RecordedRequest], prompts: Sequence[Sequence[int]], outputs: Sequence[int]
 ) -> list[int]:
-    """For each request the one whose turn it follows, or -1. Ids are chained: a last id stands for all before it."""
+    """For each request the one that it is the next turn of, or -1. Ids are chained: a last id stands for all before
+    it."""
     ends: list[tuple[int, int]] = []  # of finished requests: (last id of the answer, index), sorted by id
     waiting: list[tuple[int, int, int]] = sorted(
         (one.ended_us, outputs[at] + one.output_tokens - 1, at)

@@ -24,20 +24,20 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestId
 from lockstep.host.router_journal import FILE as ROUTER_FILE
 from lockstep.host.router_journal import Route, engines_of, routes_of
-from lockstep.sim.cluster.cluster import DECODE
+from lockstep.sim.cluster.simulate import DECODE
 from lockstep.sim.run.process_pool import end_processes, fresh_processes
 from lockstep.sim.run.simulate import collecting_seldom
 from lockstep.tools.runs import Walk, engine_runs
 from lockstep.tools.waits import Waited, WaitFold
 
-ASIDE_BYTES_MIN = 8 << 20  # of journals: some seconds of replay; a process takes one to start
+PROCESS_BYTES_MIN = 8 << 20  # of journals: some seconds of replay; a process takes one to start
 
 Waits = dict[RequestId, Waited]
 _WAITS = msgspec.msgpack.Decoder(list[Waited])
 
 
 class SimulatedWaits:
-    """Of a simulation that noted what was waited for, and where its router sent whom."""
+    """Of a simulation that noted what was waited for, and the engine of each request."""
 
     def __init__(self, waits: Waits, routes: Mapping[RequestId, Route]) -> None:
         self._waits = waits
@@ -67,7 +67,7 @@ class RecordedWaits:
         folders = [] if _hands_over(self._folder) else engine_runs(self._folder) or [self._folder]
         sizes = {folder: _journal_bytes(folder) for folder in folders}
         hands = min(len(folders), usable_cores())
-        if usable_cores() > 1 and sum(sizes.values()) >= ASIDE_BYTES_MIN:
+        if usable_cores() > 1 and sum(sizes.values()) >= PROCESS_BYTES_MIN:
             self._pool = fresh_processes(hands)
             longest_first = sorted(folders, key=lambda folder: -sizes[folder])
             self._coming = {folder: self._pool.submit(_encoded, str(folder)) for folder in longest_first}
@@ -85,8 +85,8 @@ class RecordedWaits:
             return self._told(self._folder, ids)
         found: Waits = {}
         for engine, names in sorted(engines_of(self._folder, ids).items()):
-            told = self._told(self._folder / "engines" / str(engine), list(names))
-            found |= {names[own]: one for own, one in told.items()}
+            noted = self._told(self._folder / "engines" / str(engine), list(names))
+            found |= {names[own]: one for own, one in noted.items()}
         return found
 
     def routes(self, ids: Collection[RequestId]) -> Mapping[RequestId, Route]:

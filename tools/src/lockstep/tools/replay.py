@@ -14,23 +14,20 @@ import click
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ClockAdvanced, HostTimeClamped, LaneReady
-from lockstep.core.contract.render import (
+from lockstep.core.contract.render import decided_line, observed_line, plan_lines, stats_text
+from lockstep.core.journal.replay import Divergence, event_line
+from lockstep.core.scheduler.state_text import (
     adapter_lines,
-    decided_line,
     in_flight_lines,
-    observed_line,
     page_owner_lines,
     pages_line,
-    plan_lines,
     queue_line,
     session_lines,
-    stats_text,
     table_lines,
     tree_lines,
 )
-from lockstep.core.journal.replay import Divergence, event_line
 from lockstep.tools.conditions import Condition
-from lockstep.tools.decision_text import decision_of, decisions_text, exact_words
+from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
@@ -109,7 +106,7 @@ def replay(
 ) -> None:
     """Decide a run again and compare every digest, or go through it step by step.
 
-    A divergence is told with the event, both decisions in words as far as they are known, the state before and the
+    A divergence is shown with the event, the text of both decisions as far as available, the state before and the
     behaviour flags. Exit status: 0 equal; 2 unreadable; 3 diverged.
 
     \b
@@ -223,7 +220,7 @@ class Hand:
         }
 
     def do(self, line: str) -> list[str]:
-        """Carry out one command; an error for people is told, and changes nothing."""
+        """Carry out one command; an input error is printed, and changes nothing."""
         line = line or self._before
         verb, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -266,7 +263,7 @@ class Hand:
         raise ConfigError(f"no command `{f'{verb} {rest}'.strip()}`\nhint: `help` lists them")
 
     def go(self, move: Callable[[], object]) -> list[str]:
-        """Go somewhere, then say where that is."""
+        """Go somewhere, then show where that is."""
         held = move()
         stepper = self.stepper
         lines = [f"holds: {held.text}"] if isinstance(held, Condition) else []
@@ -294,9 +291,7 @@ class Hand:
     def _last(self) -> list[str]:
         last = self.stepper.last
         return (
-            ["nothing was done yet"]
-            if last is None
-            else list(exact_words(last.step, self.stepper.names)) or ["nothing"]
+            ["nothing was done yet"] if last is None else list(exact_text(last.step, self.stepper.names)) or ["nothing"]
         )
 
     def _plan(self) -> list[str]:

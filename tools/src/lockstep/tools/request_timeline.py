@@ -1,13 +1,14 @@
-"""What happened to a request and why: a fold over a replay that keeps what the core decided about those asked for.
+"""What happened to a request and why: a fold over a replay that keeps what the core decided about some requests.
 
     chronicle = Chronicle({17})
     for number, event, step in (walk := Walk(run)):
         chronicle.observe(number, event, step, walk.engine)
     chronicle.stories[17].waits[0].spans
 
-Nothing is guessed. Why a request waits is read after every step from what the core has said (`AdmissionDeferred`, of it
-or of whoever stops the line) and from its state (held, paused, weights being swapped); what it does is read off the
-launched plans; when it was served off the messages to its client. Times are microseconds since the journal began.
+Nothing is guessed. Why a request waits is read after every step from the core's decisions (`AdmissionDeferred`, of it
+or of the request that stops the queue) and from its state (held, paused, weights being swapped); what it does is read
+off the launched plans; when it was served off the messages to its client. Times are microseconds since the journal
+began.
 
     arrival             admission                       retraction    admission               finish
     |-- span -- span --| works: chunks, then decodes     |-- span ----| works: chunks, decodes |
@@ -41,9 +42,9 @@ from lockstep.core.contract.events import (
     RequestRetracted,
     TurnStarted,
 )
+from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.core.features.disaggregation import HELD
 from lockstep.core.requests.table import RequestState
-from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.core.scheduler.engine import Engine
 
 NOBODY: RequestId = -1
@@ -53,8 +54,8 @@ class Cause(NamedTuple):
     """What a waiting request waits for. `reason` is a DeferReason, the state of a transfer that holds it, or session,
     paused, closed or launch.
 
-    `other` is whoever stops the line, or computes its prefix; NOBODY if it is about the request itself. The numbers are
-    those of the AdmissionDeferred.
+    `other` is the request that stops the queue, or computes its prefix; NO_REQUEST if it is about the request itself.
+    The numbers are those of the AdmissionDeferred.
     """
 
     reason: str
@@ -74,7 +75,7 @@ class Span:
 
 
 class RunningRequestLeft(NamedTuple):
-    """Somebody left the running: what makes room for those who wait."""
+    """A request left the running ones: that makes room for waiting ones."""
 
     time_us: int
     request_id: RequestId
@@ -93,7 +94,7 @@ class Wait:
     bypassed: int = 0  # requests from behind it in the line that were admitted before it
     made_room: list[RunningRequestLeft] = field(
         default_factory=list
-    )  # during its last span, if that was for want of room
+    )  # during its last span, if that was for lack of room
 
     @property
     def took_us(self) -> int:
@@ -117,7 +118,7 @@ class Batch:
 
     @property
     def took_us(self) -> int:
-        """On the device; 0 if the host did not say."""
+        """On the device; 0 if the host did not report it."""
         return max(self.finished_us - self.started_us, 0) if self.started_us >= 0 else 0
 
 
@@ -142,7 +143,7 @@ class Message(NamedTuple):
 
 @dataclass
 class EncodingRecord:
-    """What an encoder made, or was asked to make, of one content."""
+    """The result of an encoder for one content, or the pending order."""
 
     digest: bytes
     asked_us: int
@@ -150,7 +151,7 @@ class EncodingRecord:
 
 
 class Retraction(NamedTuple):
-    """A retraction, its step, and those whose new pages that step's plan opened."""
+    """A retraction, its step, and the requests that open new pages in that step's plan."""
 
     event: RequestRetracted
     step: int
@@ -230,11 +231,11 @@ class RequestTimeline:
 
 
 class Chronicle:
-    """Stories of the requests asked for, and all batches of the run. Feed it every step of a replay, in order."""
+    """Timelines of the selected requests, and all batches of the run. Feed it every step of a replay, in order."""
 
     def __init__(self, wanted: Collection[RequestId]) -> None:
         self.wanted = frozenset(wanted)
-        self.stories: dict[RequestId, RequestTimeline] = {}
+        self.timelines: dict[RequestId, RequestTimeline] = {}
         self._open: dict[RequestId, RequestTimeline] = {}  # those that have not ended
         self.batches: dict[BatchId, Batch] = {}
         self.delivered_us: list[int] = []  # of batches in the order of their delivery ...
@@ -250,10 +251,10 @@ class Chronicle:
         match event:
             case RequestArrived():
                 self._arrive(number, event, engine)
-            case RequestCancelled() if event.request_id in self.stories:
-                story = self.stories[event.request_id]
-                if story.ended_us < 0:
-                    story.cancelled_us = event.time_us
+            case RequestCancelled() if event.request_id in self.timelines:
+                timeline = self.timelines[event.request_id]
+                if timeline.ended_us < 0:
+                    timeline.cancelled_us = event.time_us
             case BatchFinished() if event.batch_id in self.batches:
                 batch = self.batches[event.batch_id]
                 if batch.delivered_us < 0:
@@ -264,7 +265,9 @@ class Chronicle:
             case MediaEncoded() if event.digest in self.encodings:
                 self.encodings[event.digest][-1].done_us = event.time_us
         plan = step.launched()
-        before = dict(self._open) if step.decided else self._open  # whoever ends in this step is sent its last tokens
+        before = (
+            dict(self._open) if step.decided else self._open
+        )  # a request that ends in this step still receives its last tokens
         for decided in step.decided:
             self._learn(number, decided, plan)
         if plan is not None:
@@ -275,20 +278,20 @@ class Chronicle:
             elif type(command) is EncodeMedia:
                 encoding = EncodingRecord(command.digest, event.time_us)
                 self.encodings.setdefault(command.digest, []).append(encoding)
-            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.stories:
-                self._end(number, event.time_us, self.stories[command.request_id])
+            elif isinstance(command, FinishRequest | RejectRequest) and command.request_id in self.timelines:
+                self._end(number, event.time_us, self.timelines[command.request_id])
         if self._open:
             self._note_causes(event.time_us, engine)
 
     @property
     def complete(self) -> bool:
-        """Whether everybody asked for has come and ended."""
-        return not self._open and len(self.stories) == len(self.wanted)
+        """Whether all selected requests have come and ended."""
+        return not self._open and len(self.timelines) == len(self.wanted)
 
-    def encodings_of(self, story: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
-        """Kind, tokens and encoding of each content that a wait was for: the newest asked for by its end."""
+    def encodings_of(self, timeline: RequestTimeline, wait: Wait) -> list[tuple[str, int, EncodingRecord]]:
+        """Kind, tokens and encoding of each content that a wait was for: the newest order by its end."""
         found = []
-        for digest, (kind, tokens) in story.media.items():
+        for digest, (kind, tokens) in timeline.media.items():
             asked = [one for one in self.encodings.get(digest, ()) if wait.stop_us < 0 or one.asked_us <= wait.stop_us]
             if asked:
                 found.append((kind, tokens, asked[-1]))
@@ -296,24 +299,24 @@ class Chronicle:
 
     def close(self) -> Chronicle:
         """The journal has ended: so has what was still going on in it."""
-        for story in self.stories.values():
-            story.last_us = self._last_us
-            if story.ended_us < 0 and story.waits and story.waits[-1].stop_us < 0:
-                self._close(story.waits[-1], self._last_us)
+        for timeline in self.timelines.values():
+            timeline.last_us = self._last_us
+            if timeline.ended_us < 0 and timeline.waits and timeline.waits[-1].stop_us < 0:
+                self._close(timeline.waits[-1], self._last_us)
         return self
 
     def between(self, start_us: int, stop_us: int) -> list[Batch]:
-        """Batches whose results came in (start_us:stop_us]."""
+        """Batches with results in (start_us:stop_us]."""
         first, last = bisect_right(self.delivered_us, start_us), bisect_right(self.delivered_us, stop_us)
         return self.delivered[first:last]
 
-    # -------------------------------------------------------------------------------------------------- what was said
+    # -------------------------------------------------------------------------------------------------- decided facts
 
     def _arrive(self, number: int, event: RequestArrived, engine: Engine) -> None:
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             request_id = event.request_id + sample
             if request_id in self.wanted:
-                self.stories[request_id] = self._open[request_id] = RequestTimeline(
+                self.timelines[request_id] = self._open[request_id] = RequestTimeline(
                     request_id=request_id,
                     label=sample_label(event.label, sample),
                     tenant=event.tenant,
@@ -339,38 +342,38 @@ class Chronicle:
                 self._said.pop(decided.request_id, None)
             case RequestRejected():
                 self._said.pop(decided.request_id, None)
-        story = self.stories.get(getattr(decided, "request_id", NOBODY))
-        if story is None:
+        timeline = self.timelines.get(getattr(decided, "request_id", NOBODY))
+        if timeline is None:
             return
         match decided:
             case RequestQueued():
-                story.queued = decided
-                story.waits.append(Wait(decided.time_us))
+                timeline.queued = decided
+                timeline.waits.append(Wait(decided.time_us))
             case TurnStarted():
-                story.turn = decided
+                timeline.turn = decided
             case RequestAdmitted():
-                wait = story.waits[-1]
+                wait = timeline.waits[-1]
                 wait.admitted, wait.admitted_step = decided, number
                 self._close(wait, decided.time_us)
             case PrefillCompleted():
-                story.completed.append((number, decided))
+                timeline.completed.append((number, decided))
             case RequestRetracted():
-                story.retractions.append(Retraction(decided, number, _gainers(plan)))
-                story.waits.append(Wait(decided.time_us))
+                timeline.retractions.append(Retraction(decided, number, _gainers(plan)))
+                timeline.waits.append(Wait(decided.time_us))
             case RequestFinished():
-                story.finished = decided
-                self._end(number, decided.time_us, story)
+                timeline.finished = decided
+                self._end(number, decided.time_us, timeline)
             case RequestRejected():
-                story.rejected = decided
-                self._end(number, decided.time_us, story)
+                timeline.rejected = decided
+                self._end(number, decided.time_us, timeline)
 
-    def _end(self, number: int, time_us: int, story: RequestTimeline) -> None:
-        if story.ended_us >= 0:
+    def _end(self, number: int, time_us: int, timeline: RequestTimeline) -> None:
+        if timeline.ended_us >= 0:
             return
-        story.ended_us, story.ended_step = time_us, number
-        self._open.pop(story.request_id, None)
-        if story.waits and story.waits[-1].stop_us < 0:
-            self._close(story.waits[-1], time_us)
+        timeline.ended_us, timeline.ended_step = time_us, number
+        self._open.pop(timeline.request_id, None)
+        if timeline.waits and timeline.waits[-1].stop_us < 0:
+            self._close(timeline.waits[-1], time_us)
 
     def _close(self, wait: Wait, time_us: int) -> None:
         wait.stop_us = time_us
@@ -384,11 +387,11 @@ class Chronicle:
             wait.made_room = [ended for ended in self.ends[first:] if ended.time_us <= time_us]
 
     def _note_causes(self, time_us: int, engine: Engine) -> None:
-        """Of everybody who waits, what for; most wait for the same, which is looked up once."""
+        """What each waiting request waits for; most wait for the same, which is looked up once."""
         said, requests, held = self._said, engine.requests, engine.held
         common = line_cause(engine, NOBODY, said)
-        for request_id, story in self._open.items():
-            wait = story.waits[-1] if story.waits else None
+        for request_id, timeline in self._open.items():
+            wait = timeline.waits[-1] if timeline.waits else None
             if wait is None or wait.stop_us >= 0:
                 continue
             bypassed = requests[request_id].bypassed
@@ -417,20 +420,22 @@ class Chronicle:
             return
         starts, stops = plan.starts.tolist(), plan.stops.tolist()
         for i, request_id in enumerate(ids.tolist()):
-            story = self._open.get(request_id)
-            if story is not None and story.waits and story.waits[-1].admitted is not None:
-                story.works.append(Work(batch, len(story.waits) - 1, i < extends, starts[i], stops[i]))
+            timeline = self._open.get(request_id)
+            if timeline is not None and timeline.waits and timeline.waits[-1].admitted is not None:
+                timeline.works.append(Work(batch, len(timeline.waits) - 1, i < extends, starts[i], stops[i]))
 
     def _send(self, time_us: int, sent: StreamTokens, ending: Mapping[RequestId, RequestTimeline]) -> None:
         offsets, counts = sent.offsets.tolist(), sent.token_counts.tolist()
         for i, request_id in enumerate(sent.request_ids.tolist() if self._open or ending else ()):
-            story = self._open.get(request_id) or ending.get(request_id)
-            if story is not None and offsets[i] + counts[i] > story.output_tokens:  # sent twice, the client drops it
-                story.messages.append(Message(time_us, offsets[i], counts[i]))
+            timeline = self._open.get(request_id) or ending.get(request_id)
+            if (
+                timeline is not None and offsets[i] + counts[i] > timeline.output_tokens
+            ):  # sent twice, the client drops it
+                timeline.messages.append(Message(time_us, offsets[i], counts[i]))
 
 
 def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What a request that waits is waiting for, as the engine stands. `said` has the last deferral of each request."""
+    """What a request waits for, by the state of the engine. `said` has the last deferral of each request."""
     request = engine.requests[request_id]
     own = said.get(request_id)
     if request_id in engine.held:
@@ -453,7 +458,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
 
 
 def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, AdmissionDeferred]) -> Cause:
-    """What everybody in the line waits for who has no reason of its own, as it concerns this request."""
+    """What the requests in the queue without a reason of their own wait for, as it concerns this request."""
     if engine.paused:
         return Cause("paused")
     if not engine.maintenance.admits:
@@ -481,7 +486,7 @@ def _computes_prompt(engine: Engine, request_id: RequestId) -> bool:
 
 
 def _gainers(plan: BatchPlan | None) -> tuple[RequestId, ...]:
-    """Whose decode opens a page in this plan."""
+    """The requests with a decode that opens a page in this plan."""
     if plan is None:
         return ()
     opened = np.isin(plan.rows, plan.deltas.opened_rows)

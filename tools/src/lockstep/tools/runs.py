@@ -1,4 +1,5 @@
-"""What every tool over a journal begins with: the run that was named, its replay, who is who, and how errors are shown.
+"""What every tool over a journal begins with: the named run, its replay, the names of requests, and how errors are
+shown.
 
 RUN is a run folder or the `journal` folder in it; a cluster's run has one journal for each engine, and is asked for one
 of them. A `Walk` replays strictly and shows the engine between the steps, so that an explanation can look at what the
@@ -19,10 +20,12 @@ import msgspec
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived, RequestId
-from lockstep.core.contract.render import CONTROLS, Names
-from lockstep.core.journal.journal import JournalError, JournalHeader, read_journal
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.samples import sample_count, sample_label
+from lockstep.core.contract.text import CONTROLS
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalError, JournalHeader
 from lockstep.core.journal.replay import Divergence, engine_at_start, fold
-from lockstep.core.requests.validation import sample_label, samples_asked
 from lockstep.host.router_journal import FILE, LeftQueue, has_line, label_key, left_in_line, routes_of
 from lockstep.sim.workload.turns import WorkloadError
 
@@ -108,7 +111,7 @@ def walked(walk: Walk) -> Walk:
 def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     """The engine of a run that had the request of this name, and its id there; or how it ended in the router's line.
 
-    A number is that of requests.csv, where a simulation wrote it; otherwise the id that an engine knows it by.
+    A number is that of requests.csv, where a simulation wrote it; otherwise the id in the engine.
     Raises: ConfigError if there is none of this name, or several, as ids of a server's engines are each engine's own.
     """
     engines = engine_runs(run)
@@ -135,7 +138,7 @@ def locate_request(run: Path, name: str) -> tuple[Path, RequestId] | LeftQueue:
     if found:
         names = ", ".join(dict.fromkeys(engine.name for engine, _ in found))
         if len({engine for engine, _ in found}) == 1:
-            find_request(found[0][0], name)  # which says which ones
+            find_request(found[0][0], name)  # which lists them
         raise ConfigError(
             f"`--request` {name} is the name of a request of each of the engines {names}\n"
             f"hint: name one, such as {found[0][0]}"
@@ -170,7 +173,7 @@ def _named(run: Path, name: str) -> _Named:
         event = record.event
         if not isinstance(event, RequestArrived):
             continue
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             arrived += 1
             if event.request_id + sample == wanted:
                 by_id = wanted

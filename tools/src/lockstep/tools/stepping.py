@@ -16,7 +16,8 @@ from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import ObservedEvent
 from lockstep.core.contract.render import Names
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import EventRecord, read_journal
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import Divergence
 from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.conditions import Condition

@@ -1,7 +1,7 @@
 """A divergence in words: what was recorded, what is decided now, and what the engine stood at before.
 
-A journal holds a digest of each decision, not the decision. Where somebody kept the words (`decisions.txt` in the run
-folder, written by `lockstep replay --decisions`; every golden journal has them), both decisions are told. Otherwise
+A journal holds a digest of each decision, not the decision. Where the text was kept (`decisions.txt` in the run
+folder, written by `lockstep replay --decisions`; every golden journal has it), both decisions are shown. Otherwise
 what the journal itself shows of it is: the next result that the device gave.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence
 from lockstep.tools.decision_text import Decision, decision_of, read_decisions
 from lockstep.tools.diff import decision_lines
@@ -25,7 +25,7 @@ DECISIONS = "decisions.txt"
 class Parted(NamedTuple):
     """The first step that is decided otherwise than recorded."""
 
-    recorded: Decision | None  # None if nobody kept its words
+    recorded: Decision | None  # None if its text was not kept
     now: Decision | None  # None if the step raises
     raised: str
     next_result: str
@@ -47,7 +47,7 @@ class Parted(NamedTuple):
 
 
 def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> Parted | None:
-    """What can be said of a divergence of Engine. None if it parts elsewhere: then it was of another engine.
+    """The report on a divergence of Engine. None if it parts elsewhere: then it was of another engine.
 
     Raises ConfigError if the file of decisions is none.
     """
@@ -64,11 +64,11 @@ def parted(run: Path, divergence: Divergence, decisions: Path | None = None) -> 
     following = [record.event for record in read_journal(walk.folder).events() if record.step >= number]
     results = (event for event in following[1:] if isinstance(event, BatchFinished))
     result = next(results, None)
-    told = "none" if result is None else f"b{result.batch_id} with {len(result.tokens) // 4} tokens"
+    delivered = "none" if result is None else f"b{result.batch_id} with {len(result.tokens) // 4} tokens"
     walk.names.observe(divergence.event)
     try:
         step = walk.engine.step(divergence.event)
     except LockstepError as error:
-        return Parted(recorded, None, f"{type(error).__name__}: {error}", told, state)
+        return Parted(recorded, None, f"{type(error).__name__}: {error}", delivered, state)
     now = decision_of(number, divergence.event, step, walk.names)
-    return Parted(recorded, now, "", told, state)
+    return Parted(recorded, now, "", delivered, state)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.contract.render import Names, shown
+from lockstep.core.contract.render import Names
+from lockstep.core.contract.text import shown
 from lockstep.sim.report.page import still_page
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.text import duration
+from lockstep.sim.results.text import duration
 from lockstep.tools.narration import cause_key, clock, headline, sentences, without
 from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 
@@ -47,59 +48,59 @@ class PictureLane:
     bars: list[tuple[int, int]]  # [start:stop) in microseconds
 
 
-def lanes(story: RequestTimeline, chronicle: Chronicle) -> list[PictureLane]:
+def lanes(timeline: RequestTimeline, chronicle: Chronicle) -> list[PictureLane]:
     """What a request waited for, a lane for each cause; its prefills, its decodes, what ran without it, its tokens."""
     by_cause: dict[str, list[tuple[int, int]]] = {}
-    for wait in story.waits:
+    for wait in timeline.waits:
         for span in wait.spans:
             if span.stop_us > span.start_us:
                 by_cause.setdefault(cause_key(span.cause), []).append((span.start_us, span.stop_us))
     found = [PictureLane("wait", f"waits: {name}", bars) for name, bars in by_cause.items()]
     encoded = [
-        (max(one.asked_us, story.arrived_us), _until(one.done_us, story))
-        for wait in story.waits
-        for _, _, one in chronicle.encodings_of(story, wait)
+        (max(one.asked_us, timeline.arrived_us), _until(one.done_us, timeline))
+        for wait in timeline.waits
+        for _, _, one in chronicle.encodings_of(timeline, wait)
         if one.done_us < 0 or one.done_us > wait.start_us
     ]
     if encoded:
         found.append(PictureLane("prefill", "encoder: its media", sorted(set(encoded))))
-    chunks = [(w.batch.launched_us, _until(w.batch.delivered_us, story)) for w in story.works if w.extends]
+    chunks = [(w.batch.launched_us, _until(w.batch.delivered_us, timeline)) for w in timeline.works if w.extends]
     if chunks:
         found.append(PictureLane("prefill", "prefill", chunks))
     decodes, out = [], []
-    for stay in range(len(story.waits)):
-        works = [work for work in story.works if work.stay == stay and not work.extends]
+    for stay in range(len(timeline.waits)):
+        works = [work for work in timeline.works if work.stay == stay and not work.extends]
         if not works:
             continue
-        bounds = (works[0].batch.launched_us, _until(works[-1].batch.delivered_us, story))
+        bounds = (works[0].batch.launched_us, _until(works[-1].batch.delivered_us, timeline))
         decodes.append(bounds)
-        missed = without(story, chronicle, *bounds)
+        missed = without(timeline, chronicle, *bounds)
         out += [(batch.started_us, batch.finished_us) for batch in missed if batch.took_us]
     if decodes:
         found.append(PictureLane("decode", "decode", decodes))
     if out:
         found.append(PictureLane("out", "batches without it", out))
-    if story.messages:
+    if timeline.messages:
         found.append(
-            PictureLane("token", "tokens sent", [(message.time_us, message.time_us) for message in story.messages])
+            PictureLane("token", "tokens sent", [(message.time_us, message.time_us) for message in timeline.messages])
         )
     return found
 
 
-def _until(us: int, story: RequestTimeline) -> int:
-    return us if us >= 0 else story.stop_us
+def _until(us: int, timeline: RequestTimeline) -> int:
+    return us if us >= 0 else timeline.stop_us
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
-def text_lines(story: RequestTimeline, chronicle: Chronicle) -> list[str]:
+def text_lines(timeline: RequestTimeline, chronicle: Chronicle) -> list[str]:
     """The picture in characters, at most 100 columns."""
-    start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
+    start_us, stop_us = timeline.arrived_us, max(timeline.stop_us, timeline.arrived_us + 1)
     per_us = WIDTH / (stop_us - start_us)
     ends = f"{clock(start_us)}{clock(stop_us):>{WIDTH - len(clock(start_us))}}"
     lines = [f"{'':{NAME_WIDTH}}{ends}"]
-    for lane in lanes(story, chronicle):
+    for lane in lanes(timeline, chronicle):
         row = ["."] * WIDTH
         for bar_start, bar_stop in lane.bars:
             first = min(int((bar_start - start_us) * per_us), WIDTH - 1)
@@ -112,13 +113,13 @@ def text_lines(story: RequestTimeline, chronicle: Chronicle) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
-def picture(story: RequestTimeline, chronicle: Chronicle) -> str:
+def picture(timeline: RequestTimeline, chronicle: Chronicle) -> str:
     """The picture as SVG."""
-    rows = lanes(story, chronicle)
-    start_us, stop_us = story.arrived_us, max(story.stop_us, story.arrived_us + 1)
+    rows = lanes(timeline, chronicle)
+    start_us, stop_us = timeline.arrived_us, max(timeline.stop_us, timeline.arrived_us + 1)
     scale = (WIDE - LEFT - RIGHT) / (stop_us - start_us)
     height = LANE * (len(rows) + 1) + 8
-    label = escape(f"What {headline_name(story)} waited for and did, from {clock(start_us)} to {clock(stop_us)}")
+    label = escape(f"What {headline_name(timeline)} waited for and did, from {clock(start_us)} to {clock(stop_us)}")
     parts = [f'<svg class="picture" viewBox="0 0 {WIDE} {height}" role="img" aria-label="{label}">']
     for tick in range(6):
         at_us = start_us + (stop_us - start_us) * tick // 5
@@ -152,30 +153,30 @@ def _merged(bars: Sequence[tuple[int, int]], near_us: float) -> list[tuple[int, 
     return merged
 
 
-def headline_name(story: RequestTimeline) -> str:
+def headline_name(timeline: RequestTimeline) -> str:
     """Its label or its id."""
-    return shown(story.label) or f"r{story.request_id}"
+    return shown(timeline.label) or f"r{timeline.request_id}"
 
 
 def write_page(
     path: Path,
     title: str,
-    stories: Sequence[RequestTimeline],
+    timelines: Sequence[RequestTimeline],
     chronicle: Chronicle,
     names: Names,
     config: SchedConfig,
     about: str,
 ) -> None:
-    """Write the stories to one HTML file, each a picture and its sentences."""
+    """Write the timelines to one HTML file, each a picture and its sentences."""
     body = [f'<section id="answer"><h1>{escape(title)}</h1><p class="note">{escape(about)}</p></section>']
-    for story in stories:
-        told = []
-        for sentence in sentences(story, chronicle, names, config):
+    for timeline in timelines:
+        items = []
+        for sentence in sentences(timeline, chronicle, names, config):
             more = "".join(f"<small>{escape(line)}</small>" for line in sentence.more)
             when = clock(sentence.time_us)
-            told.append(f"<li><time>{when}</time><div>{escape(sentence.text)}{more}</div></li>")
+            items.append(f"<li><time>{when}</time><div>{escape(sentence.text)}{more}</div></li>")
         body.append(
-            f"<section><h2>{escape(headline(story, names))}</h2>"
-            f'<div class="scroll">{picture(story, chronicle)}</div><ol class="told">{"".join(told)}</ol></section>'
+            f"<section><h2>{escape(headline(timeline, names))}</h2>"
+            f'<div class="scroll">{picture(timeline, chronicle)}</div><ol class="told">{"".join(items)}</ol></section>'
         )
     path.write_text(still_page(title, body, STYLE), "utf-8", newline="\n")

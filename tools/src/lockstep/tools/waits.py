@@ -1,13 +1,13 @@
-"""What everybody waited for before its first token: a fold over a run, cheap enough to go along with a simulation.
+"""What each request waited for before its first token: a fold over a run, cheap enough to go along with a simulation.
 
     waits = WaitFold()
-    simulate(setup, witness=waits)                      # told of every step but those of uniform decodes
+    simulate(setup, observer=waits)                      # every step but those of uniform decodes
     waits.close()[17].by_cause                          # {"behind another: prefill budget": 2_743_000, ...}
 
-It says of every request what a `Story` says of a few, as far as it explains the TTFT, and by the same rules
+It reports of every request what a `RequestTimeline` has of a few, as far as it explains the TTFT, and by the same rules
 (`story.line_cause`, `story.why_waits`). A line may be long, and all in it wait for the same thing but its head and
-those who have a reason of their own. So how long the line has waited for what is counted once, for all; a request
-remembers where these counts stood when it joined. Only who has a reason of its own is looked at in every step.
+those that have a reason of their own. So how long the queue has waited for what is counted once, for all; a request
+remembers these counts as of its joining. Only a request with a reason of its own is looked at in every step.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from lockstep.core.contract.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.narration import cause_key
 from lockstep.tools.request_timeline import NOBODY, line_cause, why_waits
 
 OWN_REASONS = ("prefix", "adapter")
-"""Of those who stand in the line: `story.why_waits` asks who was given one of these whether it still holds."""
+"""Of requests in the queue: `request_timeline.why_waits` checks for a request with one of these whether it still
+holds."""
 
 
 class Waited(msgspec.Struct, frozen=True, array_like=True):
@@ -113,13 +114,13 @@ class WaitFold:
         self._open: dict[RequestId, _OpenWait] = {}
         self._waiting: dict[RequestId, _OpenWait] = {}
         self._apart: dict[RequestId, _OpenWait] = {}  # of the waiting, those with a cause of their own
-        self._asked: list[RequestId] = []  # whose place among the waiting may be another after this step
+        self._asked: list[RequestId] = []  # requests with a place in the queue that may be another after this step
         self._silent: dict[RequestId, _OpenWait] = {}  # no token has gone out
         self._said: dict[RequestId, AdmissionDeferred] = {}  # the last of each request
-        self._special: set[RequestId] = set()  # who was given one of OWN_REASONS
+        self._special: set[RequestId] = set()  # requests with one of OWN_REASONS
         self._line = _WaitCause()
         self._state: object = None  # when causes were noted last
-        self._restless = False  # whether anybody had a reason of its own then
+        self._restless = False  # whether any request had a reason of its own then
         self._last_us = 0
 
     def observe(self, event: Observed, step: Step, engine: Engine) -> None:
@@ -142,18 +143,18 @@ class WaitFold:
         self._asked.clear()
 
     def close(self) -> dict[RequestId, Waited]:
-        """Of everybody. The run is over, and so is what was still going on in it."""
+        """Of all requests. The run is over, and so is what was still going on in it."""
         for request_id in list(self._open):
             self._end(request_id, self._last_us)
         return self.done
 
-    # -------------------------------------------------------------------------------------------------- what was said
+    # -------------------------------------------------------------------------------------------------- decided facts
 
     def _arrive(self, event: RequestArrived, engine: Engine) -> None:
         others = len(engine.waiting)
         while others and engine.waiting[others - 1].request_id >= event.request_id:
             others -= 1  # itself and its other samples stand at the end
-        for sample in range(samples_asked(event)):
+        for sample in range(sample_count(event)):
             one = _OpenWait(event.time_us, others + len(engine.held))
             self._open[event.request_id + sample] = self._silent[event.request_id + sample] = one
 

@@ -1,9 +1,9 @@
-"""`lockstep replay RUN --what-if`: the same requests under other settings, in the simulator, and who felt it.
+"""`lockstep replay RUN --what-if`: the same requests under other settings, in the simulator, and the effect on each.
 
 A is the run as it was; if it was no simulation, a simulation of it under its own settings, so that like is compared
 with like. B is the same requests with what was changed. The comparison is that of `lockstep compare`; why a request won
-or lost is told by what it waited for in both: in B that is noted while it is simulated, in a recorded A by a replay,
-which goes on beside that simulation (recorded_waits.py). B has a journal only if somebody wants to keep it.
+or lost is described by what it waited for in both: in B that is noted while it is simulated, in a recorded A by a
+replay, which goes on beside that simulation (recorded_waits.py). B has a journal only if it is to be kept.
 """
 
 from __future__ import annotations
@@ -25,28 +25,34 @@ from lockstep.core.cluster.router import RequestRouted, RouterConfig
 from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.contract.render import shown
-from lockstep.core.journal.journal import JournalHeader, read_journal
+from lockstep.core.contract.text import shown
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
-from lockstep.sim.cluster.cluster import (
-    REPORTING,
-    ClusterScenario,
-    assemble_cluster,
-    simulate_cluster,
-    write_cluster_run,
-)
+from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.cli.requested import requested_by_command
+from lockstep.sim.cli.simulate import progress_bar
+from lockstep.sim.cluster.routed import ClusterWatch
+from lockstep.sim.cluster.run_folder import write_cluster_run
+from lockstep.sim.cluster.scenario import ClusterScenario
+from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
+from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost.parallel import BESIDES_TP
-from lockstep.sim.host.adapters import RECORDED
 from lockstep.sim.report.compare_page import write_comparison
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.text import duration
 from lockstep.sim.results.compare import compare, match_requests
 from lockstep.sim.results.compare_text import comparison_lines, show_change
 from lockstep.sim.results.stored_run import StoredRun, read_run
-from lockstep.sim.run.options import asked_by_command
-from lockstep.sim.run.simulate import Scenario, assemble, open_load, prepare_folder, simulate, write_run
+from lockstep.sim.results.text import duration
+from lockstep.sim.run.assemble import assemble
+from lockstep.sim.run.load import open_load
+from lockstep.sim.run.out_paths import check_file
+from lockstep.sim.run.run_folder import prepare_folder, write_run
+from lockstep.sim.run.simulate import simulate
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import given_settings, scheduler_options
+from lockstep.sim.workload.adapters import RECORDED
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
 from lockstep.tools.recorded import journal_workload, output_limit, scaled
@@ -54,8 +60,8 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
-TOLD = 3  # requests that lost most, and as many that won
-PARTS_TOLD = 4  # of the change, the largest
+REQUESTS_SHOWN = 3  # requests that lost most, and as many that won
+PARTS_SHOWN = 4  # of the change, the largest
 
 ROUTES = {
     "policy": "as its policy said, whatever it begins with",
@@ -70,7 +76,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Base:
-    """What was recorded: how it was set up and who came."""
+    """The recorded run: its settings and its requests."""
 
     asked: Scenario | ClusterScenario
     workload: Workload
@@ -128,7 +134,7 @@ def what_if(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Simulate the same requests under other settings, and say who won, who lost and why.
+    """Simulate the same requests under other settings, and show which requests won, which lost and why.
 
     Takes every scheduler setting of `lockstep simulate`. Arrivals, prompts and lengths of answers are those of the run;
     later turns of a conversation are sent as long behind the answer before them as they were.
@@ -191,7 +197,7 @@ def what_if(
 
 
 def read_base(run: Path, given: dict[str, Any]) -> Base:
-    """What the run was asked to do. Raises ConfigError, JournalError or WorkloadError where it does not say."""
+    """The requested options of the run. Raises ConfigError, JournalError or WorkloadError where it has none."""
     if not (run / "metrics.json").is_file():
         return _base_of_journal(run, given)
     about = read_run(run).about
@@ -200,7 +206,7 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
             f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
             f"hint: ask the whole run, {run.parent.parent}"
         )
-    asked = asked_by_command(str(about["command"]))
+    asked = requested_by_command(str(about["command"]))
     scenario = asked if isinstance(asked, Scenario) else asked.base
     notes: tuple[str, ...] = ()
     try:
@@ -276,7 +282,7 @@ def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
 
 
 def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) -> Base:
-    """The same with what was asked for. Raises ConfigError if that is nothing."""
+    """The options with the requested changes. Raises ConfigError if there are none."""
     scenario = base.scenario
     names = ("model", "gpu", "tp", "calibration", "profile")
     kept = dict(scenario.settings)
@@ -286,7 +292,7 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
         kept.pop("pages", None)  # a pool of another size fits there
     if not base.simulated:
         kept = {name: value for name, value in kept.items() if name not in named}
-    if settings.get("speculative_method") == "none":  # what else was said of drafts goes with them
+    if settings.get("speculative_method") == "none":  # the other settings of drafts go with them
         kept = {name: value for name, value in kept.items() if name not in DRAFT_SETTINGS}
         scenario = replace(scenario, acceptance=None, acceptance_spread=0.0, draft_model=None)
     scenario = replace(
@@ -309,9 +315,9 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
 def _changed_engines(
     cluster: ClusterScenario, given: dict[str, Any], settings: dict[str, Any], notes: list[str]
 ) -> ClusterScenario:
-    """The same with other engines, where `given` or `settings` ask for that; what goes with the old ones is noted.
+    """The options with other engines, where `given` or `settings` have them; what goes with the old ones is noted.
 
-    Raises: ConfigError for what the engines, told one by one in `--engines`, would not hear of.
+    Raises: ConfigError for options that engines listed one by one in `--engines` would not take.
     """
     spec = ",".join(map(str, cluster.engines))
     if "replicas" in given:
@@ -372,7 +378,7 @@ def at_rate(base: Base, rate_scale: float) -> Base:
             f"{scenario.concurrency} sessions at a time\nhint: simulate it with another --concurrency, and compare"
         )
     workload = scaled(base.workload, rate_scale)
-    if base.simulated:  # so that what B is kept with says how to get it again
+    if base.simulated:  # so that what B is kept with states how to get it again
         scenario = replace(scenario, rate_scale=scenario.rate_scale * rate_scale)
         workload = open_load(scenario)
     asked = scenario if base.cluster is None else replace(base.cluster, base=scenario)
@@ -380,7 +386,8 @@ def at_rate(base: Base, rate_scale: float) -> Base:
 
 
 def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = False) -> SimulatedWaits:
-    """Simulate, write what a comparison reads, and return what everybody waited for, where each engine decides alone.
+    """Simulate, write what a comparison reads, and return what each request waited for, where each engine decides
+    alone.
 
     `kept`: write the journals and the report too, but no trace.
     """
@@ -389,7 +396,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
         if isinstance(base.asked, Scenario):
             setup = assemble(base.asked, os.environ, workload=workload)
             fold = WaitFold()
-            done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
+            done = simulate(setup, folder=journals, on_finish=on_finish, observer=fold)
             _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=kept)
             return SimulatedWaits(fold.close(), {})
@@ -400,8 +407,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
             cluster,
             folder=journals,
             on_finish=on_finish,
-            witnesses=folds,
-            on_route=sent.append if cluster.each_alone else None,
+            watch=ClusterWatch(observers=folds, on_route=sent.append if cluster.each_alone else None),
         )
         _go_on(ended.interrupted)
         write_cluster_run(folder, ended, trace=False, report=kept)
@@ -423,7 +429,7 @@ def _go_on(interrupted: bool) -> None:
         raise KeyboardInterrupt
 
 
-# ---------------------------------------------------------------------------------------------------- who won, and why
+# --------------------------------------------------------------------------------------------- which requests won, why
 
 
 def felt(
@@ -432,7 +438,7 @@ def felt(
     waits_of_first: RecordedWaits | SimulatedWaits,
     waits_of_other: SimulatedWaits,
 ) -> tuple[list[Felt], list[Felt]]:
-    """Those whose first token came most later, and most earlier, with what they waited for in both runs."""
+    """The requests with the first token delayed most, and advanced most, with what they waited for in both runs."""
     if first.requests is None or other.requests is None:
         return [], []
     rows, others, _ = match_requests(first.requests, other.requests)
@@ -440,8 +446,8 @@ def felt(
     known = np.flatnonzero((ttft[0] >= 0) & (ttft[1] >= 0) & (ttft[0] != ttft[1]))
     order = known[np.argsort((ttft[1] - ttft[0])[known], kind="stable")]
     change = ttft[1] - ttft[0]
-    lost = [int(at) for at in order[::-1] if change[at] > 0][:TOLD]
-    won = [int(at) for at in order if change[at] < 0][:TOLD]
+    lost = [int(at) for at in order[::-1] if change[at] > 0][:REQUESTS_SHOWN]
+    won = [int(at) for at in order if change[at] < 0][:REQUESTS_SHOWN]
     chosen = lost + won
     ids = (
         [int(first.requests["request_id"][rows[at]]) for at in chosen],
@@ -475,7 +481,7 @@ def why(one: Felt) -> list[str]:
     parts += [("outside the engine: on the way, or waiting at the router", outside[0], outside[1])]
     moved = sorted((part for part in parts if part[1] != part[2]), key=lambda part: (-abs(part[2] - part[1]), part[0]))
     lines = [
-        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_TOLD]
+        f"{show_change(b - a)} {what} ({duration(a)} in A, {duration(b)} in B)" for what, a, b in moved[:PARTS_SHOWN]
     ]
     if mine.cached_tokens != theirs.cached_tokens:
         lines.append(

@@ -1,6 +1,7 @@
-"""Why a step did what it did: what the engine stood at, what it decided, who was left out and for which reason.
+"""Why a step did what it did: the engine's state before it, its decisions, the requests left out and the reasons.
 
-Reasons are read from the state before the step and from what the step said, in the order in which `Engine.step` asks.
+Reasons are read from the state before the step and from the step's decisions, in the order in which `Engine.step`
+checks.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from lockstep.core.contract.events import (
     RequestRejected,
     RequestRetracted,
 )
-from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, pages_line, plan_text, runs
+from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, plan_text
+from lockstep.core.contract.text import runs
 from lockstep.core.journal.replay import event_line
 from lockstep.core.requests.table import RequestState
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.report.text import count
+from lockstep.core.scheduler.state_text import pages_line
+from lockstep.sim.results.text import count
 from lockstep.tools.narration import DEFERRAL_TEXTS, cause_text, clock, named
 from lockstep.tools.request_timeline import NOBODY, Cause, why_waits
 from lockstep.tools.runs import Walk
@@ -284,7 +287,7 @@ def _why_only_decode(step: Step, before: EngineBefore, config: SchedConfig) -> s
 def _left_out(
     plan: BatchPlan | None, before: EngineBefore, engine: Engine, said: dict[RequestId, AdmissionDeferred], names: Names
 ) -> list[str]:
-    """Everybody who waited and still does, by reason; and who decodes and had no part."""
+    """Requests that waited and still do, by reason; and decoding ones without a part in the batch."""
     by_cause: dict[Cause, list[RequestId]] = {}
     for request_id in (*before.line, *before.held):
         request = engine.requests.get(request_id)
@@ -307,7 +310,7 @@ def _left_out(
 
 
 def _deferred(engine: Engine) -> list[str]:
-    """What batches in flight still read or write, and so belongs to nobody else yet."""
+    """What batches in flight still read or write, and so is not free yet."""
     lines = []
     for deferred in engine.memory.deferred_frees:
         pages = -(-deferred.computed // engine.config.page_size) - deferred.protected_pages

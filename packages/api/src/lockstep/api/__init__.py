@@ -1,4 +1,6 @@
-"""HTTP serving in front of an engine process: `lockstep serve`. docs/serving.md shows how the parts fit together.
+"""HTTP serving in front of engine processes: `lockstep serve`. docs/serving.md shows how the parts fit together.
 
-Here is what is about text, sockets and clients. No scheduling policy belongs here.
+Everything here is about text, sockets and clients; no scheduling policy belongs here. Rooms: `processes` (launcher,
+engine and router processes, and the messages between them), `endpoints` (HTTP), `text` (token ids and text) and
+`observability` (metrics, logs, spans). `serve`, `settings`, `engines`, `emulate` and `worker` put them together.
 """

@@ -1,9 +1,9 @@
-"""An executor that computes nothing and takes as long as a GPU would, by the simulator's cost model. No torch.
+"""An executor that computes nothing and takes as long as a GPU would, by the simulator's cost model. Imports no torch.
 
-    launch(plan) ──> begins when the batch before it ends ──> ready() once the clock says that it ended
+    launch(plan) ──> begins when the batch before it ends ──> ready() once the clock has reached its end
 
-For trying out clients, routers and settings against a server that behaves in time. What it says is made up: token ids
-are a function of prompt, seed and position, so the same request always gets the same answer, also behind a retraction.
+It serves to try clients, routers and settings against a server with realistic timing. Its output is made up: token ids
+are a function of prompt, seed and position, so equal requests get equal answers, also after a retraction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lockstep.api.plain_text import Texts
+from lockstep.api.text.plain_text import Texts
 from lockstep.core.contract.commands import BatchPlan, RowTaken
 from lockstep.core.contract.errors import ConfigError, ContractError
 from lockstep.core.contract.events import BatchId, RequestId
@@ -33,7 +33,8 @@ from lockstep.host.grammars import GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.weights import Folder, write_source
 from lockstep.sim.cost import BatchShape, CostModel
-from lockstep.sim.host.host import RowAdapters, extend_shape_of, standard_normal
+from lockstep.sim.host.batch_shapes import RowAdapters, extend_shape_of
+from lockstep.sim.host.device import standard_normal
 from lockstep.sim.host.links import Link
 
 UInt64s = NDArray[np.uint64]
@@ -41,14 +42,15 @@ UInt64s = NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Which tokens an emulated answer is made of.
+    """The tokens of emulated answers.
 
     Args:
-        first, count: ids [first:first + count) are words.
+        first, count: ids [first:first + count) are ordinary tokens.
         end: the token that ends an answer.
-        mean_tokens: of an answer that ends by itself, its end included; lengths are geometric. 0: none does.
-        closing: tokens that bring JSON to its end, the best first: an answer under a grammar takes them once it is
-            long enough.
+        mean_tokens: mean length of answers that end by themselves, end token included; lengths are geometric. 0: no
+            answer ends by itself.
+        closing: tokens that close JSON, the most preferred first: an answer under a grammar takes them once it is long
+            enough.
     """
 
     first: int
@@ -58,27 +60,27 @@ class Vocabulary:
     closing: tuple[int, ...] = ()
 
     def key(self, prompt: Int32s, seed: int | None, adapter: str = "") -> int:
-        """What an answer follows from: 64 bits. Greedy answers have no seed."""
+        """The key that determines an answer: 64 bits. Greedy answers have no seed."""
         told = f"{seed} {adapter}".encode() + prompt.astype("<i4", copy=False).tobytes()
         return int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
 
     def length(self, key: int) -> int:
-        """How many tokens an answer has, its end included, if nothing else ends it; 0: it does not end."""
+        """Number of tokens of an answer, end token included, if nothing else ends it; 0: it does not end."""
         if self.mean_tokens < 2:
             return self.mean_tokens
         uniform = (int(_mixed(np.array([key], np.uint64))[0]) + 0.5) / 2.0**64
         return max(1, ceil(log(uniform) / log1p(-1.0 / self.mean_tokens)))
 
     def words(self, keys: UInt64s, numbers: NDArray[np.int64]) -> Int32s:
-        """Output token `numbers` of answers by `keys`, before they end."""
+        """Output tokens `numbers` of the answers with these `keys`, before their ends."""
         drawn = _mixed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
         return (np.uint64(self.first) + drawn % np.uint64(self.count)).astype(np.int32)
 
     def word_of(self, allowed: Int32s, key: int, number: int, *, long_enough: bool) -> int:
-        """Output token `number` of an answer under a grammar that allows these tokens (ids, rising): one of them.
+        """Output token `number` of an answer under a grammar that allows the ids `allowed` (ascending): one of these.
 
-        It follows from key and number as other words do. An answer does not end while it may go on, and then does as
-        soon as it can.
+        It is determined by key and number, as other tokens are. Until it is long enough, an answer does not end while
+        it may go on; after that it ends as soon as the grammar allows.
         """
         if long_enough:
             for token in (self.end, *self.closing):
@@ -93,17 +95,18 @@ class Vocabulary:
 
 
 class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a script."""
+    """One rule of a script."""
 
     when: str
     say: str
 
 
 class Script:
-    """What an emulated model says, and to what: for trying out clients of tools and the like.
+    """Prepared answers of an emulated model to certain prompts, for trying clients of tool calls and the like.
 
     [[answer]]
-    when = "weather"                       # of the answers whose text a prompt has, the one that it has last
+    when = "weather"                       # of the rules whose text the prompt has, the one that it has last is
+    used
     say = "<tool_call>..."
     """
 
@@ -113,7 +116,7 @@ class Script:
 
     @classmethod
     def read(cls, path: Path, text: Texts) -> Script:
-        """Of a TOML file. Raises ConfigError."""
+        """Read a TOML file. Raises ConfigError."""
         try:
             found = tomllib.loads(path.read_text("utf-8")).get("answer", [])
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -127,7 +130,7 @@ class Script:
         return cls(text, pairs)
 
     def answer(self, prompt: Int32s) -> Int32s | None:
-        """To this prompt; None where nothing is said of it."""
+        """The answer to this prompt; None if no rule matches."""
         asked = self._text.decode(prompt.tolist())
         at, said = max(
             ((asked.rfind(when), said) for when, said in self._answers), key=itemgetter(0), default=(-1, None)
@@ -139,10 +142,10 @@ class EmulatedExecutor:
     """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
 
     Args:
-        clock: the host's.
-        speed: how many times faster than the cost model says.
-        matchers: of rows under grammars; without them no row may be.
-        script: what is said to some prompts; to others, words that follow from them.
+        clock: the host's clock.
+        speed: factor by which batches are faster than the cost model predicts.
+        matchers: grammars of rows; without them no row may have a grammar.
+        script: prepared answers; other prompts get tokens determined by their key.
         adapters: whether rows may run on adapters, which the cost model then prices.
     """
 
@@ -161,25 +164,25 @@ class EmulatedExecutor:
     ) -> None:
         self._adapters = RowAdapters() if adapters else None
         self._script = script
-        self._scripted: dict[int, Int32s] = {}  # by row
+        self._scripted: dict[int, Int32s] = {}  # prepared answers, by row
         self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
         self._keys = np.zeros(rows_max, np.uint64)
         self._prompt_tokens = np.zeros(rows_max, np.int64)
         self._lengths = np.zeros(rows_max, np.int64)
         self._matchers = matchers
         self._under_grammar = np.zeros(rows_max, np.bool_)
-        self._unsampled: set[BatchId] = set()  # those in the queue that wait for their matchers
+        self._unsampled: set[BatchId] = set()  # batches in the queue whose matchers have not moved yet
         self._queue: deque[BatchResult] = deque()
-        self._free_us = 0.0  # when the last batch launched will have ended
-        self.weights_version = 0  # other weights say other words
+        self._free_us = 0.0  # when the last batch launched will have ended, microseconds
+        self.weights_version = 0  # other weights give other tokens
 
     @property
     def in_flight(self) -> int:
-        """Batches launched and not collected."""
+        """Number of batches launched and not collected."""
         return len(self._queue)
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Put a plan behind those launched before. Raises ContractError for a grammar that nobody here keeps to."""
+        """Queue a plan after those launched before. Raises ContractError for a grammar without matchers."""
         if self._matchers is None and any(taken.grammar is not None for taken in plan.rows_taken):
             raise ContractError(f"batch {plan.batch_id} takes a row under a grammar, and this engine has no matchers")
         for taken in plan.rows_taken:
@@ -195,7 +198,7 @@ class EmulatedExecutor:
         self._queue.append(result)
 
     def sample(self, batch_id: BatchId, advance: Sequence[tuple[RequestId, int, Sequence[int]]]) -> None:
-        """Move the matchers, then let a deferred batch sample. Raises ContractError when none waits for that."""
+        """Move the matchers, then let a deferred batch sample. Raises ContractError if no such batch waits for it."""
         if batch_id not in self._unsampled or self._matchers is None:
             raise ContractError(f"batch {batch_id} is to be sampled, but was not deferred, or was sampled before")
         for request_id, epoch, tokens in advance:
@@ -204,17 +207,19 @@ class EmulatedExecutor:
         self._sample(next(result for result in self._queue if result.plan.batch_id == batch_id))
 
     def ready(self) -> bool:
-        """Whether the oldest batch has ended, and was sampled."""
+        """Whether the oldest batch has ended and was sampled."""
         if not self._queue or self._queue[0].plan.batch_id in self._unsampled:
             return False
         return self._clock() >= self._queue[0].finished_us
 
     def pause_s(self) -> float:
-        """Until the oldest batch ends."""
+        """Seconds until the oldest batch ends."""
         return max(0, self._queue[0].finished_us - self._clock()) / 1e6
 
     def collect(self) -> BatchResult:
-        """The oldest batch; sleeps until it ends. Raises ContractError for one that waits to be sampled."""
+        """The results of the oldest batch; sleeps until it ends. Raises ContractError if the batch has yet to be
+        sampled.
+        """
         if self._queue[0].plan.batch_id in self._unsampled:
             raise ContractError(f"batch {self._queue[0].plan.batch_id} is asked for, but waits to be sampled")
         while (pause_s := self.pause_s()) > 0.0:
@@ -237,7 +242,8 @@ class EmulatedExecutor:
         self._scripted.pop(taken.row, None)
         if self._script is not None and (said := self._script.answer(prompt)) is not None:
             self._scripted[taken.row] = said
-        adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""  # which says other words
+        # other adapters give other tokens
+        adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""
         key = self._vocabulary.key(prompt, seed, adapter)
         self._keys[taken.row] = key
         self._prompt_tokens[taken.row] = context.prompt_tokens
@@ -245,14 +251,14 @@ class EmulatedExecutor:
         self._lengths[taken.row] = max(ends_at, context.min_new_tokens + 1) if ends_at else 0
 
     def _took_us(self, plan: BatchPlan) -> float:
-        """How long a plan takes: by the cost model, spread as it says, by a draw that follows from the batch."""
+        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id."""
         shape = _shape_of(plan)
         if self._adapters is not None:
             self._adapters.take_rows(plan)
             shape = self._adapters.on(plan, shape)
         expected = self._cost.batch_us(shape)
         took_us = expected.mean_us
-        for further in range(1, plan.steps):  # each step one position on, with every row of the launch
+        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
             took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         if expected.spread_us > 0.0:
@@ -260,7 +266,7 @@ class EmulatedExecutor:
         return took_us
 
     def _sample(self, result: BatchResult) -> None:
-        """Say the words of a batch; those of rows under grammars are among what these allow."""
+        """Fill in the tokens of a batch; rows under grammars get tokens that their grammars allow."""
         plan = result.plan
         result.tokens = self._tokens(plan)
         rows = plan.rows[plan.sample_rows]
@@ -285,7 +291,7 @@ class EmulatedExecutor:
         result.invalid = tuple(invalid)
 
     def _tokens(self, plan: BatchPlan) -> Int32s:
-        """What the sampling rows say: those of each row end to end."""
+        """Tokens of the sampling rows, the tokens of each row contiguous."""
         rows, stops = plan.rows[plan.sample_rows], plan.stops[plan.sample_rows].astype(np.int64)
         if plan.steps > 1:
             counts = stops - plan.starts[plan.sample_rows]
@@ -306,12 +312,12 @@ class EmulatedExecutor:
 
 
 class EmulatedWeightLoader:
-    """New weights and released memory, in time: see `lockstep.host.weights.Hands`. Nothing is read.
+    """Loads new weights and releases memory, in time; see `lockstep.host.weights`. Nothing is read.
 
-    Weights, `weights_bytes` on each GPU, come from the host's memory over the bus; the KV cache is just there or not.
+    Weights, `weights_bytes` on each GPU, come from the host's memory over the bus; the KV cache takes no time.
 
     Args:
-        bus_gbs: of one GPU, one direction, in 1e9 bytes a second.
+        bus_gbs: bandwidth of one GPU in one direction, 1e9 bytes a second.
     """
 
     def __init__(self, executor: EmulatedExecutor, weights_bytes: float, bus_gbs: float, *, speed: float = 1.0) -> None:
@@ -319,35 +325,35 @@ class EmulatedWeightLoader:
         self.copy_s = weights_bytes / (bus_gbs * 1e9) / speed
 
     def load_weights(self, version: int, source: str) -> None:
-        """Copy them all."""
+        """Take as long as a copy of all weights."""
         time.sleep(self.copy_s)
         self._executor.weights_version = version
 
     def switch_memory(self, tags: tuple[str, ...], *, released: bool) -> None:
-        """Weights are kept in the host's memory meanwhile."""
+        """Take as long as a copy of the released or resumed weights, which are kept in the host's memory meanwhile."""
         if "weights" in tags:
             time.sleep(self.copy_s)
 
 
 class EmulatedAdapterCache:
-    """Adapters, in time: see `lockstep.host.adapters.Shelf`. Nothing is read.
+    """Adapters, in time; see `lockstep.host.adapters`. Nothing is read.
 
     Args:
-        size: bytes of a slot on one GPU, which is what a load brings there.
-        link: from the host; loads use it one after the other, each GPU its own.
+        size: bytes of a slot on one GPU, which one load transfers.
+        link: from the host; loads use it one after the other, each GPU has its own.
     """
 
     def __init__(self, size: int, link: Link, clock: HostClock, *, speed: float = 1.0) -> None:
         self._size, self._link, self._clock, self._speed = size, link, clock, speed
 
     def read(self, name: str, version: int, source: str) -> None:
-        """There is nothing to read."""
+        """Do nothing: there is nothing to read."""
 
     def lack(self, name: str, version: int, why: str) -> None:
-        """Nothing lacks."""
+        """Do nothing: no adapter is ever missing."""
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """After as long as the copy takes, behind those begun before. Loads overlap with batches."""
+        """Call `done` after the duration of the copy, queued after earlier copies. Loads overlap with batches."""
         now_us = self._clock()
         done_us = self._link.send(round(now_us * self._speed), self._size) / self._speed
         timer = threading.Timer((done_us - now_us) / 1e6, done, (None,))
@@ -355,11 +361,11 @@ class EmulatedAdapterCache:
         timer.start()
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""
 
 
 def emulated_source(path: str | Path) -> str:
-    """What is called a folder, and need not be there."""
+    """The name of a folder, which need not exist."""
     return write_source(Folder(str(path)))
 
 
@@ -371,7 +377,7 @@ def _shape_of(plan: BatchPlan) -> BatchShape:
 
 
 def _mixed(values: UInt64s) -> UInt64s:
-    """Bits that look independent of each other. Source: Steele, Lea, Flood: SplitMix64 (OOPSLA 2014), its finaliser."""
+    """Mix bits so that they look independent. Source: Steele, Lea, Flood: SplitMix64 (OOPSLA 2014), its finaliser."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -15,29 +15,30 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from lockstep.api.chat_formats.tables import ChatFormats, choose
-from lockstep.api.plain_text import END, FIRST_WORD, PlainText, Texts
+from lockstep.api.processes.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
 from lockstep.api.settings import ServeSettings, for_scheduler
-from lockstep.api.wire import BatchDrift, EngineInfo, JoinGroup, LeaveGroup
+from lockstep.api.text.chat_formats.tables import ChatFormats, choose
+from lockstep.api.text.plain_text import END, FIRST_WORD, PlainText, Texts
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import ObservedEvent, RequestArrived
-from lockstep.core.journal.journal import JournalHeader
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import choose_backend
-from lockstep.host.loop import HostClock, NoJournal, Observer, RuntimeHost
+from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text
 from lockstep.host.weights import WeightsLog, WeightsRead
 
 if TYPE_CHECKING:
-    from lockstep.api.drift import DriftMeter
+    from lockstep.api.observability.drift import DriftMeter
 
 log = logging.getLogger("lockstep.engine")
 
@@ -93,8 +94,8 @@ def preload(settings: ServeSettings) -> None:
             import lockstep.runtime.llm  # and with it torch, which takes seconds
         else:
             check_names(settings)
-            import lockstep.api.drift
             import lockstep.api.emulate
+            import lockstep.api.observability.drift
             import lockstep.sim.run.simulate  # noqa: F401
 
 
@@ -226,7 +227,7 @@ def _scheduler(settings: ServeSettings) -> dict[str, Any]:
 def _about(config: SchedConfig, **more: Any) -> EngineInfo:
     return EngineInfo(
         request_tokens_max=config.request_tokens_max,
-        prompt_tokens_max=config.prompt_tokens_max(wants_output=True),
+        prompt_tokens_max=config.prompt_tokens_max(with_output=True),
         eos_token_ids=config.eos_token_ids,
         settings=msgspec.to_builtins(config),
         **more,
@@ -394,11 +395,11 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
 
     where = device_name(choose_device(settings.device))
     with _config_errors("calibration"):
-        from lockstep.api.drift import DriftMeter
+        from lockstep.api.observability.drift import DriftMeter
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
         from lockstep.sim.cost.lora import LoraSpec
         from lockstep.sim.cost.tables import base_cost_model
-        from lockstep.sim.host.host import RowAdapters
+        from lockstep.sim.host.batch_shapes import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
         if calibration.gpu != gpu.name:
@@ -437,7 +438,6 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
 
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
-    from lockstep.api.drift import DriftMeter
     from lockstep.api.emulate import (
         EmulatedAdapterCache,
         EmulatedExecutor,
@@ -445,13 +445,17 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         Script,
         emulated_source,
     )
+    from lockstep.api.observability.drift import DriftMeter
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
     from lockstep.sim.cost.lora import slot_bytes
     from lockstep.sim.cost.tables import base_cost_model
-    from lockstep.sim.host.adapters import RECORDED, adapter_link, lora_of
-    from lockstep.sim.host.host import RowAdapters
-    from lockstep.sim.run.simulate import Scenario, configure
+    from lockstep.sim.host.adapters import adapter_link
+    from lockstep.sim.host.batch_shapes import RowAdapters
+    from lockstep.sim.run.adapters import lora_of
+    from lockstep.sim.run.assemble import configure
+    from lockstep.sim.scenario.scenario import Scenario
+    from lockstep.sim.workload.adapters import RECORDED
 
     assert settings.emulate is not None
     named, _, on = settings.emulate.rpartition("@")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from lockstep.api.logs import start_log
+from lockstep.api.observability.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
 from lockstep.core.cluster.router import ROUTER_POLICIES
 from lockstep.core.contract.errors import ConfigError
@@ -133,7 +133,7 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
     if dry_run:
         click.echo(describe(settings))
         return 0
-    from lockstep.api.launch import Launcher
+    from lockstep.api.processes.launch import Launcher
 
     start_log(settings.log_level, "serve", settings.log_format)
     check(settings)
@@ -146,9 +146,9 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
 
 def check(settings: ServeSettings) -> None:
     """Find out what can be found out before processes are started. Raises ConfigError."""
+    from lockstep.api.endpoints.keys import read_keys
     from lockstep.api.engines import check_journal, check_names
-    from lockstep.api.keys import read_keys
-    from lockstep.api.spans import check_endpoint
+    from lockstep.api.observability.spans import check_endpoint
 
     check_names(settings)
     check_journal(settings)

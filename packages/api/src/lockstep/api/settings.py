@@ -14,8 +14,8 @@ from typing import Any, Literal, get_origin
 
 import msgspec
 
-from lockstep.api.chat_formats.tables import THOUGHTS, TOOL_FORMATS
-from lockstep.api.logs import LogFormat
+from lockstep.api.observability.logs import LogFormat
+from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import RouterConfig, RouterPolicy
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only

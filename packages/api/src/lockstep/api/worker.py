@@ -1,7 +1,7 @@
 """An API worker: HTTP, tokenisation, text. `python -m lockstep.api.worker FOLDER NUMBER LISTENER [ADMIN]`.
 
-LISTENER and ADMIN are file descriptors of sockets that the launcher opened, so a worker that comes later listens where
-the one before did, and nothing is lost in between.
+LISTENER and ADMIN are file descriptors of sockets that the launcher opened. A worker that replaces another listens on
+the same sockets, so no connection is lost in between.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from typing import Any
 
 import uvicorn
 
-from lockstep.api import children
-from lockstep.api.app import ADMIN_ROUTES, make_app
-from lockstep.api.bridge import Bridge
-from lockstep.api.cluster_bridge import ClusterBridge, Engines
+from lockstep.api.endpoints.app import ADMIN_ROUTES, make_app
+from lockstep.api.endpoints.keys import read_keys
+from lockstep.api.endpoints.protocol import bounded_by
+from lockstep.api.endpoints.server import Server
+from lockstep.api.endpoints.stored_responses import StoredResponses
+from lockstep.api.endpoints.usage import UsageCounter
 from lockstep.api.engines import text_of
-from lockstep.api.keys import read_keys
-from lockstep.api.metrics import Metrics
-from lockstep.api.protocol import bounded_by
-from lockstep.api.server import Server
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.spans import SpanExporter
+from lockstep.api.processes import children
+from lockstep.api.processes.bridge import Bridge
+from lockstep.api.processes.cluster_bridge import ClusterBridge, Engines
 from lockstep.api.settings import ServeSettings
-from lockstep.api.spans import SpanExporter
-from lockstep.api.stored_responses import StoredResponses
-from lockstep.api.usage import UsageCounter
 from lockstep.core.contract.errors import LockstepError
 
 log = logging.getLogger("lockstep.worker")
 
 STOPS = "the server stops"
-LAST_WORD_S = 2  # for clients to be told so, who were given their time
+LAST_WORD_S = 2  # for the last error messages to reach clients, after the time for answers has passed
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, without its own idea of signals."""
+    """uvicorn without its signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The worker decides when to stop."""
+        """Capture nothing: the worker decides when to stop."""
         yield
 
 
@@ -94,7 +94,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():  # of itself it never ends
+        if reading.done():  # it ends only with an exception
             stop()
             reading.result()
     finally:
@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> int:
         log.error("%s: %s", type(error).__name__, error)
         return 1
     finally:
-        gc.freeze()  # the process ends, and what is left of it need not be looked through
+        gc.freeze()  # the process ends; a last collection would be wasted time
     return 0
 
 

@@ -15,7 +15,7 @@ __all__ = ["LLM", "Params", "RequestOutput", "OutputDelta", "Scored"]
 
 
 def __getattr__(name: str) -> Any:
-    """The offline API, imported when it is asked for: parts of the runtime are of use without it."""
+    """The offline API, imported on first use: parts of the runtime are of use without it."""
     if name in __all__:
         from lockstep.runtime import llm
 

@@ -1,4 +1,4 @@
-"""The GPU bubble timer: for how long the device was idle while somebody waited for it.
+"""The GPU bubble timer: how long the device was idle while a request waited for it.
 
     requests   |  r1 arrives ........ r1 ends |        | r2 arrives .............. r2 ends |
     device          | b1 |  | b2 ||  b3  |                  |   b4   |   |   b5   |
@@ -12,7 +12,7 @@ BatchFinished carries.
 On a GPU it is a lower bound. A batch begins there with an event in front of it, which happens as soon as it is launched
 and all before it is done, while the CPU may still be packing and launching the kernels behind it: time in which the GPU
 waits for that counts as busy. Where launches lie far ahead, the two agree. For how long no kernel ran at all, only a
-profile says (docs/runtime.md, "Profiling"); `gpu-check` states that one.
+profile shows (docs/runtime.md, "Profiling"); `gpu-check` states that one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestFinished, RequestRejected
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class BubbleTimer:
         elif type(event) is RequestArrived:
             if not self._open:
                 self._spans.append([event.time_us, -1])
-            self._open += samples_asked(event)
+            self._open += sample_count(event)
         ended = sum(type(one) is RequestFinished or type(one) is RequestRejected for one in step.decided)
         if ended:
             self._open -= ended

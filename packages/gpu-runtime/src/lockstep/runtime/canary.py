@@ -1,6 +1,6 @@
 """A debug mode in which every KV slot has a tag, verified before each pass for every slot that the pass reads.
 
-The tag of a slot says whose KV lies there: which prefix it stands for, at which position. Requests share the KV of
+The tag of a slot identifies the KV in it: the prefix that it stands for, and the position. Requests share the KV of
 equal prefixes, so a tag does not name a request; it is a sum over the prefix, from which any token at any place cannot
 be exchanged for another without being seen, except by a chance of 2**-64. The version of the weights is in the
 namespace.

@@ -4,7 +4,7 @@
     model.safetensors                all tensors, or
     model.safetensors.index.json     which file holds which tensor: model-00001-of-00004.safetensors, ...
 
-A model says what it wants as a list of `TensorSpec`; `load` compares all of it with what the files' headers tell before
+A model requires tensors as a list of `TensorSpec`; `load` compares all of it with the headers of the files before
 it reads the first tensor, and reads of each tensor only this rank's part. Nothing here can run code from a folder:
 tensors come from safetensors, and the pickles that older folders hold (`.bin`, `.pt`) are refused.
 """
@@ -47,7 +47,7 @@ class CheckpointError(ConfigError):
         super().__init__(text + (f"\nhint: {hint}" if hint else ""))
 
 
-# ------------------------------------------------------------------------------------------------ what a model asks for
+# ------------------------------------------------------------------------------------------------ what a model needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class TensorSpec:
     dtypes: tuple[str, ...] = tuple(DTYPES)  # that it may be stored in, by safetensors' names
     also: tuple[int, ...] | None = None  # another shape that it may have
     optional: bool = False  # a checkpoint may lack it: what was there stays
-    convert: Callable[[Tensor], Tensor] | None = None  # from this rank's part as stored; ValueError says what is wrong
+    convert: Callable[[Tensor], Tensor] | None = None  # from this rank's part as stored; ValueError names what is wrong
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
@@ -113,7 +113,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a file's header says of one tensor."""
+    """One tensor as the header of a file describes it."""
 
     file: str
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ class TensorFile:
     """One safetensors file. Raises: CheckpointError if it is none.
 
     Args:
-        called: what errors say of where it is.
+        called: the place named in errors.
     """
 
     def __init__(self, path: Path, called: str) -> None:
@@ -169,7 +169,7 @@ def _read(file: Any, name: str, dim: int | None, part: slice | None) -> Tensor:
 
 
 class Checkpoint:
-    """An open folder. Tensors are read when asked for; headers were read at once.
+    """An open folder. Tensors are read on request; headers were read at once.
 
     Raises: CheckpointError if files are missing, damaged, contradict each other, or are pickles.
     """
@@ -258,14 +258,14 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says. Raises CheckpointError if there is none."""
+    """The content of config.json. Raises CheckpointError if there is none."""
     if not folder.is_dir():
         raise CheckpointError(folder, ["there is no such folder"], "name a folder with config.json and safetensors")
     return read_json(folder, "config.json")
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """What generation_config.json says; nothing where there is none. Raises CheckpointError if it cannot be read."""
+    """The content of generation_config.json; empty where there is none. Raises CheckpointError if it cannot be read."""
     return read_json(folder, "generation_config.json") if (folder / "generation_config.json").exists() else {}
 
 
@@ -308,12 +308,12 @@ def load(
     ranks: int = 1,
     surplus: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Fill what a model wants from a checkpoint.
+    """Fill the tensors of a model from a checkpoint.
 
     Args:
-        surplus: tells names that a checkpoint may hold although the model does not want them.
+        surplus: recognises names that a checkpoint may hold although the model does not need them.
     Raises: CheckpointError with every missing, surplus, wrongly shaped or wrongly typed tensor, before anything is
-        read; or with every tensor whose values do not fit into the dtype of the model.
+        read; or with every tensor that has values which do not fit into the dtype of the model.
     """
     found = _compared(wanted, checkpoint, surplus, partial=False)
     problems: list[str] = []
@@ -382,7 +382,7 @@ def _compared(
 def _read_part(
     want: TensorSpec, source: Tensors, rank: int, ranks: int, problems: list[str], device: torch.device | None = None
 ) -> Tensor:
-    """This rank's part of a tensor; `problems` hears of values that do not fit.
+    """This rank's part of a tensor; values that do not fit are added to `problems`.
 
     Args:
         device: where it is converted, if it is; None: on the CPU.
@@ -410,7 +410,7 @@ def _hint(problems: Iterable[str], narrower: str) -> str:
 
 
 def fill_randomly(wanted: Iterable[TensorSpec], seed: int, *, rank: int = 0, ranks: int = 1) -> None:
-    """Fill what a model wants with small random values instead of a checkpoint's.
+    """Fill the tensors of a model with small random values instead of a checkpoint's.
 
     A tensor's values depend on seed, name, shape and kind of device: not on other tensors, nor on the number of ranks.
     """

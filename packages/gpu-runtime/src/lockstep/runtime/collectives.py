@@ -33,7 +33,7 @@ class Collectives:
     """This rank's end of the group. Returns once all ranks have one.
 
     Args:
-        store: a path that all ranks are given, in a folder of nobody else's; the file is made.
+        store: a path that all ranks are given, in a folder of their own; the file is made.
         timeout_s: of one collective on the CPU; with NCCL, the time after which torch itself gives up.
     Raises: CollectiveFailed.
     """
@@ -42,7 +42,7 @@ class Collectives:
         self.rank, self.ranks, self.device = rank, ranks, device
         timeout = timedelta(seconds=timeout_s)
         self._reduce, self._gather = dist.AllreduceOptions(), AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False  # on the stream of whoever calls, not beside it
+        self._reduce.asyncOp = self._gather.asyncOp = False  # on the caller's stream, not beside it
         self._reduce.timeout = self._gather.timeout = timeout
         self._nccl = device.type == "cuda"
         self._group: Any = None
@@ -76,7 +76,7 @@ class Collectives:
         return all_ranks.movedim(0, 1).reshape(rows, self.ranks * columns)
 
     def abort(self) -> None:
-        """Let go of whoever waits for ranks that have ended. gloo has noticed by itself, NCCL's kernels have not."""
+        """Release threads that wait for ranks that have ended. gloo notices by itself, NCCL's kernels do not."""
         if self._nccl:
             self._group.abort()
 
@@ -90,7 +90,7 @@ class Collectives:
         shared.set_timeout(timedelta(seconds=START_S))
         if self._nccl:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
-            # 2: let go of kernels that wait for a lost rank, but do not end this process; whoever asked is told first.
+            # 2: let go of kernels that wait for a lost rank, but do not end this process; the caller is informed first.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout

@@ -1,7 +1,7 @@
-"""A small model of the same vocabulary as drafter: it says which token it finds likeliest, one after the other.
+"""A small model of the same vocabulary as drafter: it gives the token it finds likeliest, one after the other.
 
-Its KV lies in a pool of its own with the same pages at the same positions: whoever computes a prompt computes it for
-both, and what is cached, shared or retracted is so for both. Drafts are made without chance, as `drafting` wants.
+Its KV lies in a pool of its own with the same pages at the same positions: a prompt is computed for both at the same
+time, and what is cached, shared or retracted is so for both. Drafts are deterministic, as `drafting` requires.
 
     draft       newest -> draft 1 -> ... -> draft d          d decodes; what they write is overwritten by
     saw         newest, draft 1, ..., draft d                the pass that verifies, run by this model too

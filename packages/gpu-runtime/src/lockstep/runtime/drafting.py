@@ -1,6 +1,6 @@
 """Drafts of a row's next tokens, guessed on the device where the row stands, and which of them were right.
 
-Whoever drafts is told of each pass before it runs (`saw`), and asked for drafts of the rows that verify some (`draft`).
+A drafter is informed of each pass before it runs (`saw`), and drafts for the rows that verify some (`draft`).
 
     position      .. 4   5   6   7   8   9 |10  11  12  13      the row stands at 10: its newest token is there
     token         .. a   b   c   d   a   b | c   d   a   b      drafts: what followed the last "a b c" before, d a b
@@ -11,7 +11,7 @@ it has so far. The tokens of each KV slot are kept beside the KV: a row's own ar
 of a prefix found in the radix cache among them, and nothing has to be undone when a row is retracted, moved back, or
 fails.
 
-Any guess will do: the model says whether it is right, and a wrong one costs what no guess would have cost, since the
+Any guess will do: the model decides whether it is right, and a wrong one costs what no guess would have cost, since the
 plan has room for it. So a row that finds no suffix repeats its newest token.
 
 Which drafts count (`right_ones`): behind each verified token the model's own token is drawn as it always is, by the
@@ -35,7 +35,7 @@ from lockstep.runtime.forward import ForwardBatch
 
 Int32s = NDArray[np.int32]
 
-NGRAM_MAX = 8  # a longer suffix found before says no more
+NGRAM_MAX = 8  # a longer suffix found before adds no information
 WINDOW = 8192  # newest tokens of a row that are searched
 
 
@@ -60,8 +60,8 @@ class Drafter(Protocol):
         Args:
             rows: int64 [rows], of `page_table`, int32 [table rows, width].
             stands: int64 [rows], positions of the newest tokens; `stands_host` the most that they can be, exact where
-                the attention backend wants that.
-            newest: int64 [rows]; `saw` is not told of them before.
+                the attention backend needs that.
+            newest: int64 [rows]; `saw` does not receive them before.
             drafts: int32 [rows], how many are wanted of each; of one at least one.
             reach: int64 [rows], the last position that a row has a page for, its last draft's.
         Returns: int64 [rows, most drafts]; what is not wanted means nothing.
@@ -143,7 +143,7 @@ def right_ones(tokens: Tensor, invalid: Tensor, fed: Tensor, places: Tensor, the
 
 
 def places_of(samples: Int32s) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Of samplers with so many samples each, end to end: which are whose. int64 and bool [samplers, most].
+    """For samplers with so many samples each, end to end: the samples of each sampler. int64 and bool [samplers, most].
 
     Where a sampler has no more, its last.
     """

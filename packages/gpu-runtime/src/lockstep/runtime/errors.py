@@ -7,7 +7,7 @@ from lockstep.host.errors import EngineStopped as EngineStopped
 
 
 class PlanError(ContractError):
-    """A plan cannot be run: it names rows that nobody holds, pages that there are not, a mode not known here."""
+    """A plan cannot be run: it names rows without a holder, pages that do not exist, or an unknown mode."""
 
 
 class DeviceLost(LockstepError):

@@ -1,6 +1,6 @@
 """One plan after another on the device: fold, forward, sample, remember the newest token of each row.
 
-The executor decides nothing and knows no scheduler: a recorded list of plans runs just as well. What is launched comes
+The executor decides nothing and needs no scheduler: a recorded list of plans runs just as well. What is launched comes
 back in launch order, each batch once, by `collect`.
 
     launch(plan) ──pack──> | queue | ──fold, forward──> logits ──(SampleBatch)──> tokens ──copy──> collect()
@@ -107,7 +107,7 @@ class Matchers(Protocol):
         """A row changes hands; it may come without a grammar."""
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
-        """Move a matcher by tokens; an entry of an older epoch reaches nobody."""
+        """Move a matcher by tokens; an entry of an older epoch is ignored."""
 
     def allowed(self, rows: Int32s) -> Int32s | None:
         """int32 [rows, ceil(vocabulary / 32)]: a bit for each token that may come next; None where every one may."""
@@ -134,7 +134,7 @@ class _Launched:
     wanted: dict[str, Tensor] = field(default_factory=dict)  # to be brought to the CPU
     download: Download | None = None
     error: str = ""
-    scored: list[int] = field(default_factory=list)  # rows of the plan whose last logits are wanted
+    scored: list[int] = field(default_factory=list)  # rows of the plan for which the last logits are required
     prompt_tops: list[int] = field(default_factory=list)  # likeliest tokens wanted, by span of the plan
     behind_failure: bool = False  # launched before it was known that a batch in front of it failed
 
@@ -154,8 +154,8 @@ class Executor:
         pooling: of requests of kind embed; None is the mean.
         canary: verify the tag of every KV slot before it is read; for debugging.
         graphs: prepared; decodes that they hold are replayed.
-        drafter: of plans that verify drafts; the tables then know where rows stand. None: such plans are refused.
-        jumps: say which tokens grammars force; the tables then know where rows stand.
+        drafter: of plans that verify drafts; the tables then track where rows stand. None: such plans are refused.
+        jumps: report the tokens that grammars force; the tables then track where rows stand.
         split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
@@ -196,7 +196,7 @@ class Executor:
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
         """Put a plan behind those launched before. Returns at once.
 
-        With `deferred` it is sampled after `sample` was called for it. `contexts` says more of rows that are taken.
+        With `deferred` it is sampled after `sample` was called for it. `contexts` gives more of rows that are taken.
         Raises: PlanError for what no executor can run; DeviceLost.
         """
         refuse_unknown(plan)
@@ -314,7 +314,7 @@ class Executor:
         graphs = self.graphs if one.adapter_slots is None else None
         if graphs is not None and not graphs.holds(one):
             graphs = None
-        batch = None  # made once, whoever looks at it: adapters take time to lay out
+        batch = None  # made once, for every reader: adapters take time to lay out
         if graphs is None or self.drafter is not None or self.canary is not None:
             batch = self._batch(one, tensors)
             self._tell(launched, batch)
@@ -337,7 +337,7 @@ class Executor:
         return self.model.logits(hidden.index_select(0, tensors.logits_at[:samples]))
 
     def _tell(self, launched: _Launched, batch: ForwardBatch) -> None:
-        """Whoever drafts computes a pass as well, and its KV slots are looked at."""
+        """The drafter computes a pass as well, and its KV slots are checked."""
         if self.drafter is not None:
             self.drafter.saw(batch)
         if self.canary is not None:
@@ -427,7 +427,7 @@ class Executor:
                 for name, part in _reported(sampled).items():
                     drawn.setdefault(name, []).append(part)
         for name, parts in drawn.items():
-            if (joined := _joined(parts)).numel():  # nobody asked for tops where they are of no width
+            if (joined := _joined(parts)).numel():  # no row requested tops where they are of no width
                 launched.wanted[name] = joined
         launched.download = self.lane.download(launched.wanted, launched.begun)
         launched.wanted = {}
@@ -485,7 +485,7 @@ class Executor:
         for number, turn in enumerate(turns):
             at = self.lane.upload(turn)
             rows = tensors.sample_rows.index_select(0, at)
-            if number:  # a row of which a draft was wrong draws in the row of padding; nobody looks at that
+            if number:  # a row with a wrong draft draws in the row of padding, which is never read
                 still = going.index_select(0, at - 1) & (fed.index_select(0, at) == tokens.index_select(0, at - 1))
                 going.index_copy_(0, at, still)
                 rows = torch.where(still, rows, self.tables.count)
@@ -515,7 +515,7 @@ class Executor:
         return {name: torch.cat(some) for name, some in parts.items()}
 
     def _keep_hidden(self, launched: _Launched, number: int, hidden: Tensor) -> None:
-        """Set aside the hidden states that somebody wants of this pass."""
+        """Keep the hidden states that requests need of this pass."""
         for i, first, last in _hidden_wanted(launched.plan, launched.packed.passes[number], self.tables):
             # A copy even of float32: a graph's hidden states are gone with its next replay.
             launched.wanted[f"hidden {number} {i}"] = hidden[first:last].to(torch.float32, copy=True)
@@ -546,7 +546,7 @@ class Executor:
     # ---------------------------------------------------------------------------------------------------- results
 
     def _allowed(self, plan: BatchPlan) -> Int32s | None:
-        """What the sampling rows of a plan may say next, if any of them is under a grammar."""
+        """The tokens that a plan's sampling rows may draw next, if any of them is under a grammar."""
         rows = plan.rows[plan.sample_rows]
         if self.matchers is None or not self.tables.under_grammar[rows].any():
             return None
@@ -621,7 +621,7 @@ def _forced_by_sampler(one: ForwardPass) -> Int32s | None:
 
 
 def _masks(allowed: Int32s | None, one: ForwardPass, vocabulary: int) -> Int32s | None:
-    """What may be drawn behind each verified token: what is forced, or what the row's matcher said.
+    """The tokens that may be drawn behind each verified token: forced ones, or those that the row's matcher allows.
 
     Args:
         allowed: int32 [samplers, words], of the last token of each; None where every one may.
@@ -657,7 +657,7 @@ def _verified(result: BatchResult, samples: Int32s, arrays: dict[str, NDArray[An
 
 
 def _reported(sampled: Sampled) -> dict[str, Tensor]:
-    """Logprobs of one pass. Of several passes one may have no row left that asked; its rows are filled up."""
+    """Logprobs of one pass. Of several passes one may have no requesting row left; its rows are filled up."""
     tokens = sampled.tokens
     logprobs, ids, tops = sampled.logprobs, sampled.top_ids, sampled.top_logprobs
     if logprobs is None:
@@ -702,7 +702,7 @@ def refuse_unknown(plan: BatchPlan) -> None:
 
 
 def _hidden_wanted(plan: BatchPlan, one: ForwardPass, tables: DeviceTables) -> list[tuple[int, int, int]]:
-    """Rows of a pass whose hidden states are wanted, with the first and the last of their new tokens: [first:last)."""
+    """Rows of a pass with requested hidden states, with the first and the last of their new tokens: [first:last)."""
     decodes_from = one.extend_rows - (0 if one.verifying is None else len(one.verifying.rows))
     decoding = tables.with_hidden_states[one.rows[decodes_from:]]
     if not plan.hidden_spans and not decoding.any():

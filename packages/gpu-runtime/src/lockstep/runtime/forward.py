@@ -31,7 +31,7 @@ class ForwardBatch:
     slots: Tensor  # int64 [tokens], where its KV goes: page * page_size + offset in the page
     rows: Tensor  # int32 [rows], rows of the page table
     indptr: Tensor  # int32 [rows + 1], first new token of each row
-    lengths: Tensor  # int32 [rows], positions whose KV a row reads, its new ones included
+    lengths: Tensor  # int32 [rows], positions with KV that a row reads, its new ones included
     page_table: Tensor  # int32 [table rows, width], pages of all rows of the engine; the pass reads those in `rows`
     logits_at: Tensor  # int64 [samples], the new tokens from which a token, or a logprob, is to be drawn
 

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.journal.journal import JournalError
+from lockstep.core.journal.records import JournalError
 from lockstep.host.adapters import named_folders
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind

@@ -7,7 +7,7 @@
     ----------- filled in front of each replay, by two launches; what follows is in the graph ------------------------
     positions   = lengths - 1
     token ids   = newest[rows]                          sampled by the batch in front, on the same stream
-    slots       = page_table[rows, position's page]     padding writes to the scratch page, which nobody reads
+    slots       = page_table[rows, position's page]     padding writes to the scratch page, which is never read
     hidden      = the model, up to its last norm        [ 5 rows of results | not looked at ]
 
 Logits and sampling stay outside: they need few launches, and logits of all sizes would take gigabytes.
@@ -50,9 +50,9 @@ Int32s = NDArray[np.int32]
 log = logging.getLogger("lockstep.runtime")
 
 GraphMode = Literal["auto", "on", "off", "eager"]
-"""auto: where they can run; on: or say why not; eager: padded in the same way but not captured, to find faults."""
+"""auto: where they can run; on: or an error with the reason; eager: padded alike but not captured, to find faults."""
 
-ROWS_MAX = 512  # of the largest graph, unless told otherwise; more rows keep a GPU busy without
+ROWS_MAX = 512  # of the largest graph, by default; more rows keep a GPU busy without
 
 
 def graph_sizes(rows_max: int) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class DecodeGraphs:
         return grown
 
     def _refusal(self, size: int, error: Exception, device: torch.device) -> str:
-        """What to say of a capture that failed."""
+        """The message for a capture that failed."""
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         numbers = ""
         if device.type == "cuda":

@@ -56,7 +56,7 @@ class KvPool:
 
     @property
     def scratch_page(self) -> int:
-        """The page that nobody reads."""
+        """The page that is never read."""
         return self.pages
 
     @staticmethod
@@ -65,7 +65,7 @@ class KvPool:
         return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, key: Tensor, value: Tensor, batch: ForwardBatch) -> None:
-        """Keep the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, where `batch.slots` says."""
+        """Keep the KV of a pass's new tokens, [tokens, kv_heads, head_dim] each, in the slots `batch.slots`."""
         flat = (-1, self.kv_heads, self.head_dim)
         if self.fp8:
             for kept, new, scale in zip((self.keys, self.values), (key, value), self.scales[layer], strict=True):

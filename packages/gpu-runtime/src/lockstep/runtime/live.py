@@ -47,7 +47,7 @@ class LiveModel:
         self._staged: Staged | None = None
         self._groups: dict[str, WeightsGroup] = {}
         self._kept: _ReleasedTensor | None = None  # the weights, while their memory is given back
-        self._lock = threading.Lock()  # whoever reads weights does not see half of an update
+        self._lock = threading.Lock()  # a reader of weights does not see half of an update
 
     # ------------------------------------------------------------------------------------------------------ weights
 
@@ -180,7 +180,7 @@ class LiveModel:
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Nobody takes the memory again."""
+        """The memory is not taken again."""
         if self._kept is not None:
             self._kept.close()
 
@@ -204,7 +204,7 @@ def check_settings(folder: Path, running: ModelSettings) -> None:
 
 
 class _ReleasedTensor:
-    """Tensors whose memory was given back, and what lay in it. Raises ConfigError where there is no room for it."""
+    """Tensors without memory, and their content. Raises ConfigError where there is no room for it."""
 
     def __init__(self, tensors: Iterator[Tensor]) -> None:
         by_address = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}

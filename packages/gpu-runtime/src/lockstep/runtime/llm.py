@@ -50,10 +50,13 @@ from lockstep.core.contract.events import (
     TokenIds,
     UpdateWeights,
 )
+from lockstep.core.contract.samples import SAMPLES_MAX, sample_count
 from lockstep.core.contract.stats import Stats
-from lockstep.core.journal.journal import JournalHeader, JournalWriter
+from lockstep.core.journal.records import JournalHeader
+from lockstep.core.journal.sinks import NoJournal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
-from lockstep.core.requests.validation import SAMPLES_MAX, samples_asked, stop_tokens_of
+from lockstep.core.requests.validation import stop_tokens_of
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.batches import Float32s
@@ -62,7 +65,7 @@ from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.host.quantization import Fp8Activations
 from lockstep.host.startup import Keeper
 from lockstep.host.text import Message, StopTexts, Text
@@ -759,7 +762,7 @@ class LLM:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
         asked, *others = (
             PendingRequest(RequestOutput(-1, ids), self.text, request.stop_texts, None if number else tokens)
-            for number in range(samples_asked(request))
+            for number in range(sample_count(request))
         )
         asked.samples += others
         asked.answer.others = [one.answer for one in others]

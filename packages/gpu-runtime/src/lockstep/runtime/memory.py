@@ -16,7 +16,7 @@ import torch
 
 from lockstep.core.contract.errors import ConfigError
 
-CPU_KV_BYTES = 256 << 20  # where nobody says how many pages there shall be
+CPU_KV_BYTES = 256 << 20  # where no number of pages is given
 MIB = 1 << 20
 
 
@@ -49,7 +49,7 @@ class MemoryBudget:
 
 
 def taken_bytes(device: torch.device) -> int:
-    """What is in use of a GPU, by anybody, with nothing kept for later; 0 for the CPU. Waits for the device."""
+    """Bytes in use of a GPU, by any process, with nothing kept for later; 0 for the CPU. Waits for the device."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -59,7 +59,7 @@ def taken_bytes(device: torch.device) -> int:
 
 
 def free_bytes_of(device: torch.device) -> int | None:
-    """Of a device's memory; None where nobody says."""
+    """Of a device's memory; None where it is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     with suppress(OSError, ValueError, StopIteration):
@@ -76,11 +76,11 @@ SPEAKS_OF_MEMORY = (
     "ALLOC_FAILED",  # cuBLAS, cuDNN and their like, which keep a workspace
     "Storage size calculation overflowed",
 )
-"""What says so in a RuntimeError that is no OutOfMemoryError."""
+"""The text that means this in a RuntimeError that is no OutOfMemoryError."""
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no room."""
+    """Whether an error reports a lack of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(said in str(error) for said in SPEAKS_OF_MEMORY)
@@ -131,8 +131,8 @@ def size_pool(
         largest_pass: runs one, so that its peak can be seen; called on CUDA devices only, like the next.
         graphs: bytes that CUDA graphs are going to take.
         pages_least: what one request of the longest kind needs.
-        pages: so many were asked for; the rest is accounted for all the same.
-    Raises: ConfigError with the numbers if not even `pages_least` fit, or not the `pages` asked for.
+        pages: the requested number; the rest is accounted for all the same.
+    Raises: ConfigError with the numbers if not even `pages_least` fit, or not the requested `pages`.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise ConfigError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`\nhint: 0.9 is usual")
@@ -173,7 +173,7 @@ def size_pool(
 class Use:
     """Bytes of a device before there is a pool, as measured."""
 
-    taken: int  # by everybody, weights included
+    taken: int  # by all processes, weights included
     others: int  # of these not ours
     weights: int
     activations: int  # to come
@@ -200,7 +200,7 @@ def fitted(use: Use, total: int, mem_fraction: float, page_bytes: int, pages_lea
 
 
 def as_asked(use: Use, total: int, page_bytes: int, pages: int, device: str) -> MemoryBudget:
-    """So many pages as were asked for, of all of the device's `total` bytes.
+    """The requested number of pages, of all of the device's `total` bytes.
 
     Raises: ConfigError with the numbers if they do not fit.
     """

@@ -56,7 +56,7 @@ Clock = Callable[[], int]
 WhenToRun = Literal["launch", "collection"]
 
 POLL_S = 50e-6  # between two looks at whether a batch has come back
-ANCHOR_US_MAX = 10_000_000  # events tell time in float32 milliseconds: not over longer stretches than this
+ANCHOR_US_MAX = 10_000_000  # events measure time in float32 milliseconds: not over longer stretches than this
 
 
 class Download(Protocol):
@@ -77,13 +77,13 @@ class StreamLane(Protocol):
     """Where a device's work is put, in order."""
 
     device: torch.device
-    eager: bool  # work is put there at launch; otherwise when its results are asked for
+    eager: bool  # work is done at launch; otherwise when its results are read
 
     def stream(self) -> AbstractContextManager[Any]:
         """Inside of it, launches go to the stream of forward passes."""
 
     def begin(self) -> Any:
-        """Mark the start of a batch. Returns what `download` wants to know of it."""
+        """Mark the start of a batch. Returns what `download` needs of it."""
 
     def upload(self, array: NDArray[Any]) -> Tensor:
         """A copy of an array on the device, behind what was put there before. The array may be changed at once."""
@@ -98,7 +98,7 @@ class StreamLane(Protocol):
 class CpuLane:
     """The CPU as a device that runs work when it is launched or, to shake out mistakes of order, when it is collected.
 
-    Either way a result is not `ready` before somebody waits for it: batches are delivered as late as can be, and as
+    Either way a result is not `ready` before it is waited for: batches are delivered as late as can be, and as
     many are in flight as the engine's depth allows.
     """
 
@@ -202,7 +202,7 @@ class CudaLane:
 
 
 class TimedEvent(Protocol):
-    """What of a device's event is needed to tell its time."""
+    """The part of a device's event from which its time follows."""
 
     def elapsed_time(self, end_event: Any, /) -> float:
         """Milliseconds from this event to another."""
@@ -220,7 +220,7 @@ class EventTimes:
         self._anchor, self._anchor_us = anchor, clock()  # the event has only just happened
 
     def times_us(self, begun: TimedEvent, ended: TimedEvent, not_before_us: int) -> tuple[int, int]:
-        """When a batch began and ended, by two events of which the host knows that they have happened.
+        """When a batch began and ended, by two events that the host has seen completed.
 
         Args:
             not_before_us: at this moment the batch had not ended.

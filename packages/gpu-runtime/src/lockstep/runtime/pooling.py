@@ -1,4 +1,4 @@
-"""How the hidden states of a prompt become one vector: what a folder says of it, and what whoever starts it chose.
+"""How the hidden states of a prompt become one vector: by the settings of a folder, and by options that replace them.
 
 Embedding models come as folders of sentence-transformers. Its `modules.json` lists what is done one after another, each
 with a folder of its own:
@@ -36,9 +36,9 @@ class Pooling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def choose_pooling(folder: Path, mode: str | None = None, normalize: bool | None = None) -> Pooling:
-    """What was chosen, and for the rest what the folder says; the mean, not normalised, where it says nothing.
+    """The chosen options, and for the rest the settings of the folder; the mean, not normalised, where it has none.
 
-    Raises: ConfigError for another mode, and for a folder that asks for what is not done here.
+    Raises: ConfigError for another mode, and for a folder that requires what is not done here.
     """
     if mode is not None and mode not in get_args(PoolingMode):
         raise ConfigError(f"`pooling` must be {' or '.join(get_args(PoolingMode))}, got `{mode}`")

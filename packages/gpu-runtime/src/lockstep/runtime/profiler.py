@@ -1,6 +1,6 @@
 """Traces of what CPU and GPU do, by torch.profiler, between two launches: files for chrome://tracing and Perfetto.
 
-The core orders it (`StartProfile`, `StopProfile`), so that a journal says when; what is recorded is told here before.
+The core orders it (`StartProfile`, `StopProfile`), so that a journal has the moment; options arrive here before.
 
     launches   0   1   2   3   4   5   6   7 ...       start_step=2, steps=3
     recorded           [===========]                   trace-01
@@ -100,7 +100,7 @@ class TorchProfiler:
 
     @property
     def over(self) -> bool:
-        """Whether it is on, and has recorded all that was asked for."""
+        """Whether it is on, and has recorded all that was requested."""
         options = self._options
         if options is None or options.steps is None or not self._on:
             return False

@@ -1,4 +1,4 @@
-"""A model with its executor for the plans of a journal, whoever made them: `lockstep.host.recorded` runs them on it.
+"""A model with its executor for the plans of any journal: `lockstep.host.recorded` runs them on it.
 
 The scheduler's settings are the journal's; the pool has as many pages as its plans name, and not more, so that a run of
 a large simulated device may fit a small one.
@@ -108,7 +108,7 @@ def make_runner(
         )
     sched = {one: getattr(config, one) for one in config.__struct_fields__}
     sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
-    sched["eos_token_ids"] = ()  # of the journal's model; plans say when a request ends
+    sched["eos_token_ids"] = ()  # of the journal's model; plans state when a request ends
     clock = HostClock()
     made = assemble(
         RankSettings(

@@ -12,10 +12,10 @@ passes, so that a table is changed behind the batches that read what was there b
              |<----------- used as int64, converted in one launch --->|<----- used as int32 ----------->|
 
 Where a row stands is known here alone while a batch that verifies drafts is in flight (`stands`, the position of its
-newest token): a plan says the least and the most, and the fold puts positions, slots and lengths where the row stands.
+newest token): a plan gives the least and the most, and the fold puts positions, slots and lengths where the row stands.
 
-Whose rows are is known on the CPU as well (`holders`): with `debug`, each plan is checked against that and against a
-copy of the page tables before it is launched, and what cannot be is refused with a PlanError that says where.
+The holder of each row is kept on the CPU as well (`holders`): with `debug`, each plan is checked against that and a
+copy of the page tables before it is launched, and an impossible one is refused with a PlanError that names the place.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class VerifyRows:
 
     @property
     def exact(self) -> bool:
-        """Whether the CPU knows where they stand."""
+        """Whether their positions are known on the CPU."""
         return np.array_equal(self.least, self.most)
 
 
 @dataclass(slots=True)
 class ForwardPass:
-    """One forward pass of a plan, as the CPU knows it. A plan has one, or one for each of its `steps`.
+    """One forward pass of a plan, as the CPU has it. A plan has one, or one for each of its `steps`.
 
     `token_rows` and what follows have an entry for each new token, extend rows first.
     """
@@ -97,7 +97,7 @@ class VerifyingTensors:
 
     rows: Tensor  # [rows]
     stands: Tensor  # [rows], position of the newest token
-    members: Tensor  # [new tokens of these rows]: whose each is
+    members: Tensor  # [new tokens of these rows]: the row of each
     numbers: Tensor  # [new tokens]: 0 for the newest token, then the drafts' numbers from 1 on
 
 
@@ -134,7 +134,7 @@ class PackedPlan:
 
 
 def verifies(plan: BatchPlan) -> bool:
-    """Whether rows of a plan verify drafts, or stand where only the device knows. Others merely decode."""
+    """Whether rows of a plan verify drafts, or stand where only the device can tell. Others merely decode."""
     return plan.speculation is not None and bool(plan.starts_after or plan.speculation.draft_lengths.any())
 
 
@@ -239,7 +239,7 @@ class DeviceTables:
         self.stands: Tensor | None = None  # int64 [rows + 1], position of the newest token
         if speculates:
             self.stands = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        # What the CPU knows of the rows, as of the last plan launched.
+        # The state of the rows on the CPU, as of the last plan launched.
         self.holders: Int64s = np.full(rows, NOBODY, np.int64)
         self.taken: list[RowTaken | None] = [None] * rows
         self.with_logprobs = np.zeros(rows, np.bool_)
@@ -252,7 +252,7 @@ class DeviceTables:
     # -------------------------------------------------------------------------------------------- at launch, on the CPU
 
     def take_in(self, plan: BatchPlan) -> PackedPlan:
-        """Note whose rows are whose from this plan on, and pack what the device needs of it.
+        """Note the holders of rows from this plan on, and pack what the device needs of it.
 
         Raises: PlanError, with `debug`, for a plan that cannot be.
         """
@@ -340,7 +340,7 @@ class DeviceTables:
         )
 
     def _check(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> None:
-        """Refuse a plan that names rows nobody holds, pages that there are not, or positions without a page."""
+        """Refuse a plan that names rows without a holder, pages that do not exist, or positions without a page."""
         name = f"batch {plan.batch_id}"
         everybody = np.concatenate((plan.rows, rows))
         if everybody.size and (int(everybody.min()) < 0 or int(everybody.max()) >= self.count):
@@ -397,7 +397,8 @@ class DeviceTables:
 
         Args:
             flat: int32, `packed.flat` on the device.
-        Returns: for each pass its tensors. What its decode rows compute is asked for pass by pass, see `token_ids`.
+        Returns: for each pass its tensors. The tokens that its decode rows compute are read pass by pass, see
+        `token_ids`.
         """
         longs = flat[: packed.longs].to(torch.int64)
         parts = list(torch.split(longs, packed.sizes[: packed.long_parts]))

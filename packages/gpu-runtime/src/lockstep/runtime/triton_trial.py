@@ -1,6 +1,6 @@
-"""Whether Triton can run on a GPU. That it is installed does not say so: it needs a C compiler when it first launches.
+"""Whether Triton can run on a GPU. An installed Triton may not: it needs a C compiler when it first launches.
 
-Everybody who has a kernel of Triton's beside plain torch asks `unavailable_because` first. The trial is made once for a
+Every choice between a Triton kernel and plain torch calls `unavailable_because` first. The trial is made once for a
 device.
 """
 

@@ -1,9 +1,9 @@
-"""A few requests before the first real one, so that nobody waits while kernels are compiled.
+"""A few requests before the first real one, so that no client waits while kernels are compiled.
 
 Triton compiles a kernel when it is first launched, for seconds, and again for each way in which it is specialised: by
 the size of a tile, by whether some number is 1 or a multiple of 16. So this runs what serving will run, through the
 real executor: extends of every tile size, decodes of one row, few, and many, and every step of sampling. The engine is
-one of its own, without a journal; what it leaves in tables and pool nobody reads, because a row is reset when it is
+one of its own, without a journal; what it leaves in tables and pool is never read, because a row is reset when it is
 taken and a slot is written before it is read.
 """
 
@@ -20,15 +20,16 @@ from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, SamplingParams, TokenIds
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor
-from lockstep.host.loop import HostClock, NoJournal, ResultExtras, RuntimeHost, TokenLogprobs
+from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 
 log = logging.getLogger("lockstep.runtime")
 
 NEW_TOKENS = 4  # of each request: an extend and decodes
 PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)  # an extend's tile is a power of two of tokens x heads that share KV
-ROWS = (1, 3, 16, 40)  # Triton tells 1, multiples of 16 and other numbers apart; many rows decode without splitting
+ROWS = (1, 3, 16, 40)  # Triton distinguishes 1, multiples of 16 and other numbers; many rows decode without splitting
 LOGIT_BIAS = ((0, 0.5), (1, -0.5), (2, 0.25))
 ALLOWED = (0, 1, 2, 3)
 
@@ -71,10 +72,10 @@ class _Ended:
     failure: str = field(default="the engine stopped")
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Nobody reads them."""
+        """They are not read."""
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """Whether a batch failed; logits that are no numbers are nothing to say about kernels."""
+        """Whether a batch failed; logits that are no numbers are no fault of kernels."""
         self.failure = extras.error if end.reason == "error" else ""
 
     def rejected(self, end: RejectRequest) -> None:

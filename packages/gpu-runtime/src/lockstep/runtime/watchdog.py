@@ -1,8 +1,8 @@
 """Ends an engine whose oldest batch does not come back: a kernel that never ends raises nothing, and cannot be stopped.
 
 A thread looks at the engine from outside, since the engine's own may stand in a call that does not return. Time counts
-only while somebody looks, so that a process that was stopped for a while, or a laptop that slept, is not blamed. Groups
-of ranks have their own (`ranks`), which names the rank.
+only while the thread checks, so that a process that was stopped for a while, or a laptop that slept, is not blamed.
+Groups of ranks have their own (`ranks`), which names the rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Watchdog:
 
     Args:
         oldest: the batch that must come back next; None where none is in flight. Called in the watchdog's thread.
-        report: told by one sentence what has happened, once.
+        report: receives one sentence about what has happened, once.
         timeout_s: for one batch, from the moment at which it is the oldest; 0 never ends an engine.
     Raises: ConfigError for a time that is none.
     """

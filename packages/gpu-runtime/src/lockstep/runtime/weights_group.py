@@ -123,7 +123,7 @@ def _nccl_group(store: PrefixStore, end: WeightsGroup, address: str, timeout: ti
     """As `Collectives` meets. Returns once all ends are there."""
     if address in LOOPBACK:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # for the first contact only; data go over NVLink or PCIe
-    # 2: let go of kernels that wait for a lost end, but do not end this process; whoever asked is told first.
+    # 2: let go of kernels that wait for a lost end, but do not end this process; the caller is informed first.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -1,7 +1,7 @@
-"""A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` and by nobody else.
+"""A rank other than the first: `python -m lockstep.runtime.worker FD`, started by `ranks.py` only.
 
-It makes its part of the model, then does what rank 0 says, in that order: the same launches, the same samples, the same
-results taken. It decides nothing, hears of no request and keeps no journal.
+It makes its part of the model, then carries out rank 0's messages, in order: the same launches, the same samples, the
+same results taken. It decides nothing, receives no requests and keeps no journal.
 
 Every rank draws every token. Logits are joined on all ranks with the same bits, and a draw is a function of them, the
 row's settings, the seed and the position; so the next token of a row is known on each device without another message.
@@ -79,7 +79,7 @@ from lockstep.runtime.rank_wire import (
 Int32s = NDArray[np.int32]
 T = TypeVar("T")
 
-PARENT_S = 1.0  # between two looks at who the parent is
+PARENT_S = 1.0  # between two checks for the parent process
 FAILED = 1
 
 
@@ -88,7 +88,7 @@ class Orders:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.folder: Path | None = None  # of all ranks; whoever finds rank 0 gone removes it
+        self.folder: Path | None = None  # of all ranks; a worker that finds rank 0 gone removes it
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         threading.Thread(target=self._receive, name="orders", daemon=True).start()
         threading.Thread(target=self._watch, args=(os.getppid(),), name="parent", daemon=True).start()
@@ -108,7 +108,7 @@ class Orders:
         return message
 
     def fail(self, error: BaseException) -> None:
-        """Let whoever takes the next message meet this instead. From any thread."""
+        """Let the receiver of the next message meet this instead. From any thread."""
         self._inbox.put(error if isinstance(error, Exception) else RankLost(repr(error)))
 
     def _receive(self) -> None:
@@ -155,16 +155,16 @@ class SentMasks:
         return np.frombuffer(mask.words, np.int32).reshape(len(rows), -1)
 
     def ended(self, row: int, token: int) -> bool:
-        """Rank 0 says it to the core; nobody asks here."""
+        """Rank 0 reports it to the core; it is not read here."""
         return False
 
     def forced(self, row: int, token: int) -> list[int]:
-        """Rank 0 says that, too."""
+        """Rank 0 reports that, too."""
         return []
 
 
 class LeadRank:
-    """What this rank must know of the others to be put together: they do as rank 0 says."""
+    """What this rank must have of the others to be put together: they follow rank 0."""
 
     def __init__(self, orders: Orders, collectives: Collectives) -> None:
         self._orders, self._collectives = orders, collectives
@@ -175,11 +175,11 @@ class LeadRank:
         return self._collectives.parallel()
 
     def compare(self, chosen: str) -> None:
-        """Tell what was chosen here. Rank 0 ends all of us if it differs."""
+        """Send the choices made here. Rank 0 ends all ranks if they differ."""
         self._orders.channel.send(Chosen(chosen))
 
     def agree(self, config: SchedConfig) -> SchedConfig:
-        """Tell what fits here; hear what fits everywhere."""
+        """Send what fits here; receive what fits everywhere."""
         self._orders.channel.send(Sized(config.pages))
         start = self._orders.expect(Start)
         self._orders.channel.send(Doing("making its pool and its executor"))
@@ -187,7 +187,7 @@ class LeadRank:
 
 
 class Follower:
-    """Does what rank 0 says, with the executor of this rank."""
+    """Carries out rank 0's messages with the executor of this rank."""
 
     def __init__(self, executor: Executor, orders: Orders, live: LiveModel) -> None:
         self.executor, self.orders, self.live, self.chain = executor, orders, live, PlanChain()
@@ -195,7 +195,7 @@ class Follower:
         self._adapters = ThreadPoolExecutor(1, "lockstep-adapters")  # plans do not wait for a disk
 
     def run(self) -> None:
-        """Until told to stop. Raises what ends this rank."""
+        """Until the message to stop. Raises what ends this rank."""
         while True:
             match self.orders.next():
                 case Launch() as launch:
@@ -273,7 +273,9 @@ def follow(orders: Orders) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run, and end the process without ceremony: torch may wait for ranks that are not there any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody at the terminal; rank 0 says what follows
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes at the terminal; rank 0 decides what follows
     orders = Orders(Channel(socket.socket(fileno=int(arguments[0])), ToWorker, timeout_s=30.0))
     status = 0
     try:
@@ -288,7 +290,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _failed(error: BaseException) -> Failed:
-    """What rank 0 is told: one line, and all of it for whoever mends it."""
+    """The report to rank 0: one line, and all of it for debugging."""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, ConfigError):
         return Failed(str(error), "config", trace)

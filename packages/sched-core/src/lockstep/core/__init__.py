@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lockstep.core.contract.errors import ContractError as ContractError
     from lockstep.core.contract.errors import InvariantError as InvariantError
     from lockstep.core.contract.errors import LockstepError as LockstepError
-    from lockstep.core.journal.journal import JournalWriter as JournalWriter
-    from lockstep.core.journal.journal import read_journal as read_journal
+    from lockstep.core.journal.reader import read_journal as read_journal
+    from lockstep.core.journal.writer import JournalWriter as JournalWriter
     from lockstep.core.scheduler.engine import Engine as Engine
 
 _HOME = {
@@ -38,8 +38,8 @@ _HOME = {
     "ContractError": "contract.errors",
     "InvariantError": "contract.errors",
     "LockstepError": "contract.errors",
-    "JournalWriter": "journal.journal",
-    "read_journal": "journal.journal",
+    "JournalWriter": "journal.writer",
+    "read_journal": "journal.reader",
 }
 
 

@@ -30,10 +30,12 @@ from lockstep.core.contract.events import (
     TokenDigest,
     TokensForced,
 )
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import DIGEST_BYTES, HEADER_BYTES, JournalWriter, first_sequence, snapshot_name
+from lockstep.core.journal.records import DIGEST_BYTES, HEADER_BYTES, first_sequence
+from lockstep.core.journal.segments import snapshot_name
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.requests.table import prompt_bytes
-from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.weights import WeightsLog
@@ -128,7 +130,7 @@ class DurableJournal:
         """Record one event and the digest of its Step; now and then behind it a snapshot."""
         if isinstance(event, RequestArrived) and event.origin:
             sender, number = sender_and_number(event.origin)
-            self.image.origins[event.origin] = (event.request_id, samples_asked(event))
+            self.image.origins[event.origin] = (event.request_id, sample_count(event))
             self.image.newest[sender] = max(number, self.image.newest.get(sender, -1))
         self.writer.append(_without_content(event) if self.digests_only else event, digest)
         self._until_look -= 1

@@ -79,8 +79,9 @@ from lockstep.core.contract.events import (
     TokensForced,
     WeightsSwapped,
 )
+from lockstep.core.contract.samples import sample_count, sample_of
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.requests.table import Request
-from lockstep.core.requests.validation import sample_of, samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdapterLoader, AdaptersLog, KnownAdapters
 from lockstep.host.batches import BatchExecutor, BatchResult, Float32s, Int32s, Pooled, RowContext
@@ -93,32 +94,6 @@ log = logging.getLogger("lockstep.host")
 
 IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
 NOBODY_WATCHES = nullcontext()
-
-
-class JournalSink(Protocol):
-    """What the host needs of a journal; `lockstep.core.journal.journal.JournalWriter` is one."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Record one event and the digest of its Step."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
-
-    def flush(self) -> None:
-        """Hand what was appended to the kernel."""
-
-
-class NoJournal:
-    """A journal of nothing, for runs that nobody will look at again."""
-
-    def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Forget it."""
-
-    def append_unsealed(self, event: ObservedEvent) -> None:
-        """Forget it."""
-
-    def flush(self) -> None:
-        """Nothing to hand over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +314,7 @@ class RuntimeHost:
 
         Returns: its id, or that of its first sample. Raises: EngineStopped; ValueError for a wrong number of sinks.
         """
-        samples = samples_asked(request)
+        samples = sample_count(request)
         if len(sinks) != samples:
             raise ValueError(f"a request of {samples} samples needs as many sinks, got {len(sinks)}")
         with self._gate:

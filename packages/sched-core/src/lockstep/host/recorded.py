@@ -38,10 +38,10 @@ from lockstep.core.contract.events import (
     RequestKind,
     RequestRejected,
 )
-from lockstep.core.journal.journal import read_journal
+from lockstep.core.contract.samples import sample_count, sample_of
+from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.validation import sample_of, samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
 from lockstep.host.loop import row_context
@@ -122,7 +122,7 @@ class _Recorded:
 
     def expect(self, event: RequestArrived) -> None:
         """A request came, or several samples of one."""
-        for number in range(samples_asked(event)):
+        for number in range(sample_count(event)):
             self._going[event.request_id + number] = _Going(sample_of(event, number).kind)
 
     def ended(self, end: RequestFinished) -> RecordedAnswer | None:

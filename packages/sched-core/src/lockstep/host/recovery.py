@@ -28,23 +28,21 @@ import numpy as np
 from lockstep.core.contract.commands import BatchPlan, FinishRequest, RejectRequest, Step, StreamTokens
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId, SetState
+from lockstep.core.contract.samples import sample_count
 from lockstep.core.journal import snapshot
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import Journal, opening_snapshot, read_journal
+from lockstep.core.journal.records import (
     EventRecord,
-    Journal,
     JournalError,
     JournalHeader,
     Snapshot,
     SnapshotRecord,
     UnsealedRecord,
-    find_journal,
-    opening_snapshot,
-    read_journal,
 )
 from lockstep.core.journal.replay import Divergence, refuse_unreplayable
+from lockstep.core.journal.segments import find_journal
 from lockstep.core.requests.delivery import sent_to
 from lockstep.core.requests.table import Request, prompt_length
-from lockstep.core.requests.validation import samples_asked
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import Float32s, Int32s
 from lockstep.host.durable import HostImage, image_of, read_image, sender_and_number
@@ -225,7 +223,7 @@ def _take(told: Recovered, record: EventRecord) -> None:
     """Fold one event, and note what was said by it."""
     event, engine = record.event, told.engine
     if isinstance(event, RequestArrived):
-        samples = samples_asked(event)
+        samples = sample_count(event)
         for request_id in range(event.request_id, event.request_id + samples):
             told.said[request_id] = RecoveredSample([])
         if event.origin:

@@ -34,7 +34,7 @@ from lockstep.core.cluster.router import (
 )
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.journal.journal import JournalError
+from lockstep.core.journal.records import JournalError
 
 FILE = "router.jsonl"
 FORMAT = 1

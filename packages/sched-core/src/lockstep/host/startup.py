@@ -29,8 +29,11 @@ from lockstep.core.contract.events import (
     UpdateWeights,
     WeightsSwapped,
 )
-from lockstep.core.journal.journal import Durability, JournalHeader, JournalWriter, find_journal, read_journal
-from lockstep.core.requests.validation import samples_asked
+from lockstep.core.contract.samples import sample_count
+from lockstep.core.journal.reader import read_journal
+from lockstep.core.journal.records import Durability, JournalHeader
+from lockstep.core.journal.segments import find_journal
+from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
@@ -162,7 +165,7 @@ class Keeper:
             self.start_us = record.event.time_us
             match record.event:
                 case RequestArrived() as arrived:
-                    self.last_request_id = arrived.request_id + samples_asked(arrived) - 1
+                    self.last_request_id = arrived.request_id + sample_count(arrived) - 1
                 case ControlRequested(control=UpdateWeights(version, source)) if version > self.weights.version:
                     self.weights.asked[version] = source
                 case ControlRequested(control=LoadAdapterControl(adapter=name, version=version, source=source)):

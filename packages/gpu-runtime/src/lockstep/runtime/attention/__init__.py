@@ -42,7 +42,7 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What is asked of a backend."""
+    """Requirements for a backend."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,8 +68,9 @@ def choose(
 ) -> BackendChoice:
     """Pick the attention backend; logs the choice with its reason once.
 
-    FlashInfer is tried out on the device before it is taken: that its packages are there does not say that its kernels
-    for this dtype and head dim are, or that they can be built. Triton is tried out likewise, see `triton_trial`.
+    FlashInfer is tried out on the device before it is taken: that its packages are there does not prove that its
+    kernels for this dtype and head dim are, or that they can be built. Triton is tried out likewise, see
+    `triton_trial`.
 
     Args:
         requested: `auto`, or the name of the one to take.

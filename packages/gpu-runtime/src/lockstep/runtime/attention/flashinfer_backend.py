@@ -3,13 +3,13 @@
 What decides launches comes from host twins; only the page numbers are gathered on the device. Facts that shaped this
 file (read in flashinfer/prefill.py, decode.py and attention/scheduler.cuh of 0.6.18.post1):
 
-- `plan` takes q_data_type float16 unless told otherwise, and anything behind `page_size` by keyword only.
+- `plan` takes q_data_type float16 by default, and anything behind `page_size` by keyword only.
 - `plan` fills a pinned buffer and copies it to the device without waiting. The next `plan` would overwrite it under a
   copy that still waits behind a running pass. `PinnedRing` closes that.
 - A wrapper for CUDA graphs belongs to one number of rows; buffers, split workspace included, keep their addresses.
 - With tensor cores a decode's `plan` goes through the rows' lengths in Python, some microseconds a row, and copies them
   from memory that is not pinned. Overlap hides what the CPU does; at depth 0 it is seen.
-- The decode kernels without tensor cores know few group sizes, and no fixed split size.
+- The decode kernels without tensor cores support few group sizes, and no fixed split size.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped"
@@ -30,7 +30,7 @@ from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.memory import MIB
 
 WORKSPACE_BYTES_MIN = 256 << 20  # partial results of split KV; FlashInfer recommends 128 MiB or more
-PLANS_IN_FLIGHT = 4  # plans made and not yet copied, where nobody says how many; one more waits for the device
+PLANS_IN_FLIGHT = 4  # plans made and not yet copied, unless a limit is given; one more waits for the device
 TRIAL_ROWS = 2
 NO_TENSOR_CORES_GROUP_MAX = 2  # heads per KV head up to which a decode is faster without tensor cores
 
@@ -56,8 +56,8 @@ class FlashInferAttention:
         heads: query heads, a multiple of the pool's KV heads.
         scale: of the scores before the softmax; head_dim ** -0.5 unless given.
         numerics: `invariant` gives a decode the same bits in every batch, by splitting no row at all: pieces of a fixed
-            size cannot be captured, and a long prompt in them asks for gigabytes of partial results. An extend too, as
-            long as the average number of new tokens in a batch asks FlashInfer for the same query tile. Triton has
+            size cannot be captured, and a long prompt in them needs gigabytes of partial results. An extend too, as
+            long as the average number of new tokens in a batch selects the same query tile of FlashInfer. Triton has
             pieces of a fixed size and no such condition.
         graph_rows: of the largest graph.
         plans_in_flight: two for each pass that extends, one for each other, of all batches launched at a time.
@@ -141,7 +141,7 @@ class FlashInferAttention:
         return self.decode_graphs[count]
 
     def _pages(self, batch: ForwardBatch, first: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages of rows [first:stop) as FlashInfer wants them.
+        """Pages of rows [first:stop) in FlashInfer's layout.
 
         Returns: indptr [rows + 1] on the CPU, page numbers on the device, fill of last pages [rows] on the CPU; int32.
         """
@@ -153,7 +153,7 @@ class FlashInferAttention:
         total = int(indptr[-1])
         lengths_there = batch.lengths[first:stop]
         counts_there = (lengths_there + (self.pool.page_size - 1)) // self.pool.page_size
-        row = torch.repeat_interleave(counts_there, output_size=total)  # with the size given, nothing is asked for
+        row = torch.repeat_interleave(counts_there, output_size=total)  # with the size given, the device is not queried
         before = torch.cumsum(counts_there, 0) - counts_there
         place = torch.arange(total, device=self.device) - before[row]
         pages = batch.page_table[batch.rows[first:stop][row], place]
@@ -171,7 +171,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def workspace_needed(heads: int, kv_heads: int, head_dim: int, graph_rows: int, sms: int) -> int:
-    """Bytes of partial results that a plan may ask for; by PrefillSplitQOKVIndptr and PrefillPlan of scheduler.cuh.
+    """Bytes of partial results that a plan may need; by PrefillSplitQOKVIndptr and PrefillPlan of scheduler.cuh.
 
     Each piece of a split, a tile of query heads and tokens with a part of the positions, leaves [tile, head_dim] values
     and a sum for each of its rows, in fp32. Without a graph there are no more pieces than fill the device twice over;

@@ -22,8 +22,8 @@ Where KV lies in fp8, what is read is widened to the dtype of the query, which i
 `scale`, and that of values comes behind the sums.
 
 `SPLIT` > 0 fixes the order of additions: positions are cut every SPLIT, each piece is summed by itself, and pieces are
-added from left to right. The numbers of a token then do not depend on who adds the pieces: one program that walks along
-all of them, or many with a merge behind, for one token or for a chunk, in a batch or alone. Launch with
+added from left to right. The numbers of a token then do not depend on the kernel that adds: one program that walks
+along all of them, or many with a merge behind, for one token or for a chunk, in a batch or alone. Launch with
 `enable_fp_fusion=False` then, so that no compiler fuses a product and a sum in one kernel and not in another.
 """
 

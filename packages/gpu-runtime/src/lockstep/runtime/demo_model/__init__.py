@@ -1,7 +1,7 @@
 """The small model that everything uses that needs one: committed beside this file, and how it was made.
 
 It has the form of Qwen3 (four layers, 2.2 million weights) and continues texts in the manner of Python's documentation;
-asked about a function of the standard library, it answers in that manner. What it says is not true.
+prompted with a function of the standard library, it answers in that manner. The answers are not true.
 
 The text it learnt from, and the words in its tokenizer, are Python's: copyright Python Software Foundation, under the
 PSF License Agreement (PSF-2.0), https://docs.python.org/3/license.html. The committed files hold no passage of it.
@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 
-MADE = "made.json"  # says from what a demo model was made; marks a folder as one
+MADE = "made.json"  # the source of a demo model; marks a folder as one
 COMMITTED = Path(__file__).with_name("files")
 
 

@@ -57,7 +57,7 @@ def _documented(library: Path) -> Iterator[Passage]:
         for name, text in _strings(tree, module):
             yield Passage(text)
             if len(text) >= SHORTEST_CHARS and not name.rpartition(".")[2].startswith("_"):
-                # Which question is asked follows from the name, so that adding a module changes nothing elsewhere.
+                # The question follows from the name, so that adding a module changes nothing elsewhere.
                 yield Passage(text, QUESTIONS[sum(name.encode()) % len(QUESTIONS)].format(name=name))
 
 
@@ -72,7 +72,7 @@ def _strings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _topics(library: Path) -> Iterator[Passage]:
-    """The language reference: a module whose one statement assigns a dict of texts. It is read, not run."""
+    """The language reference: a module with one statement, which assigns a dict of texts. It is read, not run."""
     path = library / "pydoc_data" / "topics.py"
     if not path.is_file():
         return

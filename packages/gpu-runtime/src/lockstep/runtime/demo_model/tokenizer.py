@@ -41,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context_tokens: int) -> dict[str, Any]:
-    """What tokenizer_config.json says."""
+    """The content of tokenizer_config.json."""
     return {
         "add_prefix_space": False,
         "bos_token": None,

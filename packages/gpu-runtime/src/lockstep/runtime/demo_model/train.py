@@ -59,7 +59,7 @@ class Recipe:
     weight_decay: float = 0.1
 
     def config(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "attention_bias": False,
@@ -119,7 +119,7 @@ def train_demo_model(
     Args:
         folder: absent, empty, or with a demo model, which is replaced.
         texts: what to learn from; None is what this Python carries.
-        progress: is told a line now and then.
+        progress: receives a line now and then.
     Returns: False if the folder holds the outcome of this very recipe, text and software already.
     Raises: ConfigError if the folder holds anything but a demo model.
     """

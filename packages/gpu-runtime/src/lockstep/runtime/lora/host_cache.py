@@ -1,11 +1,11 @@
 """Adapters of one rank in host memory, and their way into slots while batches run.
 
-    read(name, version, source)   a folder into host memory, before the engine hears of it      in whoever's thread
+    read(name, version, source)   a folder into host memory, before the engine learns of it     in the caller's thread
     place(name, version, slot)    from there into a slot that no batch uses                     in a thread of its own
-    forget(name)                  all versions, once nobody needs the name
+    forget(name)                  all versions, once the name is in no use
 
 A copy to a GPU runs on a stream of its own, from pinned memory. It is over when `place` answers, and the engine lets
-nobody into the slot before that: so nothing on the stream of the forward passes waits for it.
+no batch into the slot before that: so nothing on the stream of the forward passes waits for it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class LocalAdapters:
 
 
 def answering(work: Callable[[], object], done: Callable[[BaseException | None], None]) -> None:
-    """Work, then say how it went."""
+    """Work, then report the outcome."""
     try:
         work()
     except BaseException as error:

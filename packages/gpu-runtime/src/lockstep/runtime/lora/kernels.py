@@ -4,7 +4,7 @@
     expand   out[token, n]             += up[slot, n] inner     of n's part; one launch for each part
 
 A tile is tokens [first:stop) of `tokens`, all of one slot; no tile crosses the border of an adapter. A token is in at
-most one tile, so nothing is added twice at a time. The CPU knows tiles and sizes: nothing is asked of the device.
+most one tile, so nothing is added twice at a time. The CPU has tiles and sizes: the device is not queried.
 
 Reference: `slots.add_lora_reference`.
 """

@@ -1,4 +1,4 @@
-"""An adapter as PEFT writes it: a folder with its settings and its tensors, as this rank's slots want it.
+"""An adapter as PEFT writes it: a folder with its settings and its tensors, converted for this rank's slots.
 
     adapter_config.json           r, lora_alpha, target_modules, ...
     adapter_model.safetensors     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [r, inputs]
@@ -29,7 +29,7 @@ PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 PLAIN = re.compile(r"[\w.]+")
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # ways to begin that leave the model as it is
-OFF: dict[str, tuple[Any, ...]] = {  # fields that are not served, and their values that ask for nothing
+OFF: dict[str, tuple[Any, ...]] = {  # fields that are not served, and their values that have no effect
     "bias": ("none", None),
     "fan_in_fan_out": (False, None),
     "use_dora": (False, None),
@@ -93,7 +93,7 @@ def _plain(name: str) -> str:
 
 
 def _settings_problems(settings: Mapping[str, Any], rank_max: int) -> Iterator[str]:
-    """What adapter_config.json says that cannot be served."""
+    """The settings of adapter_config.json that cannot be served."""
     if (kind := settings.get("peft_type")) != "LORA":
         yield f"{CONFIG}: `peft_type` must be LORA, got {kind!r}"
     rank = settings.get("r")
@@ -131,7 +131,7 @@ def _compared(
     rank_max: int,
     problems: list[str],
 ) -> list[LoraTarget]:
-    """The matrices that the folder changes; `problems` hears of whatever does not fit."""
+    """The matrices that the folder changes; mismatches are added to `problems`."""
     wanted, known = [], set()
     for target in targets:
         down, up = target.name + DOWN, target.name + UP
@@ -204,7 +204,7 @@ def scaling(settings: Mapping[str, Any], module: str) -> float:
 
 
 def _of_module(settings: Mapping[str, Any], pattern: str, module: str, otherwise: Any) -> Any:
-    """What a pattern says of a module; the first entry that names it holds, as in PEFT."""
+    """The value that a pattern gives a module; the first entry that names it holds, as in PEFT."""
     given = settings.get(pattern) or {}
     if not isinstance(given, dict):
         return otherwise

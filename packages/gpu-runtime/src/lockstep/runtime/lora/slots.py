@@ -11,7 +11,7 @@ that run on the model alone are in no group and cost nothing:
 
     rows         a a b - c b          slots 0 0 1 -1 2 1
     tokens       by slot: [those of a, a | of b, b | of c]
-    tiles        first, stop and slot of every so many tokens, for the kernels; the CPU makes them and knows them all
+    tiles        first, stop and slot of every so many tokens, for the kernels; the CPU makes and keeps them all
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class LoraSlots(nn.Module):
     ) -> None:
         super().__init__()
         self.rank, self.inputs, self.sizes = rank, inputs, tuple(sizes)
-        # Parameters, although nobody trains them: so they are counted, released and taken again with the weights.
+        # Parameters, although they are not trained: so they are counted, released and taken again with the weights.
         self.down = nn.Parameter(
             torch.zeros(slots, len(sizes) * rank, inputs, dtype=dtype, device=device), requires_grad=False
         )
@@ -115,7 +115,8 @@ def add_lora_reference(
 
 
 def run_once(targets: Sequence[LoraTarget], upload: Callable[[Int32s], Tensor]) -> int:
-    """Run each kind of product for a few tokens and for many, so that nobody waits for a kernel. Returns how many."""
+    """Run each kind of product for a few tokens and for many, so that no request waits for a kernel. Returns how
+    many."""
     kinds = {(one.into.sizes, one.into.down.shape): one.into for one in targets}
     for into in kinds.values():
         for tokens in (1, FEW_TOKENS + 1):  # low tiles, high tiles
@@ -128,7 +129,7 @@ def run_once(targets: Sequence[LoraTarget], upload: Callable[[Int32s], Tensor]) 
 class LoraTarget:
     """One matrix of a checkpoint that adapters may change, and where what they add to it goes on this rank.
 
-    A matrix whose rows ranks share shares those of `up`, and one whose columns they share those of `down`: partial
+    A matrix with rows shared by ranks shares those of `up`, and one with shared columns those of `down`: partial
     results are then summed with the model's own.
     """
 

@@ -39,7 +39,7 @@ class ConfigReader:
         return f"`{self.inside}.{name}`" if self.inside else f"`{name}`"
 
     def has(self, name: str) -> bool:
-        """Whether a field says anything."""
+        """Whether a field has a value."""
         return self.config.get(name) is not None
 
     def wrong(self, name: str, must: str) -> None:

@@ -20,7 +20,7 @@ from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
 
 OF_ROWS = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-"""Ends of names of what a quantised checkpoint may say of rows and KV, which are not rounded unless asked for."""
+"""Ends of names of a quantised checkpoint's scales of rows and KV, which are rounded on request only."""
 
 
 class Layer(nn.Module):
@@ -58,7 +58,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The sum of both is what comes in, and of those returned what goes out, [tokens, hidden] each.
 
-        Whoever norms next adds them up, in one launch.
+        The next norm adds them up, in one launch.
         """
         residual, normed = self.norm(residual, added)
         residual, normed = self.mlp_norm(residual, self.attention(normed, rotation, batch, attention))

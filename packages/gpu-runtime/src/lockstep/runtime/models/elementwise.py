@@ -1,4 +1,5 @@
-"""What lies between the products of a layer, each in one launch on a GPU: references in torch, and who does it where.
+"""Operations between the products of a layer, each in one launch on a GPU: references in torch, and the choice of
+kernel.
 
     residual + added, normed        instead of an addition and a norm
     query and key normed, turned    instead of two norms and fourteen small operations

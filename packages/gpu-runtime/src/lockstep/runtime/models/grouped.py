@@ -1,4 +1,4 @@
-"""One product for rows that are grouped: each row with its group's matrix. The reference, and who does it where.
+"""One product for rows that are grouped: each row with its group's matrix. The reference, and the choice of kernel.
 
     rows       [ a a a ][ c c ][ d d d d ]      groups a, b, c, d end to end; b has none
     ends         3 3 5 9                        int32, on the device: the CPU never looks at them
@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from lockstep.runtime import triton_trial
 
 TORCH_CAPABILITIES = ((9, 0), (10, 0))  # Hopper and B200, for which it is compiled; not the RTX cards of 12.0
-ALIGNED = 16  # bytes that torch's kernel wants rows of both operands to begin at
+ALIGNED = 16  # alignment in bytes that torch's kernel requires of the rows of both operands
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_linear_reference(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """The same, group by group; asks the device for the ends."""
+    """The grouped product, group by group; reads the ends of the groups from the device."""
     starts = [0, *ends.tolist()]
     parts = [
         F.linear(rows[start:stop], weight)

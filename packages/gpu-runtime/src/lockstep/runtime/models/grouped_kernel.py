@@ -1,6 +1,6 @@
 """The grouped product of `grouped.py` in Triton: tiles of rows that never cross the border of a group.
 
-Groups are of any length, so which tile is whose is found on the device. Every program counts the tiles of all groups:
+Groups are of any length, so the group of a tile is found on the device. Every program counts the tiles of all groups:
 
     ends          3 3 5 9        BLOCK_M = 2
     tiles         2 0 1 2

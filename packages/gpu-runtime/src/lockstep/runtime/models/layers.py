@@ -1,6 +1,6 @@
 """What the models share: norm, rotary positions, linear layers that ranks may split, attention, and the two MLPs.
 
-A layer is made by a `Maker`, which knows dtype, device and this rank's part, and says with `tensors(prefix)` which
+A layer is made by a `Maker`, which has dtype, device and this rank's part, and lists with `tensors(prefix)` which
 tensors of a checkpoint it is filled from. One weight may be filled from several of them: q, k and v are one product.
 
     checkpoint        q_proj [heads * d, hidden]   k_proj [kv_heads * d, hidden]   v_proj [kv_heads * d, hidden]
@@ -64,7 +64,7 @@ class Maker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: Parallel = field(default_factory=Parallel)
     stored: WeightFormat | None = None  # how matrices of layers are stored, where not in `dtype`
-    fp8_activations: Fp8Activations = "off"  # what is asked for: quantized/activations.py
+    fp8_activations: Fp8Activations = "off"  # the requested mode: quantized/activations.py
     activations: Activations = ""  # what came of it
     prefix: str = ""  # of what is being made, in a checkpoint
 
@@ -183,7 +183,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A matrix whose columns ranks share: each reads what is on it, and the results are summed over the ranks."""
+    """A matrix with columns shared by ranks: each reads what is on it, and the results are summed over the ranks."""
 
     def __init__(self, make: Maker, name: str, inputs: int, outputs: int, units: int, bias: bool = False) -> None:
         super().__init__()

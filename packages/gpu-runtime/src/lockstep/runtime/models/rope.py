@@ -1,4 +1,4 @@
-"""Rotary positions: one frequency for each pair of a head's values, scaled for long contexts as a model says.
+"""Rotary positions: one frequency for each pair of a head's values, scaled for long contexts as a model requires.
 
 Kinds are those of `rope_scaling` in config.json. `dynamic` is refused: its frequencies follow the longest request of a
 batch, so that KV computed in one batch would be wrong in another.
@@ -21,7 +21,7 @@ from lockstep.runtime.models.layers import Rotation
 
 KINDS = ("default", "linear", "llama3", "yarn")
 FULL = "full_attention"
-"""The kind of layer whose settings are taken where `rope_parameters` has them by kind. There is no other here."""
+"""The kind of layer from which settings are taken where `rope_parameters` has them by kind. No other is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RopeSettings:
 
     @property
     def extended_tokens(self) -> int:
-        """Context that the scaling makes of the original one, whatever `max_position_embeddings` says; 0 if unknown.
+        """Context that the scaling makes of the original one, regardless of `max_position_embeddings`; 0 if unknown.
 
         Folders that are used with yarn keep the original context in `max_position_embeddings`, as Qwen documents it.
         """

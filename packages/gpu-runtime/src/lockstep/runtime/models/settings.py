@@ -1,4 +1,4 @@
-"""What config.json says of a model, checked: everything that cannot be served is in one error."""
+"""The settings of a model in config.json, checked: everything that cannot be served is in one error."""
 
 from __future__ import annotations
 

@@ -8,5 +8,6 @@
 | `activations.py` | whether rows are rounded to fp8, too |
 | `fp8_kernels.py` | the rounding, and products of fp8 by fp8, in Triton |
 
-What config.json says of them is read by `lockstep.host.quantization`, whose table the simulator prices them by.
+Their settings in config.json are read by `lockstep.host.quantization`, with the table by which the simulator prices
+them.
 """

@@ -1,10 +1,10 @@
-"""Whether rows are rounded to fp8 before they meet fp8 weights: what was asked for, what the checkpoint says, what the
+"""Whether rows are rounded to fp8 before they meet fp8 weights: the requested mode, the checkpoint's settings, what the
 GPU can.
 
-    fp8_activations   auto    as the checkpoint says (activation_scheme, input_activations), where the GPU multiplies
+    fp8_activations   auto    by the checkpoint (activation_scheme, input_activations), where the GPU multiplies
                               fp8 by fp8; else rows stay as they are and weights are widened
-                      on      always, on a CPU by the reference: by scales of the checkpoint where it says static, else
-                              by each row's largest number
+                      on      always, on a CPU by the reference: by scales of the checkpoint where it has static ones,
+                              else by each row's largest number
                       off     never
 """
 
@@ -73,13 +73,13 @@ def _tried(index: int) -> str | None:
     try:
         with torch.cuda.device(index), torch.inference_mode():
             return None if try_out(torch.device("cuda", index)) else "a small product of fp8 by fp8 came out wrong"
-    except Exception as error:  # a compiler that does not know this GPU
+    except Exception as error:  # a compiler that does not support this GPU
         said = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         return f"a small product of fp8 by fp8 could not be run: {said}"
 
 
 def try_out(device: torch.device) -> bool:
-    """Multiply by blocks and by one scale, as few rows and as many; whether all is as the reference says."""
+    """Multiply by blocks and by one scale, as few rows and as many; whether all results equal the reference."""
     from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8
     from lockstep.runtime.quantized.matrices import StoredMatrix
 

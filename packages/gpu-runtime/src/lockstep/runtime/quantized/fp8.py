@@ -81,7 +81,7 @@ class Fp8Matrices(Quantized):
         self.input_scale = self.empty(len(parts), dtype=torch.float32) if activations == "static" else None
 
     def _gpu_rounds(self, must: bool) -> Activations:
-        """As asked for, or not at all where a step of the product would cross a border of scales."""
+        """As requested, or not at all where a step of the product would cross a border of scales."""
         if not self.activations or self.device.type != "cuda":
             return self.activations
         if self.block[1] == self.inputs or self.block[1] % STEP_LEAST == 0:
@@ -108,7 +108,7 @@ class Fp8Matrices(Quantized):
         return blocks.view(self.outputs, self.inputs)
 
     def kernel_fits(self, dtype: torch.dtype) -> bool:
-        """The kernel's tiles lie within blocks of at least 16 inputs, or know one scale along all of them."""
+        """The kernel's tiles lie within blocks of at least 16 inputs, or have one scale along all of them."""
         return self.scale.shape[-1] == 1 or self.block[1] % 16 == 0
 
     def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:

@@ -216,7 +216,7 @@ def tiling_of(rows: int, groups: int, step: int) -> dict[str, int]:
     """Sizes of tiles by rows of a group: narrow ones where few rows wait for weights, large ones where many are reused.
 
     None is lower than 64 rows: below that Triton multiplies in float16 on Hopper. The rest is an estimate:
-    `benchmarks.gpu_check --only quantized` says what each takes.
+    `benchmarks.gpu_check --only quantized` measures each.
     """
     if rows <= FEW_ROWS * groups:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": step, "num_warps": 4, "num_stages": 4}

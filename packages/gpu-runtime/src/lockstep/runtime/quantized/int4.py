@@ -1,13 +1,13 @@
 """Weights of 4 bits in groups along the inputs, as AWQ and GPTQ store them: (q - zero) * scale.
 
-Both are kept as GPTQ has them, whose words run along the inputs; AWQ's are laid out anew when they are read.
+Both are kept in GPTQ's layout, in which words run along the inputs; AWQ's are laid out anew when they are read.
 
     qweight   int32 [inputs / 8, outputs]      bits 4 i of a word: input 8 k + i
     zeros     int32 [groups, outputs / 8]      bits 4 i of a word: output 8 n + i
     scales    [groups, outputs]                of the model's dtype
 
 AWQ's words run along the outputs, in the order 0 2 4 6 1 3 5 7, and so do the words of its zeros. The first format of
-GPTQ stores a zero less 1, modulo 16. `g_idx` says which group an input is of; only groups in order are served.
+GPTQ stores a zero less 1, modulo 16. `g_idx` is the group of each input; only groups in order are served.
 """
 
 from __future__ import annotations

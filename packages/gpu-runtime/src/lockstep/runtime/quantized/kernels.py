@@ -252,7 +252,7 @@ def int4_linear(
     bias: Tensor | None,
     ends: Tensor | None,
 ) -> Tensor:
-    """Multiply rows with weights of 4 bits, laid out as `int4` says; the rest is as in `fp8_linear`."""
+    """Multiply rows with weights of 4 bits, in the layout of `int4`; the rest is as in `fp8_linear`."""
     inputs, outputs = qweight.shape[-2] * PER_WORD, qweight.shape[-1]
     assert qweight.dtype == zeros.dtype == torch.int32
     assert scales.shape[-2:] == (inputs // group, outputs), f"{scales.shape} scales of groups of {group}"

@@ -88,7 +88,8 @@ class Quantized(nn.Module, ABC):
         """What of a parameter belongs to one group."""
         return parameter.data[group] if self.groups else parameter.data
 
-    # ---------------------------------------------------------------------------------------------------- to be said
+    # ---------------------------------------------------------------------------------------------------- what is
+    # logged
 
     @abstractmethod
     def widened(self, dtype: torch.dtype, group: int = 0) -> Tensor:
@@ -100,7 +101,7 @@ class Quantized(nn.Module, ABC):
 
     @abstractmethod
     def kernel_fits(self, dtype: torch.dtype) -> bool:
-        """Whether `kernel_linear` knows these sizes."""
+        """Whether `kernel_linear` supports these sizes."""
 
     @abstractmethod
     def kernel_linear(self, rows: Tensor, bias: Tensor | None, ends: Tensor | None) -> Tensor:

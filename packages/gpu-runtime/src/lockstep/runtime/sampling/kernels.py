@@ -241,8 +241,8 @@ def _share(total, share):
 def _smallest_kept(logits_ptr, vocab, largest, inverse, least_key, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     """The least key t for which tokens with keys above t, of those from `least_key` on, count or weigh below `wanted`.
 
-    Two bits a pass: of four equal parts of what is left, the one with t in it is told by what lies above the first
-    three. The count above a part's last key falls from part to part.
+    Two bits a pass: of four equal parts of what is left, the one with t in it is identified by what lies above the
+    first three. The count above a part's last key falls from part to part.
     """
     base = least_key * 0 + KEY_LEAST
     step = base * 0 + (1 << 30)

@@ -5,7 +5,7 @@ A package names a factory under the entry-point group `lockstep.logit_processors
     [project.entry-points."lockstep.logit_processors"]
     no-digits = "my_package:NoDigits"
 
-The operator enables it by that name when the engine starts; a request can then ask for it by the same name, with
+The operator enables it by that name when the engine starts; a request can then select it by the same name, with
 arguments of its own: a JSON object, which is part of the request and so of the journal. A processor changes the logits
 as the model gave them, before bias, masks and penalties, so it cannot reopen what a mask forbids. docs/sampling.md has
 an example.
@@ -27,11 +27,11 @@ from lockstep.core.contract.events import SamplingParams
 GROUP = "lockstep.logit_processors"
 
 Arguments = Mapping[str, Any]
-"""What a request says to a processor: a JSON object."""
+"""What a request passes to a processor: a JSON object."""
 
 
 class LogitProcessor(Protocol):
-    """Changes logits of the rows that asked for it. Must not wait for the device, and must treat each row alone."""
+    """Changes logits of the rows that selected it. Must not wait for the device, and must treat each row alone."""
 
     def check(self, arguments: Arguments) -> None:
         """Raise ValueError, with a sentence for the client, for arguments that cannot be. The request is rejected."""
@@ -86,7 +86,8 @@ def versions(names: Iterable[str]) -> str:
 
 
 def asked(sampling: SamplingParams | None) -> dict[str, Arguments]:
-    """What a request asks for: arguments by name. Raises ConfigError for arguments that are no JSON object."""
+    """The processors that a request selects: arguments by name. Raises ConfigError for arguments that are no JSON
+    object."""
     wanted: dict[str, Arguments] = {}
     for name, text in sampling.logit_processors if sampling is not None else ():
         try:
@@ -100,7 +101,7 @@ def asked(sampling: SamplingParams | None) -> dict[str, Arguments]:
 
 
 def check_asked(sampling: SamplingParams | None, enabled: Mapping[str, LogitProcessor]) -> None:
-    """Raise ConfigError if a request asks for a processor that is not enabled, or one refuses its arguments."""
+    """Raise ConfigError if a request selects a processor that is not enabled, or one refuses its arguments."""
     for name, arguments in asked(sampling).items():
         if name not in enabled:
             raise ConfigError(

@@ -45,7 +45,7 @@ def edit_(logits: Tensor, rows: Tensor, positions: Tensor, columns: SamplingColu
 
 
 def mask_(logits: Tensor, allowed: Tensor) -> None:
-    """-inf to tokens whose bit is not set: token t is bit t % 32 of word t // 32 of int32 [samples, words]."""
+    """-inf to tokens with a bit that is not set: token t is bit t % 32 of word t // 32 of int32 [samples, words]."""
     bits = (allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=allowed.device)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
@@ -114,7 +114,7 @@ def draw(
 
     Args:
         maxima: float32 [samples], the largest logit of each; where it is NaN or -inf, the token is 0.
-        floor: float32 [samples], from `pivots`, or None where nobody has top-k or top-p.
+        floor: float32 [samples], from `pivots`, or None where no row has top-k or top-p.
         random: False if all rows are known to be greedy.
     """
     vocab = logits.shape[1]

@@ -2,7 +2,7 @@
 
 The order of operations, per row; a step runs only if some row of the batch needs it:
 
-    0  raw logprobs        where asked for, of the model's own distribution: softmax of the logits as given
+    0  raw logprobs        where requested, of the model's own distribution: softmax of the logits as given
     1  logit processors    those of installed packages that the request named
     2  bias                logit += bias, of the token ids in `logit_bias`
     3  min_new ban         stop tokens get logit -1e30 until min_new_tokens are drawn
@@ -12,7 +12,7 @@ The order of operations, per row; a step runs only if some row of the batch need
     6  greedy rows         temperature 0: the largest logit, of several the lowest id. Done.
     7  temperature         z = (logit - largest) / temperature
     8  top-k               tokens of which fewer than k are larger
-    9  top-p               of these, tokens whose larger ones do not yet sum up to top_p of what top-k kept
+    9  top-p               of these, tokens with larger ones that do not yet sum up to top_p of what top-k kept
     10 min-p               tokens at least min_p times as likely as the likeliest
     11 draw                the largest z + Gumbel noise of (seed, position, token id)
 
@@ -31,8 +31,8 @@ What users of other engines find the same, and what not:
   place in the same batch, or not with every kernel.
 
 Extreme logits: +inf wins for certain, -inf never does, a NaN anywhere makes its row invalid, and so does a row in which
-nothing is allowed. An invalid row draws token 0, so that whoever reads its newest token reads a real one; `invalid`
-says that it means nothing.
+nothing is allowed. An invalid row draws token 0, so that a reader of its newest token reads a real one; `invalid`
+marks it as meaningless.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass(slots=True)
 class Sampled:
-    """What one batch drew, on the device. Of rows that asked for no logprobs, logprobs are NaN and top ids -1."""
+    """What one batch drew, on the device. For rows without requested logprobs, logprobs are NaN and top ids -1."""
 
     tokens: Tensor  # int32 [samples]
     invalid: Tensor  # bool [samples]
-    logprobs: Tensor | None = None  # float32 [samples], where a row asked for them
-    top_ids: Tensor | None = None  # int32 [samples, most that a row asked for], likeliest first
+    logprobs: Tensor | None = None  # float32 [samples], where a row requested them
+    top_ids: Tensor | None = None  # int32 [samples, the most that a row requested], likeliest first
     top_logprobs: Tensor | None = None  # float32, the same shape
 
 
@@ -194,7 +194,8 @@ class Sampler:
         rows_host: NDArray[np.int32],
         users: NDArray[np.int64],
     ) -> None:
-        """Let a processor change the logits of who asked for it. One that raises spoils these rows and no others."""
+        """Let a processor change the logits of the rows that selected it. One that raises spoils these rows and no
+        others."""
         at = self._index(users, len(rows_host))
         of_row = self.table.arguments[name]
         arguments = [of_row[row] for row in rows_host[users].tolist()]
@@ -225,7 +226,7 @@ class Sampler:
 
     @staticmethod
     def _report(sampled: Sampled, asked: Tensor, found: Logprobs) -> None:
-        """Lay logprobs of the samples that asked for them out by sample."""
+        """Lay logprobs of the samples that requested them out by sample."""
         samples = len(sampled.tokens)
         device = sampled.tokens.device
         sampled.logprobs = torch.full((samples,), torch.nan, device=device).index_copy_(0, asked, found.chosen)

@@ -2,12 +2,12 @@
 
     reals  float32 [rows + 1, 6]     temperature and its inverse, log of min_p, three penalties
     ints   int64   [rows + 1, 8]     seed in two words, top_k, top_p in units of 2**-24, slots of what follows
-    edits  [slots, width]            per row that has any: token ids whose logits a bias or a ban changes
+    edits  [slots, width]            per row that has any: ids of tokens with a bias or a ban on their logits
     seen   int32   [slots, vocab]    per row that has penalties: what it has produced, and what is in its prompt
     masks  int32   [slots, words]    per row that names the tokens it allows: a bit for each token, set where allowed
 
 The row behind the last is for padding: greedy, and nothing else. Most rows have neither edits, penalties nor masks, so
-these are kept in slots, handed out as rows ask for them; slot 0 is nobody's, and rows without one point there. The
+these are kept in slots, handed out as rows need them; slot 0 is unused, and rows without one point there. The
 mask of slot 0 allows everything.
 
 A row is set when it changes hands (`BatchPlan.rows_taken`), which the core does only when nothing in flight names it.
@@ -64,7 +64,7 @@ class SamplingColumns:
 
 
 def check_sampling(sampling: SamplingParams, vocab: int) -> None:
-    """Raise ConfigError, naming the field, if a request asks for what no sampler can do."""
+    """Raise ConfigError, naming the field, if a request needs what no sampler can do."""
     _check("temperature", sampling.temperature, 0.0, FLOAT32_MAX, "0 is greedy, 1 the model's own distribution")
     _check("top_p", sampling.top_p, 0.0, 1.0, "1 keeps every token")
     _check("min_p", sampling.min_p, 0.0, 1.0, "0 keeps every token")
@@ -116,14 +116,14 @@ class SamplingTable:
     def __init__(self, rows_max: int, vocab: int, device: torch.device | str, processors: Iterable[str] = ()) -> None:
         self.rows_max, self.vocab, self.device = rows_max, vocab, torch.device(device)
         self.processors: dict[str, NDArray[np.bool_]] = {name: np.zeros(rows_max + 1, bool) for name in processors}
-        self.arguments: dict[str, dict[int, Arguments]] = {name: {} for name in self.processors}  # by row that asked
+        self.arguments: dict[str, dict[int, Arguments]] = {name: {} for name in self.processors}  # by requesting row
 
         self.sampled = np.zeros(rows_max + 1, bool)  # not greedy
         self.limited = np.zeros(rows_max + 1, bool)  # sampled, by top_k or top_p
         self.edited = np.zeros(rows_max + 1, bool)  # has a bias or banned tokens
         self.penalised = np.zeros(rows_max + 1, bool)
         self.masked = np.zeros(rows_max + 1, bool)  # names the tokens it allows
-        self.logprobs = np.zeros(rows_max + 1, bool)  # wants the logprob of each token
+        self.logprobs = np.zeros(rows_max + 1, bool)  # whether the logprob of each token is requested
         self.top_logprobs = np.zeros(rows_max + 1, np.int32)
 
         self._reals = np.zeros((rows_max + 1, REALS), np.float32)
@@ -369,7 +369,7 @@ class SamplingTable:
 
 
 class _Slots:
-    """Hands out the lowest free number from 1 on; 0 is nobody's."""
+    """Hands out the lowest free number from 1 on; 0 is never used."""
 
     def __init__(self) -> None:
         self.count = 1

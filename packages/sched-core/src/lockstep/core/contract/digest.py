@@ -1,13 +1,13 @@
 """The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
 
 Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
-rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
-matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
+rows, whether it samples later), which output numbers were streamed to which request, which grammars are compiled and
+how far matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
 ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
 its admission names, and counts of one.
-From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
-A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that only tell
-why (`TELLING`) are left out: they are numbers of the state, which the rest of the chain covers.
+From `MANY` requests on, their ids enter as a digest of their own, which a running batch computes once for all its
+steps. A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that are
+declared as informative are left out: they are numbers of the state, which the rest of the chain covers.
 """
 
 from __future__ import annotations
@@ -41,15 +41,13 @@ from lockstep.core.contract.commands import (
     StreamTokens,
     WriteToStorage,
 )
-from lockstep.core.contract.events import AdmissionDeferred, Decided, RequestRetracted
+from lockstep.core.contract.declarations import DECLARATIONS
+from lockstep.core.contract.events import Decided
 
 DIGEST_BYTES = 16
 MANY = 128  # requests of a plan or message
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
 MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
-
-TELLING: dict[type[Decided], int] = {AdmissionDeferred: 1, RequestRetracted: 2}
-"""How many of an event's last fields tell why, and are not covered."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
@@ -169,21 +167,21 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
             add(len(column).to_bytes(4, "little"))
             add(column)
     if plan.ranks is not None:
-        add(_encode(plan.ranks.told))
+        add(_encode(plan.ranks.recorded))
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
-    """What stands for the ids of many requests; b"" for few, which stand for themselves."""
+    """Digest that replaces the ids of `MANY` or more requests; b"" for fewer: their ids are hashed directly."""
     return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
 
 
 def _decided_bytes(event: Decided) -> bytes:
     values, defaults = astuple(event), event.__struct_defaults__
-    if telling := TELLING.get(type(event)):
-        values, defaults = values[:-telling], defaults[:-telling]
+    if informative := DECLARATIONS[type(event)].informative:
+        values, defaults = values[:-informative], defaults[:-informative]
     size = len(values)
     for default in reversed(defaults):
         if values[size - 1] != default:

@@ -1,31 +1,19 @@
-"""How an engine stands and what it has done so far, and whether it still gets anywhere.
-
-`Engine.stats` is computed on demand. What cannot be read off the state then is counted in `Counts`, which folds decided
-events: in a steady decode nothing is decided and nothing is counted.
-
-    watched = watch(watched, engine.stats(), now_us)        after any event, or once a second
-    health = 200 if healthy(watched, now_us, stalled_us) else 503
-"""
+"""Statistics of one engine: its state at one moment, and totals of what it has decided since it began."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import msgspec
 
-from lockstep.core.contract.events import (
-    Decided,
-    PagesEvicted,
-    RequestAdmitted,
-    RequestFinished,
-    RequestRejected,
-    RequestRetracted,
-)
+from lockstep.core.contract.declarations import DECLARATIONS, Tally
 
 
 class Counts(msgspec.Struct):
-    """Totals since the engine began."""
+    """Totals since the engine began: those tallies of decided events that have a field here, by its name.
+
+    A field of numbers by key holds a tally that is kept apart by a field of the event; any other field holds the sum.
+    """
 
     admitted: int = 0
     cached_tokens: int = 0  # found in the radix cache at admissions, those after a retraction included
@@ -35,37 +23,44 @@ class Counts(msgspec.Struct):
     finished: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
     rejected: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
 
-    def fold(self, decided: Iterable[Decided]) -> None:
-        """Count what one step decided."""
+    def fold(self, decided: Iterable[msgspec.Struct]) -> None:
+        """Count the decided events of one step."""
         for event in decided:
-            if type(event) is RequestAdmitted:
-                self.admitted += 1
-                self.cached_tokens += event.cached_tokens
-                self.new_tokens += event.new_tokens
-            elif type(event) is RequestFinished:
-                self.finished[event.reason] = self.finished.get(event.reason, 0) + 1
-            elif type(event) is PagesEvicted:
-                self.pages_evicted += event.pages
-            elif type(event) is RequestRetracted:
-                self.retractions += 1
-            elif type(event) is RequestRejected:
-                self.rejected[event.reason] = self.rejected.get(event.reason, 0) + 1
+            tallies = _COUNTED.get(type(event))
+            for tally in tallies if tallies is not None else _counted(type(event)):
+                amount = getattr(event, tally.amount) if tally.amount else 1
+                total = getattr(self, tally.name)
+                if type(total) is dict:
+                    key = getattr(event, tally.by)
+                    total[key] = total.get(key, 0) + amount
+                else:
+                    setattr(self, tally.name, total + amount)
+
+
+_COUNTED: dict[type, tuple[Tally, ...]] = {}  # by type of event: its tallies with a field in `Counts`
+
+
+def _counted(type_: type) -> tuple[Tally, ...]:
+    found = tuple(tally for tally in DECLARATIONS[type_].tallies if tally.name in Counts.__struct_fields__)
+    _COUNTED[type_] = found
+    return found
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine at one moment. Pages of the radix cache are held by requests, by sessions only, or by nobody."""
+    """One engine at one moment. Pages of the radix cache are held by requests, held by sessions only, or
+    unreferenced."""
 
     time_us: int
-    waiting: int  # in the line
-    held: int  # accepted, and not in the line yet
+    waiting: int  # in the waiting queue
+    held: int  # accepted, with an open prerequisite: not in the waiting queue yet
     prefilling: int  # with a prompt that is not launched to its end
     running: int  # past that, their last token not delivered
     in_flight: int  # batches
     pages: int
     pages_free: int
-    pages_cached: int  # held by nobody: they can be had at once
+    pages_cached: int  # unreferenced: available at once
     pages_session_held: int
-    token_usage: float  # share of the pool that cannot be had at once
+    token_usage: float  # share of the pool that is not available at once
     cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
     new_token_ratio: float
     sessions: int
@@ -79,26 +74,3 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     decode_launches: int
     tokens_discarded: int
     counts: Counts
-
-
-# ------------------------------------------------------------------------------------------------------------- watchdog
-
-
-class Watched(NamedTuple):
-    """What a watchdog remembers between two looks."""
-
-    progress: int
-    moved_us: int  # when the engine was last seen to have moved, or to have nothing to do
-
-
-def watch(before: Watched | None, now: Stats, now_us: int) -> Watched:
-    """Look at an engine: it is well when it moved since the last look, rests, or was told to stand still."""
-    at_rest = now.idle or now.paused or bool(now.memory_released)
-    if before is None or at_rest or now.progress != before.progress:
-        return Watched(now.progress, now_us)
-    return before
-
-
-def healthy(watched: Watched, now_us: int, stalled_us: int) -> bool:
-    """Whether the engine moved within the last `stalled_us`. It counts batches, so a long prompt in chunks is well."""
-    return now_us - watched.moved_us <= stalled_us

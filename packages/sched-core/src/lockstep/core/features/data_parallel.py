@@ -472,7 +472,7 @@ class Rounds:
         converts = extends and not plan.extend_rows and len(plan.rows)
         batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
         self.extended = extends
-        self._note(agreed.told)
+        self._note(agreed.recorded)
         self._scheduler.launch(batch, step)
 
     def _note(self, decided: object) -> None:

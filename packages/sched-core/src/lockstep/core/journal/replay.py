@@ -15,18 +15,17 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import BEHAVIOUR_FLAGS
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import ObservedEvent
-from lockstep.core.journal.journal import (
+from lockstep.core.journal.reader import Journal, read_journal
+from lockstep.core.journal.records import (
     CORE_VERSION,
     EventRecord,
     Folder,
-    Journal,
     JournalError,
     JournalHeader,
     Snapshot,
     SnapshotRecord,
     Tail,
     UnsealedRecord,
-    read_journal,
 )
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-import msgspec
 import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
@@ -13,10 +12,10 @@ from lockstep.core.contract.events import (
     PromptSpan,
     RejectReason,
     RequestArrived,
-    SamplingParams,
     TokenDigest,
     TokenIds,
 )
+from lockstep.core.contract.samples import SAMPLES_MAX
 from lockstep.core.requests.table import (
     BASE,
     TOKEN_IDS,
@@ -30,9 +29,6 @@ from lockstep.core.requests.table import (
 
 STOP_TOKENS_MAX = 64
 """Stop tokens one request may have; each is a column of every decode step's comparison."""
-
-SAMPLES_MAX = 128
-"""Samples one arrival may ask for. An arrival that asks for another number takes one id, and is refused."""
 
 PARTS_MARK = "\1"
 
@@ -79,33 +75,9 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     )
 
 
-def samples_asked(event: RequestArrived) -> int:
-    """How many ids an arrival takes, itself included."""
-    return event.parallel_samples if 1 <= event.parallel_samples <= SAMPLES_MAX else 1
-
-
 def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...]:
     """Tokens that end a request: its own, and the model's unless it ignores them."""
     return event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
-
-
-def sample_of(event: RequestArrived, number: int) -> RequestArrived:
-    """Sample `number` of an arrival as a request of its own: its id, its seed, its name, its room."""
-    if not number:
-        return event
-    sampling = event.sampling or SamplingParams()
-    return msgspec.structs.replace(
-        event,
-        request_id=event.request_id + number,
-        sampling=msgspec.structs.replace(sampling, seed=sampling.seed + number),
-        label=sample_label(event.label, number),
-        transfer_room=event.transfer_room + number if event.transfer_room is not None else None,
-    )
-
-
-def sample_label(label: str, number: int) -> str:
-    """What people call sample `number` of a request with this label."""
-    return f"{label}.{number}" if label and number else label
 
 
 def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> str:

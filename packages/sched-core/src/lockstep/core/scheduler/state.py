@@ -35,6 +35,7 @@ from lockstep.core.contract.events import (
     RequestRejected,
     RequestRetracted,
 )
+from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.contract.stats import Counts, Stats
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
@@ -68,8 +69,6 @@ from lockstep.core.requests.table import (
 from lockstep.core.requests.validation import (
     RequestRefused,
     accepted,
-    sample_of,
-    samples_asked,
     stop_tokens_of,
 )
 from lockstep.core.scheduler.admission import Admission
@@ -283,7 +282,7 @@ class SchedulerState:
         """Accept a request, or all samples of one, or reject what can never run."""
         if event.request_id <= self.last_request_id:
             raise ContractError(f"request id {event.request_id} does not increase after {self.last_request_id}")
-        samples = samples_asked(event)
+        samples = sample_count(event)
         self.last_request_id = event.request_id + samples - 1
         try:
             self._refuse_newcomers(event, samples)
@@ -710,11 +709,11 @@ class SchedulerState:
         self.next_batch_id, self.now_us, self.digest = next_batch_id, time_us, digest
         self.launch_found_nothing = False
 
-    def image(self, format: int, host: bytes) -> EngineImage:
+    def image(self, version: int, host: bytes) -> EngineImage:
         """All of it, and beside it what the host stores."""
         memory, running = self.memory, self.microbatches.current
         return EngineImage(
-            format=format,
+            format=version,
             config=self.config,
             now_us=self.now_us,
             generation=self.generation,

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from simpy import Environment
 
 from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import (
@@ -44,9 +45,11 @@ from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
-from lockstep.sim.host.host import Arrivals, EngineHost
-from lockstep.sim.metrics.metrics import MetricsFold, RunData
-from lockstep.sim.run.simulate import NoJournal
+from lockstep.sim.host.arrivals import Arrivals
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import HostOptions
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
 
 Float64s = NDArray[np.float64]
@@ -315,7 +318,14 @@ def play(
     metrics = MetricsFold(kv_pages=config.pages)
     arrivals = Arrivals(turns_of(point, client, seed))
     host = EngineHost(
-        Environment(), Engine(config, digests=False), arrivals, cost, FREE_CPU, NoJournal(), metrics, seed=seed
+        Environment(),
+        Engine(config, digests=False),
+        arrivals,
+        cost,
+        FREE_CPU,
+        NoJournal(),
+        metrics,
+        HostOptions(seed=seed),
     )
     host.env.process(host.run())
     host.env.run()

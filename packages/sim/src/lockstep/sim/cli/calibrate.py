@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
-    from lockstep.core.journal.journal import JournalHeader
+    from lockstep.core.journal.records import JournalHeader
     from lockstep.sim.calibrate.calibrate import HeldOut
     from lockstep.sim.cost import Calibration
     from lockstep.sim.cost.models import Fp8Activations
@@ -291,7 +291,7 @@ def acceptance(run: Path, as_json: bool) -> None:
     --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
     """
     with refusals():
-        from lockstep.sim.metrics.acceptance import describe
+        from lockstep.sim.calibrate.acceptance import describe
 
         found = describe(run)
         if as_json:
@@ -314,7 +314,8 @@ def acceptance(run: Path, as_json: bool) -> None:
 
 
 def _journal_header(run: Path) -> JournalHeader:
-    from lockstep.core.journal.journal import JournalError, read_journal
+    from lockstep.core.journal.reader import read_journal
+    from lockstep.core.journal.records import JournalError
     from lockstep.sim.cost import CalibrationError
 
     try:
@@ -364,7 +365,7 @@ def operators(
     with refusals():
         from lockstep.sim.calibrate.calibrate import calibration_of_tables
         from lockstep.sim.catalogue import load_gpu, load_model
-        from lockstep.sim.cost import roofline
+        from lockstep.sim.cost import roofline_model
         from lockstep.sim.cost.tables import read_operator_tables
 
         date = _checked_date(date)
@@ -372,7 +373,7 @@ def operators(
         card = load_gpu(gpu)
         tables = read_operator_tables(folder, card)
         bases = [
-            roofline(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+            roofline_model(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
             for name in models
             for tp in ranks
         ]

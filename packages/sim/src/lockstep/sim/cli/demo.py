@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
 
 if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Run, Scenario
+    from lockstep.sim.run.simulate import Run
+    from lockstep.sim.scenario.scenario import Scenario
 
 MODEL, GPU = "qwen3-8b", "h200"
 SLOS = ("ttft_p99=500ms", "tpot_p99=40ms")
@@ -35,7 +36,7 @@ def demo(out: Path) -> None:
     """
     with refusals():
         _check_folder(out)
-        from lockstep.sim.run.simulate import code_commit, code_version
+        from lockstep.sim.results.code_version import code_commit, code_version
 
         code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
         runs: dict[int, Run] = {}
@@ -91,7 +92,9 @@ def _how_sure(runs: dict[int, Run]) -> str:
 
 def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:
     """Whether the SLOs hold at a rate with the time of every batch multiplied."""
-    from lockstep.sim.cluster.cluster import ClusterScenario, assemble_cluster, simulate_cluster
+    from lockstep.sim.cluster.scenario import ClusterScenario
+    from lockstep.sim.cluster.setup import assemble_cluster
+    from lockstep.sim.cluster.simulate import simulate_cluster
     from lockstep.sim.plan.trial import Lateness
 
     scenario, workload = runs[rate].setup.scenario, runs[rate].setup.workload
@@ -113,15 +116,17 @@ def _check_folder(out: Path) -> None:
 
 
 def _scenario(rate: int) -> Scenario:
-    from lockstep.sim.metrics.metrics import Slo
-    from lockstep.sim.run.simulate import Scenario
+    from lockstep.sim.metrics.slo import Slo
+    from lockstep.sim.scenario.scenario import Scenario
 
     workload = CHAT.format(requests=rate * MINUTES * 60, sessions_per_s=rate / TURNS_MEAN)
     return Scenario(model=MODEL, gpu=GPU, workload=workload, slos=tuple(map(Slo.parse, SLOS)))
 
 
 def _run(scenario: Scenario, folder: Path) -> Run:
-    from lockstep.sim.run.simulate import assemble, prepare_folder, simulate, write_run
+    from lockstep.sim.run.assemble import assemble
+    from lockstep.sim.run.run_folder import prepare_folder, write_run
+    from lockstep.sim.run.simulate import simulate
 
     prepare_folder(folder, overwrite=True)
     run = simulate(assemble(scenario), folder=folder)
@@ -133,7 +138,7 @@ def _run(scenario: Scenario, folder: Path) -> Run:
 
 def _write_report(out: Path, runs: dict[int, Run], headline: str) -> Path:
     from lockstep.sim.report import write_report
-    from lockstep.sim.run.simulate import report_run
+    from lockstep.sim.run.run_folder import report_run
 
     title = next(iter(runs.values())).setup.title
     subtitle = (

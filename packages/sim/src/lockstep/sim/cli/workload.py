@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.workload.fit import Row
@@ -33,7 +33,7 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
-    from lockstep.sim.run.simulate import check_seed
+    from lockstep.sim.run.load import check_seed
     from lockstep.sim.workload.mix import mix_of
     from lockstep.sim.workload.workload import open_workload
 
@@ -57,7 +57,7 @@ def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
     lockstep workload describe servegen_deepseek-r1.tar.zst --time-window 10h..11h
     """
     with refusals():
-        from lockstep.sim.workload.describe import describe, description_lines
+        from lockstep.sim.results.workload_figures import describe, description_lines
 
         figures = describe(_open(workloads, options))
     if as_json:
@@ -81,8 +81,8 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:file=code.json,n=20000 --seed 3
     """
     with refusals():
-        from lockstep.sim.cli.out_paths import check_file
-        from lockstep.sim.run.simulate import code_version
+        from lockstep.sim.results.code_version import code_version
+        from lockstep.sim.run.out_paths import check_file
         from lockstep.sim.workload.fit import compare, fit
         from lockstep.sim.workload.fitted import draw_model, write_model
 

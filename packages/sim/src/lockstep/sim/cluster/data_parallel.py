@@ -40,32 +40,28 @@ from lockstep.core.contract.events import (
     RequestId,
 )
 from lockstep.core.features.data_parallel import draft_passes_of
+from lockstep.core.journal.sinks import JournalSink
 from lockstep.sim.cluster.metrics import combine
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed, report_of
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.host.host import (
-    NEVER_US,
-    Device,
-    EngineHost,
-    JournalSink,
-    MetricsSink,
-    Running,
-    TransferPort,
-    Untimed,
-    standard_normal,
-    state_copies,
-)
-from lockstep.sim.host.pipeline import StageNotes, Stages, with_stages
+from lockstep.sim.host.batch_shapes import state_copies
+from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import HostLinks
+from lockstep.sim.host.pipeline import with_stages
+from lockstep.sim.host.ports import NEVER_US, MetricsSink, TransferPort
 from lockstep.sim.host.speculation import DraftCost
-from lockstep.sim.metrics.metrics import MetricsFold
-from lockstep.sim.run.simulate import host_of
+from lockstep.sim.host.stages import StageNotes, Stages
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.simulate import host_of, watch_of
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
-    from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
-    from lockstep.sim.run.simulate import Setup
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.cluster.setup import ClusterSetup
+    from lockstep.sim.run.setup import Setup
 
 EXCHANGE_US = 60
 """From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""
@@ -579,11 +575,13 @@ class Ranked:
             journal,
             env=self.env,
             name=name,
-            check_every=check_every,
-            port=port,
-            exchange=exchange,
-            device_type=RankDevice,
-            tells=functools.partial(Verdicts, counts=group.counts) if rank == 0 else None,
+            watch=watch_of(check_every),
+            links=HostLinks(
+                port=port,
+                exchange=exchange,
+                device_type=RankDevice,
+                wrap_metrics=functools.partial(Verdicts, counts=group.counts) if rank == 0 else None,
+            ),
         )
         exchange.joins(host)
         if host.tiers is not None and rank:

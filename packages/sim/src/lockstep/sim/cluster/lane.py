@@ -24,7 +24,8 @@ from lockstep.core.contract.events import ControlRequested, RequestArrived, Requ
 from lockstep.sim.cost import BatchShape, CostModel
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import unnoted
-from lockstep.sim.host.host import NEVER_US, EngineHost
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.turns import Turn
 
 LEAST_SHARE = 0.5  # of a decode of one row: no launch takes less

@@ -15,22 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics.metrics import (
-    BINS_MAX,
-    Drafts,
-    Packed,
-    Requests,
-    RunData,
-    Series,
-    Slo,
-    Summary,
-    at_work_us,
-    decode_gaps_us,
+from lockstep.sim.metrics.columns import Requests, Series, Summary
+from lockstep.sim.metrics.device import at_work_us, decode_gaps_us
+from lockstep.sim.metrics.drafts import Drafts
+from lockstep.sim.metrics.packed import Packed
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.series import BINS_MAX
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.metrics.summary import (
     describe,
     describe_latency,
     describe_slo,
     describe_throughput,
+    greatest,
     makespan,
+    ratio,
 )
 from lockstep.sim.metrics.value_counts import ValueCounts
 
@@ -235,17 +234,9 @@ def _added(parts: Sequence[Summary]) -> Summary:
     return out
 
 
-def _greatest(parts: Sequence[Summary], name: str) -> Any:
-    return max((part[name] for part in parts if part[name] is not None), default=None)
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else round(part / whole, 6)
-
-
 def _cache(datas: Sequence[RunData]) -> Summary:
     out = _added([data.summary["cache"] for data in datas])
-    return out | {"hit_ratio": _ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
+    return out | {"hit_ratio": ratio(out["prompt_tokens_cached"], out["prompt_tokens_admitted"])}
 
 
 def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence[int]) -> Summary:
@@ -264,10 +255,10 @@ def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence
     weighted = sum(count * mean for count, mean in zip(waited, means, strict=True))
     return out | {
         "encoder_gpus": encoder_gpus,
-        "embedding_hit_ratio": _ratio(out["reused"], out["contents"]),
-        "encoder_busy_fraction": _ratio(out["encoder_busy_us"], (makespan_us or 0) * gpus),
+        "embedding_hit_ratio": ratio(out["reused"], out["contents"]),
+        "encoder_busy_fraction": ratio(out["encoder_busy_us"], (makespan_us or 0) * gpus),
         "wait_us_mean": round(weighted / sum(waited), 1) if sum(waited) else None,
-        **{name: _greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
+        **{name: greatest(parts, name) for name in ("wait_us_p50", "wait_us_p99", "wait_us_max")},
     }
 
 
@@ -277,7 +268,7 @@ def _sessions(datas: Sequence[RunData]) -> Summary:
     out = _added(parts)
     held = [part["held_share_mean"] for part in parts if part["held_share_mean"] is not None]
     out["held_share_mean"] = round(sum(held) / len(datas), 6) if held else None
-    return out | {"held_share_max": _greatest(parts, "held_share_max")}
+    return out | {"held_share_max": greatest(parts, "held_share_max")}
 
 
 def _samples(datas: Sequence[RunData]) -> Summary:
@@ -286,7 +277,7 @@ def _samples(datas: Sequence[RunData]) -> Summary:
     out = _added(parts)
     weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)
     out["e2e_us_mean"] = round(weighted / out["requests_completed"], 1) if out["requests_completed"] else None
-    return out | {name: _greatest(parts, name) for name in out if "_us_p" in name}
+    return out | {name: greatest(parts, name) for name in out if "_us_p" in name}
 
 
 def _adapters(datas: Sequence[RunData]) -> Summary:
@@ -296,8 +287,8 @@ def _adapters(datas: Sequence[RunData]) -> Summary:
     for name, counted in (("load_us_mean", "loads"), ("wait_us_mean", "requests_waited")):
         weighted = sum(part[counted] * (part[name] or 0.0) for part in parts)
         out[name] = round(weighted / out[counted], 1) if out[counted] else None
-    greatest = ("adapters", "load_us_max", "wait_us_p50", "wait_us_p99", "wait_us_max")
-    return out | {name: _greatest(parts, name) for name in greatest}
+    names = ("adapters", "load_us_max", "wait_us_p50", "wait_us_p99", "wait_us_max")
+    return out | {name: greatest(parts, name) for name in names}
 
 
 def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:
@@ -309,13 +300,13 @@ def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:
 def _kv(datas: Sequence[RunData]) -> Summary:
     parts = [data.summary["kv"] for data in datas]
     out = _added(parts)
-    out |= {name: _greatest(parts, name) for name in ("used_pages_max", "used_share_max", "cached_pages_max")}
-    return out | {"used_share_mean": _ratio(out["used_pages_mean"], out["pages"])}
+    out |= {name: greatest(parts, name) for name in ("used_pages_max", "used_share_max", "cached_pages_max")}
+    return out | {"used_share_mean": ratio(out["used_pages_mean"], out["pages"])}
 
 
 def _scheduler(datas: Sequence[RunData]) -> Summary:
     parts = [data.summary["scheduler"] for data in datas]
-    return _added(parts) | {name: _greatest(parts, name) for name in ("waiting_max", "running_max")}
+    return _added(parts) | {name: greatest(parts, name) for name in ("waiting_max", "running_max")}
 
 
 def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
@@ -333,47 +324,21 @@ def _device(datas: Sequence[RunData], requests: Requests) -> Summary:
     pipelines = {
         "stages": sum(pipeline["stages"] for pipeline, _ in piped),
         "stage_busy_us": [us for pipeline, _ in piped for us in pipeline["stage_busy_us"]],
-        "stage_busy_share": _ratio(used_us, there_us),
+        "stage_busy_share": ratio(used_us, there_us),
         "pipeline_bubble_us": sum(pipeline["pipeline_bubble_us"] for pipeline, _ in piped),
     }
     return {
         "batches": out["batches"],
         "batches_by_mode": out["batches_by_mode"],
         "busy_us": out["busy_us"],
-        "busy_fraction": _ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
+        "busy_fraction": ratio(out["busy_us"], (stop_us - start_us) * len(datas)),
         "bubble_us": out["bubble_us"],
-        "bubble_share": _ratio(out["bubble_us"], work_us),
+        "bubble_share": ratio(out["bubble_us"], work_us),
         **describe("decode_gap", ValueCounts.join([gap for gap, _ in gaps])),
-        "decode_gap_share": _ratio(gap_us, gap_us + sum(after for _, after in gaps)),
+        "decode_gap_share": ratio(gap_us, gap_us + sum(after for _, after in gaps)),
         **({"pipeline": pipelines} if piped else {}),
     }
 
 
 def _cpu(datas: Sequence[RunData]) -> Summary:
     return _added([data.summary["cpu"] for data in datas])
-
-
-def balance(engines: Sequence[Summary], weights: Sequence[float], makespan_us: int | None) -> Summary:
-    """How evenly the work lay, of each engine's summary and its weight at the router.
-
-    An imbalance is the greatest load per weight of any engine over that of all together: 1 is even, and with all on one
-    of equal engines it is their number. `makespan_us` is that of the whole; no engine need be busy from end to end.
-    """
-    requests = [float(engine["requests"]["arrived"]) for engine in engines]
-    tokens = [
-        float(engine["throughput"]["prompt_tokens"] + engine["throughput"]["output_tokens"]) for engine in engines
-    ]
-    busy = [_ratio(engine["device"]["busy_us"] or 0, makespan_us) for engine in engines]
-    shares = [min(share, 1.0) for share in busy if share is not None]
-    return {
-        "requests_imbalance": _imbalance(requests, weights),
-        "tokens_imbalance": _imbalance(tokens, weights),
-        "busy_share_min": min(shares, default=None),
-        "busy_share_max": max(shares, default=None),
-        "ttft_us_p99_max": _greatest([engine["latency"] for engine in engines], "ttft_us_p99"),
-    }
-
-
-def _imbalance(loads: Sequence[float], weights: Sequence[float]) -> float | None:
-    most = max(load / weight for load, weight in zip(loads, weights, strict=True))
-    return _ratio(most, sum(loads) / sum(weights))

@@ -17,8 +17,9 @@ from simpy import Environment, Event
 from lockstep.core.cluster.router import LoadReported, RequestEnded, RequestOffered, Router, prefix_keys
 from lockstep.core.contract.events import RequestArrived, RequestCancelled, RequestId, TokenRuns
 from lockstep.sim.cluster.network import later
-from lockstep.sim.host.host import NEVER_US, EngineHost
-from lockstep.sim.metrics.metrics import RunData
+from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.ports import NEVER_US
+from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.run.simulate import Run, arrivals_of
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
@@ -26,7 +27,8 @@ from lockstep.sim.workload.turns import Turn
 if TYPE_CHECKING:
     from lockstep.core.scheduler.engine import Engine
     from lockstep.host.router_journal import NoRouterJournal, RouterJournal
-    from lockstep.sim.cluster.cluster import ClusterRun, ClusterSetup
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.cluster.setup import ClusterSetup
 
 GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
 
@@ -246,7 +248,7 @@ class SharedClock(Generic[Cluster]):
         self, data: RunData, datas: Sequence[RunData], by_reason: Counter[str], stopped_early: bool, began_s: float
     ) -> ClusterRun:
         """What came of it. Outputs that were cut short count where clients hear of them."""
-        from lockstep.sim.cluster.cluster import ClusterRun
+        from lockstep.sim.cluster.result import ClusterRun
 
         cpu_s = time.process_time() - began_s
         engines = tuple(

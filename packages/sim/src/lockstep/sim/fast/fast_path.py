@@ -1,4 +1,4 @@
-"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends: plain_kernel.py, as machine code.
+"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends: kernel.py, as machine code.
 
     run = simulate(setup)      # takes this way by itself where it may, and gives equal results
 
@@ -11,7 +11,7 @@ of cost is as good as any.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,16 +19,12 @@ from lockstep.core.cluster.router import OUTPUT_TOKENS_FIRST_GUESS, EngineShare,
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.kv.memory import EVICT_AHEAD_SHARE
 from lockstep.core.requests.budget import NewTokenRatio
-from lockstep.core.requests.table import VERSION_MARK
-from lockstep.sim.cost import BatchShape
-from lockstep.sim.fast import kernel as kernel
-from lockstep.sim.fast import machine_code
-from lockstep.sim.host.host import Device, standard_normal
-from lockstep.sim.host.pipeline import device_type_of
-from lockstep.sim.metrics.metrics import MeasuredRequests, MeasuredRows, MetricsFold
-
-if TYPE_CHECKING:
-    from lockstep.sim.run.simulate import Setup
+from lockstep.sim.cost import BatchShape, CostModel, CpuModel
+from lockstep.sim.fast import kernel, machine_code
+from lockstep.sim.host.device import standard_normal
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
+from lockstep.sim.workload.turns import Turns
 
 # By the core so many take 0.2 s under load, and 2 s where each token is a batch; loading machine code takes 0.5 s.
 REQUESTS_MIN = 500
@@ -39,21 +35,6 @@ GAPS = 16  # messages that one batch is taken to have
 MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # as the kernel numbers them
 RESERVES, BATCHINGS = ("ratio", "on_demand", "full"), ("prefill_first", "mixed", "running_first")
 DEFERRED = ("running_limit", "kv_budget", "prefill_budget", "pages")
-
-# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in a plain run.
-FOLLOWED = frozenset(
-    "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
-    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
-    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
-)
-NEVER_ASKED = frozenset(
-    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
-    "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
-    "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
-    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
-)
-
-
 _requests = 0  # of this process, that might have been simulated by machine code
 
 
@@ -64,67 +45,51 @@ def pays(requests: int) -> bool:
     return _requests >= REQUESTS_MIN
 
 
-def unsupported_by(setup: Setup) -> str:
-    """What of one engine's setup only the core can do, in a word or two; empty: nothing that is known in advance."""
-    config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
-    plain = SchedConfig()
-    for name in config.__struct_fields__:
-        if name not in FOLLOWED and name not in NEVER_ASKED and getattr(config, name) != getattr(plain, name):
-            return name
-    beside = {
-        "early ends": scenario.max_new_tokens is not None,
-        "receive_interval": scenario.receive_interval != 1,
-        "closed loop": scenario.concurrency is not None or bool((turns.after >= 0).any()),
-        "server sessions": scenario.server_sessions,
-        "drafts": setup.drafting is not None or setup.forcing is not None,
-        "media": setup.encoding is not None or turns.media is not None,
-        "adapters": setup.lora is not None or turns.adapter is not None,
-        "samples": turns.samples is not None,
-        "grammars": any(turns.grammars[code] for code in np.unique(turns.grammar)),
-        "debugging": bool(setup.debug),
-        "tenants": any(VERSION_MARK in name for name in turns.tenants),
-        "stages": device_type_of(setup.cost) is not Device,
-        "no requests": not len(turns),
-    }
-    for name, is_there in beside.items():
-        if is_there:
-            return name
-    prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
-    if not outputs.min() or not prompts.min():
-        return "empty prompts or answers"
-    if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
-        return "prompts that do not fit"
-    firsts = turns.run_first_token[turns.run_starts]
-    if config.radix_cache and len(np.unique(firsts)) < len(firsts):
-        return "shared prefixes"
-    return ""
+class FastEngine(NamedTuple):
+    """One engine of the fast path: its settings and its costs."""
+
+    config: SchedConfig
+    cost: CostModel
+    cpu: CpuModel
+    frontend_us: int  # from a client to the engine
+
+
+class FastLoad(NamedTuple):
+    """The requests of a run, and how it is measured."""
+
+    turns: Turns
+    seed: int  # of the spread of batch times
+    warm_up: int  # requests with an id below this are not measured
 
 
 class FastRun:
-    """Engines that run plainly, one alone or several behind a router, each with a fold that measures it.
+    """One engine, or several behind a router, on the fast path; a fold measures each.
 
-    `run` it once, and before that, where there is a router, say so by `route`; set `stop_requested` from a signal
-    handler to end it early.
+    Call `route` first where there is a router, then `run` once. A signal handler that sets `stop_requested` ends the
+    run early.
 
     Args:
-        setups: of the engines, which differ in what they are, not in what comes. `unsupported_by` of each was empty.
-        on_finish: called now and then with the number of requests that ended, and again from the beginning by the core
-            where the run turns out not to be plain.
+        load: what arrives, the same for all engines. `run.fast_runs.unsupported_by` was empty for it on each of them.
+        metrics: one per engine, in the same order.
+        on_finish: called from time to time with the number of requests that ended. Where the fast path gives up, the
+            core's run calls it again from the beginning.
     """
 
     def __init__(
         self,
-        setups: Sequence[Setup],
+        load: FastLoad,
+        engines: Sequence[FastEngine],
         metrics: Sequence[MetricsFold],
         on_finish: Callable[[int], None] | None = None,
     ) -> None:
         self.stop_requested = False
         self.metrics = metrics
-        self._setups = setups
+        self._load = load
+        self._engines = engines
         self._on_finish = on_finish
-        turns, engines = setups[0].workload.turns, len(setups)
-        rows = min(max(one.config.max_running_requests for one in setups), len(turns))
-        slots = max(one.config.launches_max for one in setups)
+        turns, count = load.turns, len(engines)
+        rows = min(max(one.config.max_running_requests for one in engines), len(turns))
+        slots = max(one.config.launches_max for one in engines)
         run = np.zeros(1, kernel.RUN)
         run["priced"], run["until_question"] = 1, kernel.NOBODY
         requests = np.zeros(len(turns), kernel.REQUEST)
@@ -132,9 +97,9 @@ class FastRun:
         requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
         for name in ("admitted_us", "first_us", "last_us", "ended_us", "itl_us_max"):
             requests[name] = -1
-        flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // engines), FLUSH_ROWS_MIN)
+        flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
-        self._state = np.array([_engine(one) for one in setups])
+        self._state = np.array([_engine(one) for one in engines])
         # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
         requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
         self._state["coming"] = 0
@@ -143,22 +108,22 @@ class FastRun:
             run=run,
             engines=self._state,
             requests=requests,
-            running_batch=np.zeros((engines, rows), np.int64),
-            flights=np.zeros((engines, slots), kernel.FLIGHT),
-            samplers=np.zeros((engines, slots, rows), np.int64),
-            parts=np.zeros((engines, slots, rows, 3), np.int64),
+            running_batch=np.zeros((count, rows), np.int64),
+            flights=np.zeros((count, slots), kernel.FLIGHT),
+            samplers=np.zeros((count, slots, rows), np.int64),
+            parts=np.zeros((count, slots, rows, 3), np.int64),
             unseen=np.zeros((2 * rows, 2), np.int64),
             shape=np.zeros(1, kernel.SHAPE),
-            launches=np.zeros((engines, flush_rows, 9), np.int64),
-            gauges=np.zeros((engines, flush_rows, 5), np.int64),
-            works=np.zeros((engines, 2 * flush_rows, 3), np.int64),
-            messages=np.zeros((engines, flush_rows, 2), np.int64),
-            gap_requests=np.zeros((engines, gap_rows), np.int64),
-            gaps=np.zeros((engines, gap_rows), np.int64),
+            launches=np.zeros((count, flush_rows, 9), np.int64),
+            gauges=np.zeros((count, flush_rows, 5), np.int64),
+            works=np.zeros((count, 2 * flush_rows, 3), np.int64),
+            messages=np.zeros((count, flush_rows, 2), np.int64),
+            gap_requests=np.zeros((count, gap_rows), np.int64),
+            gaps=np.zeros((count, gap_rows), np.int64),
         )
         self._addresses = machine_code.addresses(self._arrays)
         # By engine, gaps of requests that have not ended: whose they are, and how long.
-        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * engines
+        self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
         """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
@@ -188,8 +153,8 @@ class FastRun:
         Returns: False if something came that only the core can do; what was measured until then is of no use.
         """
         run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
-        costs = [one.cost for one in self._setups]
-        seed, took_us = self._setups[0].scenario.seed, 0.0
+        costs = [one.cost for one in self._engines]
+        seed, took_us = self._load.seed, 0.0
         run["until_question"] = ask_after
         while not self.stop_requested:
             why = advance(self._addresses.ctypes.data, took_us)
@@ -238,7 +203,7 @@ class FastRun:
         gaps = np.concatenate((open_gaps, taken["gaps"]))
         ended = arrays.requests["ended_us"][requests] >= 0
         self._open_gaps[engine] = requests[~ended], gaps[~ended]
-        if warm_up := self._setups[0].scenario.warm_up:
+        if warm_up := self._load.warm_up:
             ended &= requests >= warm_up
         self.metrics[engine].take_measured(
             MeasuredRows(
@@ -259,7 +224,7 @@ class FastRun:
         """Let all be measured that has come so far: rows, requests, batches in flight, and what was counted."""
         for engine in range(len(self.metrics)):
             self._flush(engine)
-        arrays, turns = self._arrays, self._setups[0].workload.turns
+        arrays, turns = self._arrays, self._load.turns
         sent_to = arrays.requests["engine"]
         for engine, fold in enumerate(self.metrics):
             state = self._state[engine]
@@ -292,9 +257,9 @@ class FastRun:
             )
 
 
-def _engine(setup: Setup) -> Any:
-    """One engine at its beginning, of `plain_kernel.ENGINE`."""
-    config, cpu = setup.config, setup.cpu
+def _engine(engine: FastEngine) -> Any:
+    """One engine at its beginning, of `kernel.ENGINE`."""
+    config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
     state = np.zeros((), kernel.ENGINE)
@@ -321,7 +286,7 @@ def _engine(setup: Setup) -> Any:
         "result_fixed_us": cpu.result_fixed_us,
         "result_row_us": cpu.result_row_us,
         "arrival_us": cpu.arrival_us,
-        "frontend_us": round(setup.calibration.correction.frontend_us),
+        "frontend_us": engine.frontend_us,
         "nothing_new": 1,
         "extended_at": -config.prefill_decode_interval,
         "ratio": ratio.value,

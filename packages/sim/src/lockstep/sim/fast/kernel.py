@@ -1,7 +1,7 @@
 """Plain runs as machine code: engines, their CPU lanes and devices, and a router, request by request without objects.
 
 What the core decides and `host.py`, `cluster.py` do is done here once more, for runs in which nothing comes into play
-but arrivals, chunks, decodes and ends: `plain_run.py` says which, and drives this. Everything is a number in an array,
+but arrivals, chunks, decodes and ends: `fast_path.py` says which, and drives this. Everything is a number in an array,
 so `machine_code.py` can turn it into code that takes a few microseconds where the core takes hundreds. Nothing is
 decided here that the core does not decide: tests hold each launch, message, gauge and end of random runs against those
 of the core, and what is not understood here (LOST) is left to the core, from the beginning.

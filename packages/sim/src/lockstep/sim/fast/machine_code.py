@@ -146,7 +146,7 @@ def _made() -> str:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    spec = spec_from_file_location("lockstep.sim._plain_kernel_to_compile", SOURCE)  # a copy, which keeps the original
+    spec = spec_from_file_location("lockstep.sim._kernel_to_compile", SOURCE)  # a copy, which keeps the original
     assert spec is not None
     assert spec.loader is not None
     kernel = module_from_spec(spec)

@@ -29,34 +29,14 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.contract.events import HostCopyFinished, PrefetchFinished, StorageWritten
 from lockstep.core.kv.block_tiers import in_storage
-from lockstep.sim.cost import GpuSpec, KvDtype, ModelSpec
-from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost import GpuSpec
 from lockstep.sim.host.links import Link
-from lockstep.sim.host.tier_options import HostTiers
+from lockstep.sim.host.page_bytes import PageBytes
+from lockstep.sim.scenario.tier_options import HostTiers
 
 PCIE_SHARE = 0.85  # of the data sheet's rate that large copies from pinned memory reach: an estimate
 HOST_LINK_LATENCY_US = 10.0  # to begin a copy: an estimate
-
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
-
-
-class PageBytes(NamedTuple):
-    """What one page of KV weighs, or a companion of one."""
-
-    on_host: int  # the parts of all GPUs that hold it
-    on_link: int  # the part of one GPU; with stages, of the one that has most
-
-    @classmethod
-    def of(cls, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int) -> PageBytes:
-        """Of a page of `page_size` tokens. A GPU keeps on the host what it holds: what is replicated, is there too."""
-        return cls.of_rank(model.kv_bytes_per_token(kv_dtype, split) * page_size, split)
-
-    @classmethod
-    def of_rank(cls, rank: int, split: Parallelism) -> PageBytes:
-        """Of what has so many bytes on one rank, all layers together."""
-        return cls(rank * split.attention_tp, -(-rank // split.pp))
-
-
 NO_BLOCKS: Mapping[str, PageBytes] = {}
 NOTHING: Mapping[bytes, int] = {}
 

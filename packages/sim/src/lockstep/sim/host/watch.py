@@ -7,9 +7,10 @@ from typing import TextIO
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import Observed
-from lockstep.core.contract.render import Names, debug_header, debug_text
+from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.metrics.metrics import MetricsFold
+from lockstep.core.scheduler.state_text import debug_header, debug_text
+from lockstep.sim.metrics.fold import MetricsFold
 
 LEVELS = range(5)  # 0 nothing, 1 a line per step, 2 and decisions, 3 and tables, 4 and pages
 

@@ -21,7 +21,6 @@ class AdapterCounts:
         self.requests: Counter[str] = Counter()  # by adapter
         self.loads = 0
         self.loads_failed = 0
-        self.evictions = 0
         self._loading: dict[tuple[str, int], int] = {}  # since when
         self._load_us = array("q")
         self._waiting: dict[RequestId, int] = {}  # since when
@@ -49,7 +48,7 @@ class AdapterCounts:
         if since_us is not None and is_measured:
             self._waits_us.append(now_us - since_us)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, evictions: int) -> dict[str, Any]:
         """For `adapters` of metrics.json."""
         load_us, waits_us = np.array(self._load_us, np.int64), np.array(self._waits_us, np.int64)
         return {
@@ -57,7 +56,7 @@ class AdapterCounts:
             "requests": self.requests.total(),
             "loads": self.loads,
             "loads_failed": self.loads_failed,
-            "evictions": self.evictions,
+            "evictions": evictions,
             "load_us_mean": round(float(load_us.mean()), 1) if len(load_us) else None,
             "load_us_max": int(load_us.max()) if len(load_us) else None,
             "requests_waited": len(waits_us),

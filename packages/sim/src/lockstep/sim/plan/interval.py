@@ -20,7 +20,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics.metrics import Requests, Slo, per_request
+from lockstep.sim.metrics.columns import Requests
+from lockstep.sim.metrics.latency import per_request
+from lockstep.sim.metrics.slo import Slo
 
 Float64s = NDArray[np.float64]
 

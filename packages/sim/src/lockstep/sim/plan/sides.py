@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.cluster.cluster import ClusterRun
-from lockstep.sim.metrics.metrics import RunData
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.metrics.run_data import RunData
 
 DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
 KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cluster.cluster import REPLICAS_MAX, EngineGroup
+from lockstep.sim.cluster.scenario import EngineGroup
+from lockstep.sim.cluster.setup import REPLICAS_MAX
 
 MIXED = "mixed"
 AUTO = "auto"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.sim.report.parts import escape
-from lockstep.sim.report.report_run import Compared, ReportRun, unsure
-from lockstep.sim.report.text import count, digits, duration, percent, span
+from lockstep.sim.report.report_run import ReportRun
+from lockstep.sim.results.slo_rows import Compared, unsure
+from lockstep.sim.results.text import count, digits, duration, percent, span
 
 LOGO = (
     '<svg width="22" height="22" viewBox="0 0 22 22" aria-hidden="true"><g fill="currentColor">'

@@ -19,8 +19,6 @@ from lockstep.sim.report.comparison import comparison_charts, comparison_payload
 from lockstep.sim.report.page import whole_page
 from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
-from lockstep.sim.report.report_run import METRIC_NAMES, SloRow
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, setting, span
 from lockstep.sim.results.compare import (
     ChangedRequest,
     Comparison,
@@ -36,7 +34,9 @@ from lockstep.sim.results.compare import (
     telling_rows,
 )
 from lockstep.sim.results.compare_text import show_ratio
+from lockstep.sim.results.slo_rows import METRIC_NAMES, SloRow
 from lockstep.sim.results.stored_run import StoredRun
+from lockstep.sim.results.text import NOTHING, count, digits, duration, percent, setting, span
 
 DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per request
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs

@@ -8,8 +8,8 @@ from itertools import pairwise
 from lockstep.sim.report.answer import verdict
 from lockstep.sim.report.parts import escape, figure, legend, table, unbroken
 from lockstep.sim.report.payload import Json
-from lockstep.sim.report.report_run import Compared
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
+from lockstep.sim.results.slo_rows import Compared
+from lockstep.sim.results.text import NOTHING, count, digits, duration, percent, span
 
 LOADS_APART = 1.02  # offered loads closer than this are one load
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lockstep.sim.metrics.metrics import Requests
+from lockstep.sim.metrics.columns import Requests
 from lockstep.sim.report.answer import limits, slo_list
 from lockstep.sim.report.parts import escape, figure, legend, table
 from lockstep.sim.report.payload import Json
-from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
-from lockstep.sim.report.text import NOTHING, count, digits, duration, percent, span
+from lockstep.sim.report.report_run import ReportRun
+from lockstep.sim.results.slo_rows import METRIC_NAMES
+from lockstep.sim.results.text import NOTHING, count, digits, duration, percent, span
 
 SLOWEST = 10
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from lockstep.core.contract.render import shown
+from lockstep.core.contract.text import shown
 
 
 def escape(text: str) -> str:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.sim.metrics.metrics import Batches, CpuIntervals
+from lockstep.sim.metrics.columns import Batches, CpuIntervals
 from lockstep.sim.metrics.value_counts import ValueCounts
-from lockstep.sim.report.report_run import METRIC_NAMES, ReportRun
+from lockstep.sim.report.report_run import ReportRun
+from lockstep.sim.results.slo_rows import METRIC_NAMES
 
 Json = dict[str, Any]
 Ints = NDArray[np.int64]

@@ -26,7 +26,7 @@ from lockstep.core.contract.commands import BatchPlan, Mode
 from lockstep.core.contract.events import BatchFinished
 from lockstep.core.journal.replay import fold
 from lockstep.sim.cost import BatchShape, CalibrationError, CostModel
-from lockstep.sim.host.host import extend_shape_of
+from lockstep.sim.host.batch_shapes import extend_shape_of
 
 Float64s = NDArray[np.float64]
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.cost.parallel import BESIDES_TP, USUAL
-from lockstep.sim.report.text import setting
 from lockstep.sim.results.results import show_rate, show_us
 from lockstep.sim.results.stored_run import Requests, StoredRun, read_run
+from lockstep.sim.results.text import setting
 
 SAME = 0.01  # changes of less than this share are called the same
 SAME_POINTS = 0.001  # and of shares, changes of less than this

@@ -6,9 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from string import ascii_uppercase
 
-from lockstep.core.contract.render import shown
-from lockstep.sim.report.report_run import unsure
-from lockstep.sim.report.text import setting
+from lockstep.core.contract.text import shown
 from lockstep.sim.results.compare import (
     ChangedRequest,
     Comparison,
@@ -23,6 +21,8 @@ from lockstep.sim.results.compare import (
     telling_rows,
 )
 from lockstep.sim.results.results import INTERVALS_SHOWN, NOTHING, show_rate, show_share, show_us
+from lockstep.sim.results.slo_rows import unsure
+from lockstep.sim.results.text import setting
 
 COLUMNS = 100
 OTHERS_PER_TABLE = 3  # beside the first

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.sim.metrics.metrics import RunData, StageTimes
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.metrics.stages import StageTimes
 
 REQUESTS_SHOWN = 2_000  # more make the viewer slow
 ENGINE, REQUESTS = 1, 2  # process ids

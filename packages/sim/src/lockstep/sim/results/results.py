@@ -18,8 +18,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.sim.metrics.metrics import RunData, Summary
-from lockstep.sim.run.intervals import Intervals
+from lockstep.sim.metrics.columns import Summary
+from lockstep.sim.metrics.intervals import Intervals
+from lockstep.sim.metrics.run_data import RunData
 
 if TYPE_CHECKING:
     import polars

@@ -24,11 +24,11 @@ from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cluster.metrics import balance
+from lockstep.sim.metrics.balance import balance
 from lockstep.sim.metrics.bottleneck import Bottleneck, bottleneck
-from lockstep.sim.metrics.metrics import COMPLETED
-from lockstep.sim.report.report_run import SloRow, meets_all, offered_rate, slo_rows
+from lockstep.sim.metrics.columns import COMPLETED
 from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION
+from lockstep.sim.results.slo_rows import SloRow, meets_all, offered_rate, slo_rows
 
 if TYPE_CHECKING:
     import polars
@@ -401,7 +401,8 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
     """A journal of another run beside metrics.json is refused; a folder copied without its journal is not."""
     if not any((folder / "journal").glob("*.log")):
         return
-    from lockstep.core.journal.journal import JournalError, read_journal
+    from lockstep.core.journal.reader import read_journal
+    from lockstep.core.journal.records import JournalError
 
     try:
         header = read_journal(folder).header

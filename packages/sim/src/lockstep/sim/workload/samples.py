@@ -11,21 +11,19 @@ A session goes on once all have ended, as its client waits for all; where one wa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
-from lockstep.core.requests.validation import SAMPLES_MAX
+from lockstep.core.contract.samples import SAMPLES_MAX
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.token_runs import TOKEN_IDS
 from lockstep.sim.workload.turns import Turn, Turns
 
-PERCENTILES = (50, 99)
 _SPEC = re.compile(r"(?:(?P<share>[0-9.eE-]+)x)?(?P<low>[0-9]+)(?:\.\.(?P<high>[0-9]+))?")
 
 
@@ -129,30 +127,3 @@ class OpenSamples:
         whole = first not in self._broken
         self._broken.discard(first)
         return first, whole
-
-
-def measure_samples(
-    groups: Sequence[tuple[int, int]], arrival_us: NDArray[Any], first_us: NDArray[Any], ended_us: NDArray[Any],
-    completed: NDArray[np.bool_],
-) -> dict[str, Any]:  # fmt: skip
-    """For `samples` of metrics.json.
-
-    Args:
-        groups: of each request with several samples, the row of the first one, and how many there are.
-        arrival_us, first_us, ended_us, completed: [rows], of the first message and of the end; below 0: none.
-    """
-    whole = [(row, row + count) for row, count in groups if completed[row : row + count].all()]
-    ttft_us = np.array([first_us[row:stop].min() - arrival_us[row] for row, stop in whole], np.int64)
-    e2e_us = np.array([ended_us[row:stop].max() - arrival_us[row] for row, stop in whole], np.int64)
-    return {
-        "requests": len(groups),
-        "samples": sum(count for _, count in groups),
-        "requests_completed": len(whole),
-        **{f"ttft_us_p{p}": _percentile(ttft_us, p) for p in PERCENTILES},
-        "e2e_us_mean": round(float(e2e_us.mean()), 1) if len(e2e_us) else None,
-        **{f"e2e_us_p{p}": _percentile(e2e_us, p) for p in PERCENTILES},
-    }
-
-
-def _percentile(values: NDArray[np.int64], percent: int) -> float | None:
-    return round(float(np.percentile(values, percent)), 1) if len(values) else None

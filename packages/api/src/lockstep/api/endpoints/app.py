@@ -1,0 +1,336 @@
+"""The table of routes and their access. A route that is not in a table here does not exist.
+
+The access of a route is `public` (health; no key, no detail), `user` (a key, where there are keys) or `admin` (always
+the key of an operator, on a Unix socket apart from the other routes, and only where one was configured). Access belongs
+to the handler, so no path is ever compared for it, however the path is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+from starlette.routing import Route as StarletteRoute
+
+from lockstep.api.endpoints import (
+    control_api,
+    embeddings_api,
+    messages_api,
+    native_api,
+    openai_api,
+    responses_api,
+    schemas,
+    scoring_api,
+    ui,
+)
+from lockstep.api.endpoints.errors import CLIENT_LEFT, ApiError
+from lockstep.api.endpoints.http import ClientLeft, EventStream, error_response, read_body
+from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.observability.logs import EXTRA
+from lockstep.api.observability.served import Served
+from lockstep.api.settings import is_loopback
+
+log = logging.getLogger("lockstep.http")
+
+Access = Literal["public", "user", "admin"]
+Handler = Callable[[Server, Any], Awaitable[Response]]
+
+LABEL = re.compile(r"[\x21-\x7e]{1,128}")
+"""Valid values of X-Request-Id, a client's name for its request; it is returned and logged, and has no other effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRoute:
+    """One route."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    access: Access
+    handler: Handler
+    body: type[Body] | None = None
+    optional: bool = False  # an absent body is a body with all defaults
+    errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
+
+
+ROUTES = (
+    HttpRoute("GET", "/health", "public", native_api.health),
+    HttpRoute("GET", "/health_generate", "public", native_api.health_generate),
+    HttpRoute("GET", "/ready", "public", native_api.ready),
+    HttpRoute("GET", "/ping", "public", native_api.health),
+    HttpRoute("GET", "/version", "user", native_api.about_server),
+    HttpRoute("GET", "/metrics", "user", native_api.metrics),
+    HttpRoute("GET", "/v1/models", "user", openai_api.models),
+    HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
+    HttpRoute("POST", "/v1/completions", "user", openai_api.completions, schemas.CompletionBody),
+    HttpRoute("POST", "/v1/chat/completions", "user", openai_api.chat, schemas.ChatBody),
+    HttpRoute("POST", "/v1/embeddings", "user", embeddings_api.embeddings, schemas.EmbeddingBody),
+    HttpRoute("POST", "/v1/responses", "user", responses_api.responses, schemas.ResponseBody),
+    HttpRoute("GET", "/v1/responses/{response_id}", "user", responses_api.response),
+    HttpRoute("DELETE", "/v1/responses/{response_id}", "user", responses_api.delete_response),
+    HttpRoute("POST", "/v1/responses/{response_id}/cancel", "user", responses_api.cancel_response),
+    HttpRoute("GET", "/v1/responses/{response_id}/input_items", "user", responses_api.input_items),
+    HttpRoute("POST", "/v1/messages", "user", messages_api.messages, schemas.MessageBody, errors="anthropic"),
+    HttpRoute(
+        *("POST", "/v1/messages/count_tokens", "user", messages_api.count_tokens, schemas.CountBody),
+        errors="anthropic",
+    ),
+    *(HttpRoute("POST", path, "user", scoring_api.score, schemas.ScoreBody) for path in ("/score", "/v1/score")),
+    *(
+        HttpRoute("POST", path, "user", scoring_api.rerank, schemas.RerankBody)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+    *(
+        HttpRoute("POST", path, "user", native_api.not_here, schemas.AnyBody, optional=True)
+        for path in ("/pooling", "/classify", "/v1/moderations")
+    ),
+    HttpRoute("POST", "/generate", "user", native_api.generate, schemas.GenerateBody),
+    HttpRoute("POST", "/abort_request", "user", native_api.abort_request, schemas.AbortBody),
+    HttpRoute("POST", "/tokenize", "user", native_api.tokenize, schemas.TokenizeBody),
+    HttpRoute("POST", "/detokenize", "user", native_api.detokenize, schemas.DetokenizeBody),
+    HttpRoute("GET", "/get_model_info", "user", native_api.model_info),
+    HttpRoute("GET", "/model_info", "user", native_api.model_info),
+    HttpRoute("GET", "/load", "user", native_api.load),
+    HttpRoute("GET", "/get_load", "user", native_api.load),
+    HttpRoute("GET", "/usage", "user", native_api.usage),
+    HttpRoute("GET", "/", "public", ui.home),
+    HttpRoute("GET", "/ui", "public", ui.page),
+    HttpRoute("GET", "/ui/requests", "user", ui.requests),
+    HttpRoute("POST", "/open_session", "user", control_api.open_session, schemas.OpenSessionBody),
+    HttpRoute("POST", "/close_session", "user", control_api.close_session, schemas.CloseSessionBody),
+)
+
+
+def _admin(path: str, handler: Handler, body: type[Body] | None = None, *, optional: bool = True) -> HttpRoute:
+    return HttpRoute("POST", path, "admin", handler, body, optional)
+
+
+ADMIN_ROUTES = (
+    _admin("/flush_cache", control_api.flush_cache),
+    _admin("/reset_prefix_cache", control_api.flush_cache),
+    _admin("/pause", control_api.pause, schemas.PauseBody),
+    _admin("/pause_generation", control_api.pause, schemas.PauseBody),
+    _admin("/resume", control_api.resume),
+    _admin("/continue_generation", control_api.resume),
+    _admin("/is_paused", control_api.is_paused),
+    _admin("/drain", control_api.drain),
+    _admin("/abort_all", control_api.abort_all),
+    _admin("/get_server_info", control_api.server_info),
+    _admin("/server_info", control_api.server_info),
+    _admin("/set_internal_state", control_api.set_internal_state, schemas.StateBody, optional=False),
+    _admin("/slow_down", control_api.slow_down, schemas.SlowDownBody),
+    _admin("/freeze_gc", control_api.freeze_gc),
+    _admin("/start_profile", control_api.start_profile, schemas.ProfileBody),
+    _admin("/stop_profile", control_api.stop_profile),
+    _admin("/load_lora_adapter", control_api.load_adapter, schemas.LoadLoraBody, optional=False),
+    _admin("/unload_lora_adapter", control_api.unload_adapter, schemas.UnloadLoraBody, optional=False),
+    _admin("/v1/load_lora_adapter", control_api.load_adapter, schemas.LoadLoraBody, optional=False),
+    _admin("/v1/unload_lora_adapter", control_api.unload_adapter, schemas.UnloadLoraBody, optional=False),
+    _admin(
+        *("/update_weights_from_disk", control_api.update_weights_from_disk, schemas.WeightsFromDiskBody),
+        optional=False,
+    ),
+    _admin(
+        *("/update_weights_from_tensor", control_api.update_weights_from_tensor, schemas.WeightsFromTensorBody),
+        optional=False,
+    ),
+    _admin("/init_weights_update_group", control_api.join_group, schemas.JoinGroupBody, optional=False),
+    _admin("/destroy_weights_update_group", control_api.leave_group, schemas.LeaveGroupBody),
+    _admin(
+        *("/update_weights_from_distributed", control_api.update_weights_from_group, schemas.WeightsFromGroupBody),
+        optional=False,
+    ),
+    _admin("/get_weights_by_name", control_api.get_weights_by_name, schemas.WeightsByNameBody, optional=False),
+    _admin("/release_memory_occupation", control_api.release_memory, schemas.MemoryBody),
+    _admin("/resume_memory_occupation", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/sleep", control_api.release_memory, schemas.MemoryBody),
+    _admin("/wake_up", control_api.resume_memory, schemas.MemoryBody),
+    _admin("/is_sleeping", control_api.is_sleeping),
+)
+
+
+OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
+
+
+def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
+    """The application of a table of routes, and /openapi.json, which describes it."""
+    app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
+    for route in routes:
+        more: dict[str, Any] = {} if route.body is None else _body_schema(route.body)
+        if named := re.findall(r"{(\w+)", route.path):
+            more["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
+            ]
+        app.add_api_route(
+            route.path,
+            _endpoint(server, route),
+            methods=[route.method],
+            operation_id=f"{route.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', route.path.lower()).strip('_')}",
+            summary=(route.handler.__doc__ or "").partition("\n")[0],
+            openapi_extra=more,
+            response_model=None,
+        )
+        if route.method == "GET" and route.access == "public":  # used by load balancers
+            app.add_api_route(
+                route.path, _endpoint(server, route), methods=["HEAD"], include_in_schema=False, response_model=None
+            )
+
+    async def describe(server: Server, call: Call[None]) -> Response:
+        """The description of these routes."""
+        return Response(_described(app, routes), media_type="application/json")
+
+    own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
+    app.add_api_route(own.path, _endpoint(server, own), methods=[own.method], response_model=None)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message, path, headers = str(error.detail), str(request.scope["path"])[:60], error.headers or {}
+        if error.status_code == 404:
+            message = f"there is no {path} here; docs/serving.md lists what there is"
+            if routes is ROUTES and path in OPERATORS_PATHS:
+                message = f"{path} is an operator's: on --admin-socket, where there is one"
+        elif error.status_code == 405:
+            message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
+        response = error_response(ApiError(error.status_code, message))
+        response.headers.update(headers)
+        return response
+
+    app.add_exception_handler(HTTPException, http_error)
+    refuse_undeclared(app.routes, (*routes, own))
+    return app
+
+
+def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
+    """Raise RuntimeError for a route outside the tables, whose access is therefore not declared."""
+    known = {(route.method, route.path) for route in declared}
+    for one in found:
+        methods = (one.methods or set()) - {"HEAD"} if isinstance(one, StarletteRoute) else {"?"}
+        for method in methods:
+            if (method, getattr(one, "path", "?")) not in known:
+                raise RuntimeError(f"{method} {getattr(one, 'path', one)} is in no table of routes: who may use it?")
+
+
+def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        came_s = time.monotonic()
+        named = request.headers.get("x-request-id", "")
+        label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
+        status, tenant = 500, ""
+        try:
+            tenant = let_in(server, route.access, request)
+            body = None
+            if route.body is not None:
+                body = await read_body(
+                    request,
+                    route.body,
+                    bytes_max=server.limits.body_bytes_max,
+                    seconds=server.limits.body_s,
+                    strict=server.settings.strict,
+                    optional=route.optional,
+                )
+            response = await route.handler(server, Call(request, body, tenant, came_s))
+            status = response.status_code
+        except ApiError as error:
+            response, status = error_response(error, route.errors), error.status
+        except ClientLeft:
+            response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
+        except Exception:  # an error of one request, which is answered; other requests go on
+            log.exception("%s %s failed, request %s", route.method, route.path, label)
+            response = error_response(ApiError(500, "the server failed; its log says how"), route.errors)
+        response.headers["X-Request-Id"] = label
+
+        def answered(status: int) -> None:
+            server.metrics.answered(route.path, route.method, status)
+            if route.access == "public":
+                return
+            served = Served(
+                request_id=label,
+                method=route.method,
+                path=route.path,
+                status=status,
+                tenant=tenant,
+                came_s=came_s,
+                ended_s=time.monotonic(),
+                headers=request.headers,
+                generation=getattr(request.state, "generation", None),
+            )
+            if log.isEnabledFor(logging.INFO):
+                fields = {"method": served.method, "tenant": tenant, **served.row()}
+                took_ms = served.took_s * 1000
+                log.info(
+                    *("%s %s %d %.1f ms, request %s", route.method, route.path, status, took_ms, label),
+                    extra={EXTRA: fields},
+                )
+            for watcher in server.watchers:
+                watcher(served)
+
+        if isinstance(response, EventStream):
+            response.ended = lambda all_sent: answered(status if all_sent else CLIENT_LEFT)
+        else:
+            answered(status)
+        return response
+
+    endpoint.__name__ = route.handler.__name__
+    return endpoint
+
+
+def let_in(server: Server, access: Access, request: Request) -> str:
+    """The tenant of a request. Raises ApiError, 401, for a request without a key that gives access."""
+    if access == "public":
+        return ""
+    if access == "user" and server.keys is None:
+        _refuse_strangers(server, request)
+        return ""
+    tenant = None
+    if server.keys is not None:
+        given = request.headers.get("authorization")
+        if given is None and "x-api-key" in request.headers:  # sent by clients of Anthropic's API
+            given = f"Bearer {request.headers['x-api-key']}"
+        tenant = server.keys.tenant_of(given, admin=access == "admin")
+    if tenant is None:
+        raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key that opens this")
+    return tenant
+
+
+def _refuse_strangers(server: Server, request: Request) -> None:
+    """Refuse requests of foreign web pages: without keys, access is open to this machine, and so to its browsers.
+
+    A request with the `Origin` of another site is refused, and one with a `Host` name that was made to point to this
+    machine. Raises ApiError, 403.
+    """
+    for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
+        if value is None:
+            continue
+        named = value.partition("://")[2] if header == "Origin" else value
+        name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
+        if not is_loopback(name.lower()) and name.lower() not in server.settings.allowed_hosts:
+            message = f"the header `{header}` is {value[:60]!r}, and without keys only this machine may ask"
+            raise ApiError(403, f"{message}; --allowed-host lets a name in")
+
+
+def _body_schema(body: type[Body]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{body.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _described(app: FastAPI, routes: tuple[HttpRoute, ...]) -> bytes:
+    """openapi.json, with the bodies."""
+    import msgspec
+
+    described = app.openapi()
+    bodies: list[tuple[type[Body], Literal["validation"]]]
+    bodies = [(route.body, "validation") for route in routes if route.body is not None]
+    _, definitions = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    described.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+    return msgspec.json.encode(described)

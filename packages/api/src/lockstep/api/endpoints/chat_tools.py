@@ -1,0 +1,432 @@
+"""Tools and thoughts of a conversation: which tools there are, whether one must be called, whether thoughts are split
+off.
+
+    tools, tool_choice, reasoning ──> Tools ──┬──> variables of the chat template
+                                              └──> Reading ──AnswerParser per answer──> content, thoughts, calls
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.generation import Generation
+from lockstep.api.endpoints.schemas import TemplateOptions
+from lockstep.api.endpoints.structured_output import READERS
+from lockstep.api.settings import Limits
+from lockstep.api.text.chat_formats.driver import (
+    AnswerParser,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ContentDelta,
+    Event,
+    ParsedAnswer,
+    Thought,
+)
+from lockstep.api.text.chat_formats.tables import PLAIN, REQUIRED, ChatFormats, Format, opening, with_thoughts
+from lockstep.core.contract.events import Grammar
+
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, checked.
+
+    Args:
+        given: as chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}.
+        choice: auto, none, required, or the name of the tool that must be called.
+        parallel: whether an answer may have more than one call.
+    """
+
+    given: Sequence[Mapping[str, Any]] = ()
+    choice: str = "auto"
+    named: bool = False
+    parallel: bool = True
+
+    @property
+    def shown(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template receives: None if no tool may be called."""
+        return [dict(one) for one in self.given] if self.given and (self.named or self.choice != "none") else None
+
+    @property
+    def obliged(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.named or self.choice == "required"
+
+    def schemas(self) -> dict[str, Any]:
+        """Schemas of the arguments, by name of the tool."""
+        return {one["function"]["name"]: one["function"].get("parameters") for one in self.given}
+
+    def grammar(self, limits: Limits) -> dict[str, Any]:
+        """The grammar of an answer that must be a call, as fields of `GenerationRequest`; empty if it need not be one.
+
+        Raises: ApiError for schemas beyond the limits.
+        """
+        if not self.obliged:
+            return {}
+        schema = required_calls(
+            {name: one for name, one in self.schemas().items() if not self.named or name == self.choice},
+            alone=self.named or not self.parallel,
+        )
+        return {"grammar": READERS["json_schema"](schema, "tool_choice", limits), "grammar_field": "tool_choice"}
+
+
+def required_calls(schemas: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
+    """The schema of an answer that consists of calls, as the format REQUIRED parses it: [{"name", "parameters"}, ...].
+
+    A schema with references becomes a definition of its own, and its references are resolved within it.
+    """
+    definitions: dict[str, Any] = {}
+    ways = []
+    for number, (name, given) in enumerate(schemas.items()):
+        schema: dict[str, Any] = NO_ARGUMENTS if given is None else {"type": "object", **given}
+        if _refers(schema):
+            place = f"tool{number}"
+            definitions[place] = _moved(schema, f"#/$defs/{place}")
+            schema = {"$ref": f"#/$defs/{place}"}
+        ways.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": schema},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": ways} if len(ways) > 1 else ways[0]}
+    return calls | ({"maxItems": 1} if alone else {}) | ({"$defs": definitions} if definitions else {})
+
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _refers(schema: Any) -> bool:
+    """Whether a schema contains a reference at any depth."""
+    level = [schema]
+    while level:
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                if isinstance(one.get("$ref"), str):
+                    return True
+                below += one.values()
+            elif isinstance(one, list):
+                below += one
+        level = below
+    return False
+
+
+def _moved(schema: Any, place: str, depth: int = 64) -> Any:
+    """A schema with its references to itself changed to another place. Raises ApiError if it is nested too deeply."""
+    if not depth:
+        raise ApiError(400, "`tools` have a schema that is nested more than 64 levels deep", "tools")
+    if isinstance(schema, list):
+        return [_moved(one, place, depth - 1) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(one, place, depth - 1) for name, one in schema.items()}
+    of = schema.get("$ref")
+    if isinstance(of, str) and of.startswith("#"):
+        moved["$ref"] = place + of[1:]
+    return moved
+
+
+def tools_of(
+    given: Sequence[Any], choice: str | Mapping[str, Any] | None, *, parallel: bool | None, where: str = "tools"
+) -> Tools:
+    """The tools of a chat completion. Raises ApiError for an invalid tool, and for a choice that is not possible."""
+    functions = []
+    for i, one in enumerate(given):
+        if not isinstance(one, dict) or one.get("type") != "function":
+            kind = one.get("type") if isinstance(one, dict) else one
+            raise ApiError(400, f"`{where}.{i}.type` must be function, got {str(kind)[:40]!r}", f"{where}.{i}.type")
+        if not isinstance(one.get("function"), dict):
+            raise ApiError(400, f"`{where}.{i}.function` must be an object", f"{where}.{i}.function")
+        functions.append(one["function"])
+    check_tools(functions, where + ".{}.function", "parameters")
+    return chosen(list(given), choice, parallel=parallel)
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
+    """Refuse a tool without a valid name, or whose arguments are not an object. Raises ApiError.
+
+    Args:
+        place: path of a tool in the client's body, with {} for its number.
+    """
+    names: set[str] = set()
+    for i, tool in enumerate(tools):
+        where, name, schema = place.format(i), tool.get("name"), tool.get(schema_field)
+        if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
+            message = f"`{where}.name` must be 1 to 128 letters, digits and any of _ . : -, got {str(name)[:40]!r}"
+            raise ApiError(400, message, f"{where}.name")
+        if name in names:
+            raise ApiError(400, f"`{where}.name` is {name!r}, which another tool is called already", f"{where}.name")
+        if schema is not None and not isinstance(schema, dict):
+            raise ApiError(400, f"`{where}.{schema_field}` must be a JSON schema", f"{where}.{schema_field}")
+        names.add(name)
+
+
+def chosen(
+    given: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, *, parallel: bool | None = None
+) -> Tools:
+    """Tools with OpenAI's `tool_choice`: a keyword, or the name of a tool. Raises ApiError."""
+    tools = Tools(given, parallel=parallel is not False)
+    if choice is None:
+        return tools
+    names = tools.schemas()
+    if isinstance(choice, str):
+        if choice == "required" and not names:
+            raise ApiError(400, "`tool_choice` is required, but there are no `tools`", "tool_choice")
+        return Tools(given, choice, parallel=tools.parallel)
+    inside = choice.get("function")
+    name = inside.get("name") if isinstance(inside, dict) else choice.get("name")
+    if choice.get("type") != "function" or not isinstance(name, str):
+        message = '`tool_choice` must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
+        raise ApiError(400, message, "tool_choice")
+    if name not in names:
+        raise ApiError(400, f"`tool_choice` names {name[:60]!r}, which is none of `tools`", "tool_choice")
+    return Tools(given, name, named=True, parallel=tools.parallel)
+
+
+# ------------------------------------------------------------------------------------------------------------ templates
+
+EFFORT = "reasoning_effort"
+
+
+def reads(template: str, name: str) -> bool:
+    """Whether a chat template mentions a name."""
+    return re.search(rf"\b{name}\b", template) is not None
+
+
+def template_options(
+    options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
+) -> dict[str, Any]:
+    """Variables of a chat template besides messages and tools. Raises ApiError for variables that it does not read."""
+    asked: dict[str, tuple[str, Any]] = {}
+    if options is not None:
+        for name in options.model_extra or {}:
+            known = ", ".join(TemplateOptions.model_fields)
+            where = f"chat_template_kwargs.{name[:60]}"
+            raise ApiError(400, f"`{where}` is none of those that are taken: {known}", where)
+        for name in TemplateOptions.model_fields:
+            if (value := getattr(options, name)) is not None:
+                asked[name] = f"chat_template_kwargs.{name}", value
+    if effort is not None:
+        asked.setdefault(EFFORT, (effort_field, effort))
+    for name, (where, _) in asked.items():
+        if not reads(template or "", name):
+            raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
+    return {name: value for name, (_, value) in asked.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- parsed answers
+
+
+@dataclass
+class Reading:
+    """How the answers to one request are parsed.
+
+    Args:
+        form: the format; None for plain text, which is not parsed.
+        thinks: whether thoughts are split off.
+    """
+
+    form: Format | None
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    thinks: bool = False
+    calls_max: int | None = None
+    id_prefix: str = "call_"
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+
+    def parser(self, index: int) -> AnswerParser:
+        """A parser for one answer, by its number."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            assert self.form is not None
+            parser = self._parsers[index] = AnswerParser(
+                self.form, tools=self.schemas, make_id=self._make_id, calls_max=self.calls_max
+            )
+        return parser
+
+    def whole(self, index: int, text: str) -> ParsedAnswer:
+        """Parse one complete answer."""
+        if self.form is None:
+            return ParsedAnswer(content=text, order=[text])
+        parser = self.parser(index)
+        return ParsedAnswer.of(parser.feed(text) + parser.finish())
+
+    def called(self, index: int) -> bool:
+        """Whether an answer has a complete call."""
+        return index in self._parsers and self._parsers[index].calls > 0
+
+    def _make_id(self) -> str:
+        if self.form is not None and self.form.id_characters:
+            return "".join(secrets.choice(LETTERS) for _ in range(self.form.id_characters))
+        return self.id_prefix + secrets.token_hex(12)
+
+    def thought_tokens(self, generation: Generation) -> int:
+        """Number of tokens of the thoughts so far, over all answers, tags included."""
+        return sum(
+            bisect_left(choice.answer.starts, self._parsers[choice.index].thought_stop)
+            for choice in generation.choices
+            if choice.index in self._parsers
+        )
+
+
+def reading_of(
+    formats: ChatFormats,
+    tools: Tools,
+    prompt: str | None,
+    *,
+    separate: bool = True,
+    going_on: bool = False,
+    grammar: Grammar | None = None,
+    id_prefix: str = "call_",
+) -> Reading:
+    """How the answers to a prompt are parsed.
+
+    Args:
+        separate: whether thoughts are to be split off.
+        grammar: grammar of the answer from its first token on: then there are no thoughts.
+        going_on: the answer continues a message, whose thoughts have ended unless they are open.
+    """
+    form = PLAIN
+    if tools.obliged:
+        form = REQUIRED
+    elif tools.shown and formats.tools is not None:
+        form = formats.tools
+    plain, thinks = form is PLAIN, False
+    free = grammar is None or grammar.kind == "structural_tag"
+    if separate and free and formats.thoughts is not None:
+        how = opening(formats.thoughts, prompt or "", going_on=going_on)
+        form, thinks = with_thoughts(form, formats.thoughts, how), True
+        plain = plain and how == "closed"
+    alone = tools.named or not tools.parallel
+    return Reading(
+        None if plain else form,
+        tools.schemas(),
+        thinks,
+        calls_max=1 if alone else None,
+        id_prefix=id_prefix,
+    )
+
+
+# --------------------------------------------------------------------------------------- an answer as a list of blocks
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of an answer: thoughts, text, or a call, whose text is its arguments.
+
+    Args:
+        number: position in the answer.
+        whole: of a call, whether it is complete.
+    """
+
+    kind: Literal["thought", "content", "call"]
+    number: int
+    text: str = ""
+    call_id: str = ""
+    name: str = ""
+    whole: bool = True
+    id: str = ""  # set by endpoints that have block ids
+
+
+Step = tuple[Literal["open", "more", "close"], Block, str]
+
+
+class Blocks:
+    """Builds the blocks of an answer while it comes.
+
+    Args:
+        first: open a text block at once, where no other kind can come first.
+    """
+
+    def __init__(self, reading: Reading, *, first: bool = False) -> None:
+        self._reading = reading
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._parts: list[str] = []
+        self._first = first
+
+    def begin(self) -> list[Step]:
+        """The steps before any text."""
+        return self._to("content") if self._first else []
+
+    def take(self, text: str, *, over: bool) -> list[Step]:
+        """Take in more of the answer; at its end there is at least one block, and none is open."""
+        if self._reading.form is None:
+            events: list[Event] = [ContentDelta(text)] if text else []
+        else:
+            parser = self._reading.parser(0)
+            events = parser.feed(text) + (parser.finish() if over else [])
+        steps: list[Step] = []
+        for event in events:
+            steps += self._take(event)
+        if over:
+            steps += self._to("content") if not self.all else []
+            steps += self._close()
+        return steps
+
+    def _take(self, event: Event) -> list[Step]:
+        match event:
+            case Thought():
+                return [*self._to("thought"), self._more(event.text)]
+            case ContentDelta():
+                return [*self._to("content"), self._more(event.text)]
+            case CallBegan():
+                return [*self._close(), self._begin(Block("call", len(self.all), "", event.call_id, event.name))]
+            case CallArguments():
+                return [self._more(event.text)]
+            case CallEnded():
+                return self._close()
+            case CallBroken():
+                assert self._open is not None
+                self._open.whole = False
+                steps = self._close()
+                return [*steps, *self._to("content"), self._more(event.rest)] if event.rest else steps
+
+    def _to(self, kind: Literal["thought", "content"]) -> list[Step]:
+        """Ensure that a block of this kind is open."""
+        if self._open is not None and self._open.kind == kind:
+            return []
+        return [*self._close(), self._begin(Block(kind, len(self.all)))]
+
+    def _begin(self, block: Block) -> Step:
+        self.all.append(block)
+        self._open = block
+        return "open", block, ""
+
+    def _more(self, text: str) -> Step:
+        assert self._open is not None
+        self._parts.append(text)
+        return "more", self._open, text
+
+    def _close(self) -> list[Step]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        block.text = "".join(self._parts)
+        self._parts = []
+        return [("close", block, "")]
+
+
+def blocks_of(answer: ParsedAnswer) -> list[Block]:
+    """The blocks of a complete answer, at least one."""
+    blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
+    for one in answer.order or ([] if blocks else [""]):
+        number = len(blocks)
+        if isinstance(one, str):
+            blocks.append(Block("content", number, one))
+        else:
+            blocks.append(Block("call", number, one.arguments, one.call_id, one.name))
+    return blocks

@@ -1,0 +1,411 @@
+"""Endpoints about the engine itself: sessions, for users, and operations for operators only.
+
+Each is a control request of `lockstep.core.admin.control`, sent by `bridge.ask`, or a message of its own where the
+scheduler takes no part. With several engines an operator's request goes to all of them, or with `?engine=N` to one. An
+operation that this runtime does not support is refused by name with 501, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from lockstep.api.endpoints.errors import ApiError, for_clients, session_name
+from lockstep.api.endpoints.generation import unavailable
+from lockstep.api.endpoints.http import JsonResponse
+from lockstep.api.endpoints.schemas import (
+    CloseSessionBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    LoadLoraBody,
+    MemoryBody,
+    OpenSessionBody,
+    PauseBody,
+    ProfileBody,
+    SlowDownBody,
+    StateBody,
+    UnloadLoraBody,
+    WeightsBody,
+    WeightsByNameBody,
+    WeightsFromDiskBody,
+    WeightsFromGroupBody,
+    WeightsFromTensorBody,
+)
+from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.processes.bridge import Bridge, EngineUnavailable
+from lockstep.api.processes.wire import Answered
+from lockstep.core.admin.maintenance import MEMORY_TAGS
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    CancelAll,
+    CloseSession,
+    Control,
+    Drain,
+    Flush,
+    FreezeGc,
+    GetState,
+    OpenSession,
+    Pause,
+    ReleaseMemory,
+    Resume,
+    ResumeMemory,
+    SetState,
+    SlowDown,
+    UpdateWeights,
+)
+from lockstep.host.weights import Folder, Group, SharedMemory, Source, stamp_of, write_source
+
+MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
+"""vLLM's names for the treatment of running requests -> Lockstep's."""
+
+# ------------------------------------------------------------------------------------------------------------- sessions
+
+
+async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
+    """Keep the tokens of a conversation between its turns, and their KV as far as memory allows."""
+    body, limits = call.body, server.limits
+    given = secrets.token_hex(16) if body.session_id is None else body.session_id
+    if not given or "\0" in given:
+        raise ApiError(400, "`session_id` must be a text, without zero characters", "session_id")
+    if body.capacity_of_str_len > limits.session_tokens_max:
+        message = f"`capacity_of_str_len` is {body.capacity_of_str_len}, at most {limits.session_tokens_max} are kept"
+        raise ApiError(400, message, "capacity_of_str_len")
+    idle_s = limits.session_idle_s if body.timeout is None else body.timeout
+    if idle_s > limits.session_idle_s:
+        raise ApiError(400, f"`timeout` is {idle_s:g} s, at most {limits.session_idle_s:g} are allowed", "timeout")
+    name, parent = session_name(call.tenant, given), session_name(call.tenant, body.parent) if body.parent else ""
+    engine, refused = await _waited(server.bridge.engine_to_open(name, parent))
+    wanted = OpenSession(name, body.capacity_of_str_len, round(idle_s * 1e6), parent, body.parent_tokens)
+    try:
+        _answer([(engine, await _waited(engine.ask(wanted)))])
+    except ApiError:
+        refused()
+        raise
+    return JsonResponse(given)
+
+
+async def close_session(server: Server, call: Call[CloseSessionBody]) -> Response:
+    """Close a session; a running turn continues."""
+    name = session_name(call.tenant, call.body.session_id)
+    engine, closed = await _waited(server.bridge.engine_to_close(name))
+    answer = _answer([(engine, await _waited(engine.ask(CloseSession(name))))])
+    closed()
+    return answer
+
+
+# ------------------------------------------------------------------------------------------------------------- operator
+
+
+async def flush_cache(server: Server, call: Call[None]) -> Response:
+    """Empty the radix cache; refused while anything runs."""
+    return await _told(server, call, Flush())
+
+
+async def pause(server: Server, call: Call[PauseBody]) -> Response:
+    """Stop launching; running requests stay in place, give their pages back (retract), or are cancelled (cancel)."""
+    return await _told(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
+
+
+async def resume(server: Server, call: Call[None]) -> Response:
+    """Continue after a pause or a drain."""
+    answer = await _told(server, call, Resume())
+    for engine in _chosen(server, call):
+        server.bridge.drained(engine, draining=False)
+    return answer
+
+
+async def is_paused(server: Server, call: Call[None]) -> Response:
+    """Whether the engine is paused."""
+    paused = [one.stats is not None and one.stats.paused for _, one in await _asked(server, call, GetState())]
+    return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
+
+
+async def is_sleeping(server: Server, call: Call[None]) -> Response:
+    """Whether the engine's memory, or part of it, is released."""
+    asked = await _asked(server, call, GetState())
+    sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in asked]
+    return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
+
+
+async def drain(server: Server, call: Call[None]) -> Response:
+    """Take no more requests; answered once all accepted requests have ended."""
+    for engine in _chosen(server, call):
+        server.bridge.drained(engine, draining=True)
+    return await _told(server, call, Drain())
+
+
+async def abort_all(server: Server, call: Call[None]) -> Response:
+    """Cancel all requests."""
+    return await _told(server, call, CancelAll())
+
+
+async def server_info(server: Server, call: Call[None]) -> Response:
+    """Settings, and the state of the engine."""
+    answered = await _asked(server, call, GetState())
+    said = {
+        "version": version_of("lockstep-api"),
+        "settings": msgspec.to_builtins(server.settings),
+        "scheduler": server.about().settings,
+        "weight_version": weight_version(server),
+    }
+    states = [{"engine": engine.number, "state": msgspec.to_builtins(one.stats)} for engine, one in answered]
+    return JsonResponse(said | ({"engines": states} if len(states) > 1 else {"state": states[0]["state"]}))
+
+
+def weight_version(server: Server) -> str:
+    """Weights version of the engines; where they differ, the version of each in turn."""
+    return ",".join(dict.fromkeys(str(engine.weights_version) for engine in server.bridge.engines))
+
+
+async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
+    """Change settings of the scheduler, one after another, up to the first that is refused."""
+    for name, value in call.body.server_args.items():
+        await _told(server, call, SetState(name, value))
+    return JsonResponse({"updated": True, "server_args": call.body.server_args})
+
+
+async def slow_down(server: Server, call: Call[SlowDownBody]) -> Response:
+    """Leave at least this many seconds between two launches, for tests; null or 0 ends it."""
+    return await _told(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
+
+
+async def freeze_gc(server: Server, call: Call[None]) -> Response:
+    """Exclude the engine's current objects from garbage collection."""
+    return await _told(server, call, FreezeGc())
+
+
+async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
+    """Record the activity of CPU and GPU into files of `--profile-dir`."""
+    _needs(server, "profile", "traces are taken of a model, with --profile-dir")
+    body = call.body
+    options = {
+        "start_step": body.start_step,
+        "steps": body.num_steps,
+        "activities": tuple(one.lower() for one in body.activities or ()),
+        "record_shapes": body.record_shapes,
+        "with_stack": body.with_stack,
+        "by_stage": body.profile_by_stage,
+    }
+    given = {name: one for name, one in options.items() if one is not None}
+    return _answer(await _of_each(server, call, lambda engine: engine.trace(given)))
+
+
+async def stop_profile(server: Server, call: Call[None]) -> Response:
+    """End the profile, and write its files."""
+    _needs(server, "profile", "traces are taken of a model, with --profile-dir")
+    return _answer(await _of_each(server, call, lambda engine: engine.trace(None)))
+
+
+async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
+    """Load a LoRA adapter: it is read, checked, and available to requests that name it."""
+    body = call.body
+    if body.lora_name in server.models():
+        raise ApiError(400, f"`lora_name` is {body.lora_name[:60]!r}, which is the model's own name", "lora_name")
+    if "\0" in body.lora_name:
+        raise ApiError(400, "`lora_name` holds a zero character", "lora_name")
+    chosen = _chosen(server, call)
+    if not body.load_inplace and all(body.lora_name in one.adapters for one in chosen):
+        message = f"`lora_name` {body.lora_name[:60]!r} is loaded already; `load_inplace` loads a newer version of it"
+        raise ApiError(400, message, "lora_name")
+    if server.about().kind != "emulated" and not Path(body.lora_path).is_absolute():
+        raise ApiError(400, f"`lora_path` must begin with /, got {body.lora_path[:200]!r}", "lora_path")
+
+    def load(engine: Bridge) -> Awaitable[Answered]:
+        return engine.load_lora(body.lora_name, body.lora_path, pinned=body.pinned)
+
+    return _loaded(server, await _of_each(server, call, load))
+
+
+async def unload_adapter(server: Server, call: Call[UnloadLoraBody]) -> Response:
+    """Unload a LoRA adapter; answered once no request uses it. Other requests continue."""
+    name = call.body.lora_name
+    if not any(name in one.adapters for one in _chosen(server, call)):
+        raise ApiError(404, f"`lora_name` {name[:60]!r} is not loaded", "lora_name")
+    return _loaded(server, await _of_each(server, call, lambda engine: engine.unload_lora(name)))
+
+
+def _loaded(server: Server, answered: list[tuple[Bridge, Answered]]) -> Response:
+    said = _answer(answered)
+    told = msgspec.json.decode(bytes(said.body))
+    return JsonResponse(told | {"loaded_adapters": server.bridge.adapters})
+
+
+async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBody]) -> Response:
+    """Load the weights of another folder of the same model into the running engine."""
+    path = call.body.model_path
+    if server.about().kind == "emulated":  # an emulated engine reads nothing
+        return await _update(server, call, Folder(path))
+    if not Path(path).is_absolute():
+        raise ApiError(400, f"`model_path` must begin with /, got {path[:200]!r}", "model_path")
+    try:
+        stamp = await asyncio.to_thread(stamp_of, Path(path))
+    except (ConfigError, OSError) as error:
+        message = str(error).partition("\nhint: ")[0]
+        raise ApiError(400, f"`model_path`: {message}", "model_path") from error
+    return await _update(server, call, Folder(path, stamp))
+
+
+async def update_weights_from_tensor(server: Server, call: Call[WeightsFromTensorBody]) -> Response:
+    """Load tensors from shared memory, some or all of the model's."""
+    return await _update(server, call, SharedMemory(call.body.shared_memory))
+
+
+async def update_weights_from_group(server: Server, call: Call[WeightsFromGroupBody]) -> Response:
+    """Load tensors that a trainer sends over a group, some or all of the model's."""
+    body = call.body
+    shapes = tuple(tuple(shape) for shape in body.shapes)
+    return await _update(server, call, Group(body.group_name, tuple(body.names), tuple(body.dtypes), shapes))
+
+
+async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
+    """Join the group of a trainer that will send weights; answered once all joined. Engine N has rank_offset + N."""
+    _needs_weights(server)
+    body = call.body
+    engines = _chosen(server, call)
+    last = body.rank_offset + max(engine.number for engine in engines)
+    if last >= body.world_size:
+        message = f"`world_size` is {body.world_size}, but an engine is to be rank {last}; it counts the trainer, too"
+        raise ApiError(400, message, "world_size")
+
+    def join(engine: Bridge) -> Awaitable[Answered]:
+        rank = body.rank_offset + engine.number
+        place = (body.group_name, body.master_address, body.master_port, rank, body.world_size)
+        return engine.join_group(*place, body.backend)
+
+    return _answer(await _of_each(server, call, join))
+
+
+async def leave_group(server: Server, call: Call[LeaveGroupBody]) -> Response:
+    """Leave a trainer's group."""
+    _needs_weights(server)
+    return _answer(await _of_each(server, call, lambda engine: engine.leave_group(call.body.group_name)))
+
+
+def _needs_weights(server: Server) -> None:
+    if server.about().kind == "emulated":
+        raise ApiError(501, "an emulated engine has no weights")
+
+
+async def _update(server: Server, call: Call[Any], source: Source) -> Response:
+    """Update the selected engines to one version; requests that run meanwhile are handled by each engine separately."""
+    body: WeightsBody = call.body
+    states = [(engine, one.stats) for engine, one in await _asked(server, call, GetState())]
+    newest = max(0 if stats is None else stats.weights_version for _, stats in states)
+    version = newest + 1 if body.weight_version is None else int(body.weight_version)
+    paused = {engine.number for engine, stats in states if stats is not None and stats.paused}
+
+    def ask(engine: Bridge) -> Awaitable[Answered]:
+        mode = body.mode or ("cancel" if body.abort_all_requests else None)
+        mode = mode or ("in_place" if engine.number in paused else "wait")
+        return engine.ask(UpdateWeights(version, write_source(source), MODES.get(mode, mode)))
+
+    _answer(await _of_each(server, call, ask))
+    return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
+
+
+async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> Response:
+    """The first rows of a tensor, by its name in a checkpoint; of the first selected engine."""
+    _needs_weights(server)
+    answered = await _waited(_chosen(server, call)[0].read_weights(call.body.name, call.body.truncate_size))
+    if answered.weights is None:
+        raise ApiError(400, for_clients(answered.message), "name")
+    read = answered.weights
+    return JsonResponse({"parameter": read.values, **msgspec.to_builtins(read), "version": str(read.version)})
+
+
+async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:
+    """Release the memory of weights and KV cache, or of what `tags` names, once nothing runs. Requests then wait."""
+    return await _told(server, call, ReleaseMemory(_tags(call)))
+
+
+async def resume_memory(server: Server, call: Call[MemoryBody]) -> Response:
+    """Allocate released memory again; requests continue."""
+    return await _told(server, call, ResumeMemory(_tags(call)))
+
+
+def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
+    """The value of `tags`, in the body or, as in vLLM, in the query; all tags if absent."""
+    level = call.request.query_params.get("level", "1")
+    if level != "1":
+        raise ApiError(400, f"`level` must be 1, which keeps the weights in other memory, got {level[:20]!r}", "level")
+    asked = tuple(call.body.tags or call.request.query_params.getlist("tags")) or MEMORY_TAGS
+    for tag in asked:
+        if tag not in MEMORY_TAGS:
+            raise ApiError(400, f"`tags` has {tag[:60]!r}; known are {', '.join(MEMORY_TAGS)}", "tags")
+    return asked
+
+
+# -------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _needs(server: Server, ability: str, otherwise: str) -> None:
+    """Raise ApiError if this engine was started without an ability."""
+    if ability not in server.about().able:
+        raise ApiError(501, f"this engine was started without: {otherwise}")
+
+
+def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
+    """The engine of `?engine=N`, or all engines. Raises ApiError."""
+    engines, named = server.bridge.engines, call.request.query_params.get("engine")
+    if named is None:
+        return [one for one in engines if not one.gone] or list(engines)
+    if not named.isascii() or not named.isdecimal() or int(named[:9]) >= len(engines):
+        raise ApiError(400, f"`engine` must be a number from 0 to {len(engines) - 1}, got {named[:40]!r}", "engine")
+    return [engines[int(named)]]
+
+
+async def _told(server: Server, call: Call[Any], control: Control) -> Response:
+    """Send a control request to the selected engines. Raises ApiError if one refuses it."""
+    return _answer(await _asked(server, call, control))
+
+
+async def _asked(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
+    return await _of_each(server, call, lambda engine: engine.ask(control))
+
+
+async def _of_each(
+    server: Server, call: Call[Any], ask: Callable[[Bridge], Awaitable[Answered]]
+) -> list[tuple[Bridge, Answered]]:
+    """Call `ask` for each selected engine. Raises ApiError if one is unavailable; the others were asked."""
+    engines = _chosen(server, call)
+    answers = await asyncio.gather(*(ask(one) for one in engines), return_exceptions=True)
+    found = []
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineUnavailable) and len(engines) > 1:
+            raise ApiError(503, f"engine {engine.number}: {answer}; the others were asked") from answer
+        if isinstance(answer, EngineUnavailable):
+            raise unavailable(answer) from answer
+        if isinstance(answer, BaseException):
+            raise answer
+        found.append((engine, answer))
+    return found
+
+
+Awaited = TypeVar("Awaited")
+
+
+async def _waited(answer: Awaitable[Awaited]) -> Awaited:
+    try:
+        return await answer
+    except EngineUnavailable as error:
+        raise unavailable(error) from error
+
+
+def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
+    """The answers of several engines as one. Raises ApiError if one refused; the others have done as requested."""
+    said = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
+    shown = [(engine, ok, message) for engine, ok, message in said if not ok] or said
+    messages = [message for _, _, message in shown]
+    if len(said) > 1 and (len(set(messages)) > 1 or len(shown) < len(said)):
+        messages = [f"engine {engine.number}: {message}" for engine, _, message in shown]
+    message = "; ".join(dict.fromkeys(messages))
+    if not all(ok for _, ok, _ in said):
+        raise ApiError(400, message)
+    return JsonResponse({"success": True, "message": message})

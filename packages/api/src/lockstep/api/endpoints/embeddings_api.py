@@ -1,0 +1,110 @@
+"""POST /v1/embeddings: a vector for each input, by the model's pooling."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.generation import GenerationRequest, Prompt, check_answers, prompts_of
+from lockstep.api.endpoints.http import JsonResponse, unless_left
+from lockstep.api.endpoints.schemas import EmbeddingBody, Sampling
+from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.processes.wire import EngineInfo
+from lockstep.core.contract.events import RequestKind
+from lockstep.host.batches import Float32s
+
+NOTHING = Sampling()
+
+
+async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
+    """Vectors for texts."""
+    body, about = call.body, server.about()
+    name = server.model(body.model)
+    if not about.vector_size:
+        raise ApiError(400, "an emulated engine has no hidden states, and so no embeddings", "model")
+    check_dimensions(body.dimensions, about)
+    given = prompts_of(body.input, "input")
+    check_answers(len(given), 1, server.limits, "input")
+    prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
+    vectors, tokens = await pooled(server, call, prompts, "embed", "input")
+    weights = call.request.state.generation.weights()
+    found = [
+        {"object": "embedding", "index": number, "embedding": written(vector, body.encoding_format)}
+        for number, vector in enumerate(shortened(one, body.dimensions) for one in vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return JsonResponse({"object": "list", "data": found, "model": name, "usage": usage, **weights})
+
+
+async def prompt_of(server: Server, given: str | list[int], field: str, *, special: bool = True) -> Prompt:
+    """A text or token ids as a prompt."""
+    if isinstance(given, str):
+        return Prompt(await server.encode(f"`{field}`", given, special=special), given)
+    return Prompt(given)
+
+
+async def pooled(
+    server: Server, call: Call[Any], prompts: list[Prompt], kind: RequestKind, field: str
+) -> tuple[list[Float32s], int]:
+    """The result of each prompt, and the number of tokens of all prompts.
+
+    Args:
+        kind: embed for vectors [hidden], score for the logits [vocabulary] after each prompt.
+        field: the client's name of the prompts, for errors.
+    Raises: ApiError for the first that fails, ClientLeft.
+    """
+    wanted = GenerationRequest(
+        sampling=NOTHING,
+        max_tokens=0,
+        kind=kind,
+        prompt_field=field,
+        tenant=call.tenant,
+        priority=call.body.priority,
+    )
+    generation = server.generate(call, wanted, prompts)
+    try:
+        await unless_left(call.request, generation.whole())
+    finally:
+        generation.cancel()
+    found = []
+    for choice in generation.choices:
+        ended = choice.reply.ended
+        assert ended is not None
+        if (error := failure(ended)) is not None:
+            raise error
+        if not ended.vector:
+            raise ApiError(500, f"`{field}` {choice.index} ended with reason {ended.reason}, without a vector")
+        found.append(np.frombuffer(ended.vector, "<f4"))
+    return found, generation.usage().prompt_tokens
+
+
+def check_dimensions(asked: int | None, about: EngineInfo) -> None:
+    """Refuse a size other than that of the model's vectors, unless the model was trained for it. Raises ApiError."""
+    if asked in (None, about.vector_size):
+        return
+    if about.matryoshka is None:
+        message = f"`dimensions` is {asked}, but this model's vectors have {about.vector_size} and cannot be cut"
+        raise ApiError(400, f"{message}: its config.json names no `matryoshka_dimensions`", "dimensions")
+    if asked not in about.matryoshka if about.matryoshka else asked > about.vector_size:
+        sizes = ", ".join(map(str, about.matryoshka)) or f"1 to {about.vector_size}"
+        raise ApiError(400, f"`dimensions` is {asked}, but this model's vectors can have {sizes}", "dimensions")
+
+
+def shortened(vector: Float32s, dimensions: int | None) -> Float32s:
+    """The first `dimensions` of a vector, scaled to length 1, as OpenAI does; the vector itself for None."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    front = vector[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(front))
+    return (front / length if length > 0.0 else front).astype(np.float32)
+
+
+def written(vector: Float32s, encoding: str | None) -> list[float] | str:
+    """A vector in JSON: numbers, or base64 of little-endian float32."""
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+    return [float(value) for value in vector]

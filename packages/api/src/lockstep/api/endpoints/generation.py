@@ -1,0 +1,523 @@
+"""From a client's parameters to requests of the engine, and from its results to pieces of the answer.
+
+    body ──limits──> prompts ──tokens──> RequestArrived per prompt ──bridge──> replies ──AnswerText──> pieces
+
+Everything is checked before anything is sent, so a request with several prompts runs whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.schemas import Sampling
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
+from lockstep.api.processes.cluster_bridge import Engines
+from lockstep.api.processes.wire import EngineInfo, SampleEnded
+from lockstep.api.settings import Limits
+from lockstep.api.text.answer_text import AnswerText
+from lockstep.api.text.plain_text import Texts
+from lockstep.core.contract.events import Grammar, RequestArrived, RequestKind, SamplingParams, TokenIds
+from lockstep.core.requests.validation import STOP_TOKENS_MAX
+
+AT_ONCE_CHARACTERS = 4096
+"""Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
+
+REFUSED_WITHIN_S = 0.5
+"""The engine refuses within a step; a stream whose first token takes longer than this begins without it."""
+
+COMPILED_WITHIN_S = 5.0
+"""The same limit for a stream with a grammar, which is refused only after the grammar was compiled."""
+
+MEASURED_AT_ONCE = 16
+"""Messages with tokens of an answer between two updates of the metrics, not counting the first and the last message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens, and as text if it came as text."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """The checked parameters of the answers to each prompt."""
+
+    sampling: Sampling
+    max_tokens: int | None  # None: as many as fit
+    min_tokens: int = 0
+    samples: int = 1
+    tops: int | None = None  # number of likeliest tokens with each logprob; None: no logprobs
+    prompt_logprobs_from: int | None = None  # first prompt position with logprobs
+    seed: int | None = None
+    stream: bool = False
+    label: str = ""
+    tenant: str = ""
+    salt: str = ""
+    priority: int | None = None
+    max_tokens_field: str = "max_tokens"
+    prompt_field: str = "prompt"
+    kind: RequestKind = "generate"
+    prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
+    session: str = ""
+    session_start: int | None = None  # tokens of the session that stay before the prompt; None: all
+    grammar: Grammar | None = None  # of each answer; made by `structured_output`
+    adapter: str = ""  # name of a loaded adapter
+    grammar_field: str = "grammar"  # the client's field for it
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.sampling.stop
+        return (stop,) if isinstance(stop, str) and stop else tuple(one for one in stop or () if one)
+
+
+async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
+    """Tokens of a text, made in a thread if that takes long."""
+    if len(prompt) <= AT_ONCE_CHARACTERS:
+        return text.encode(prompt, special=special)
+    return await asyncio.to_thread(text.encode, prompt, special=special)
+
+
+def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
+    """One prompt or several, as a list. Raises ApiError for none."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    if not given:
+        raise ApiError(400, f"`{field_name}` is empty", field_name)
+    return given
+
+
+def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
+    """Refuse parameters beyond the limits, before anything is made of them. Raises ApiError."""
+    stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
+    _at_most(stop_field, "texts", len(stops), limits.stops_max)
+    _at_most(stop_field, "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
+    _at_most("stop_token_ids", "ids", len(sampling.stop_token_ids or ()), STOP_TOKENS_MAX)
+    _at_most("logit_bias", "entries", len(sampling.logit_bias or ()), limits.logit_bias_max)
+    for token in sampling.stop_token_ids or ():
+        if token >= about.vocabulary:
+            message = f"`stop_token_ids` holds {token}, but the model has {about.vocabulary} tokens"
+            raise ApiError(400, message, "stop_token_ids")
+    for name in sampling.logit_bias or ():
+        if not (name.isascii() and name.isdigit() and int(name[:12]) < about.vocabulary):
+            message = f"`logit_bias` holds {name[:20]!r}, which is no token id (0 to {about.vocabulary - 1})"
+            raise ApiError(400, message, "logit_bias")
+
+    _check_draws(sampling, about, limits)
+
+
+def _check_draws(sampling: Sampling, about: EngineInfo, limits: Limits) -> None:
+    """Check the fields that restrict or bias the tokens to draw. Raises ApiError."""
+    allowed, asked = sampling.allowed_token_ids, sampling.logit_processors
+    for name, value in (("allowed_token_ids", allowed), ("logit_processors", asked)):
+        if value and not about.logprobs:
+            raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
+    if allowed is not None:
+        if not allowed:
+            message = "`allowed_token_ids` is empty, so that nothing could be said; leave it out to allow every token"
+            raise ApiError(400, message, "allowed_token_ids")
+        _at_most("allowed_token_ids", "ids", len(allowed), limits.allowed_tokens_max)
+        if max(allowed) >= about.vocabulary:
+            message = f"`allowed_token_ids` holds {max(allowed)}, but the model has {about.vocabulary} tokens"
+            raise ApiError(400, message, "allowed_token_ids")
+    _at_most("logit_processors", "names", len(asked or ()), limits.processors_max)
+    for name in asked or ():
+        if name not in about.logit_processors:
+            enabled = ", ".join(about.logit_processors) or "none"
+            message = f"`logit_processors` names {name[:60]!r}, which is not enabled here; enabled: {enabled}"
+            raise ApiError(400, message, "logit_processors")
+
+
+def _at_most(field_name: str, what: str, given: int, most: int) -> None:
+    if given > most:
+        raise ApiError(400, f"`{field_name}` has {given} {what}, at most {most} are allowed", field_name)
+
+
+def check_answers(
+    prompts: int, samples: int, limits: Limits, field_name: str = "prompt", *, samples_field: str = "n"
+) -> None:
+    """Refuse more prompts or samples than one request may have. Raises ApiError."""
+    _at_most(field_name, "prompts", prompts, limits.prompts_max)
+    if samples > limits.samples_max:
+        message = f"`{samples_field}` is {samples}, at most {limits.samples_max} are allowed"
+        raise ApiError(400, message, samples_field)
+    if prompts * samples > limits.answers_max:
+        message = (
+            f"`{samples_field}` is {samples} for {prompts} prompts, at most {limits.answers_max} answers are allowed "
+            "in all"
+        )
+        raise ApiError(400, message, samples_field)
+
+
+def check_logprobs(tops: int, name: str, about: EngineInfo, limits: Limits) -> None:
+    """Refuse logprobs that the engine does not support, or too many. Raises ApiError."""
+    if not about.logprobs:
+        raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
+    if tops > limits.logprobs_max:
+        raise ApiError(400, f"`{name}` is {tops}, at most {limits.logprobs_max} are allowed", name)
+
+
+def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> RequestArrived:
+    """The engine's request for one prompt. Raises ApiError for a request that can never run."""
+    ids, length, prompt_field = prompt.ids, len(prompt.ids), wanted.prompt_field
+    if wanted.kind == "generate" and not about.generates:
+        raise ApiError(400, "this model gives vectors, by /v1/embeddings, and has no head that says tokens", "model")
+    if not length:
+        raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
+    if max(ids) >= about.vocabulary:
+        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {about.vocabulary} tokens"
+        raise ApiError(400, message, prompt_field)
+    most = wanted.max_tokens
+    room = about.request_tokens_max - length
+    if length > about.prompt_tokens_max or (most is not None and most > room):
+        asked = f" and {most} in the answer ({wanted.max_tokens_field})" if most else ""
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {about.request_tokens_max} tokens. However, you requested "
+            f"{length} tokens in the prompt{asked}. Please reduce the length of either.",
+            prompt_field if length > about.prompt_tokens_max else wanted.max_tokens_field,
+        )
+    max_tokens = room if most is None else most
+    if wanted.min_tokens > max_tokens:
+        message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {wanted.min_tokens}"
+        raise ApiError(400, message, "min_tokens")
+    if not max_tokens and wanted.samples > 1:
+        message = f"`n` is {wanted.samples}, but {wanted.max_tokens_field} 0 leaves one answer, which is empty"
+        raise ApiError(400, message, "n")
+    if wanted.grammar is not None:
+        _check_grammar(wanted, about, max_tokens)
+    sampling = wanted.sampling
+    logprob_start = wanted.prompt_logprobs_from
+    if logprob_start is None and wanted.tops is not None:
+        logprob_start = length
+    return RequestArrived(
+        0,
+        request_id=-1,
+        prompt=TokenIds(np.array(ids, "<i4").tobytes()),
+        max_new_tokens=max_tokens,
+        min_new_tokens=wanted.min_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids or ()),
+        ignore_eos=bool(sampling.ignore_eos),
+        stream=wanted.stream,
+        label=wanted.label,
+        tenant=wanted.tenant,
+        priority=wanted.priority,
+        kind=wanted.kind,
+        session=wanted.session,
+        session_start=wanted.session_start,
+        namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
+        grammar=wanted.grammar,
+        adapter=wanted.adapter,
+        sampling=SamplingParams(
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            top_k=max(0, sampling.top_k or 0),
+            min_p=sampling.min_p or 0.0,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            presence_penalty=sampling.presence_penalty or 0.0,
+            repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+            seed=fresh_seed() if wanted.seed is None else wanted.seed,
+            logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
+            top_logprobs=wanted.tops or 0,
+            allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
+            logit_processors=_processors(sampling),
+            prompt_top_logprobs=wanted.prompt_tops,
+        ),
+        stop_texts=wanted.stops,
+        parallel_samples=wanted.samples,
+        logprob_start=logprob_start,
+    )
+
+
+def _check_grammar(wanted: GenerationRequest, about: EngineInfo, max_tokens: int) -> None:
+    """Refuse structured output that the engine does not support. Raises ApiError."""
+    name = wanted.grammar_field
+    if not about.grammars:
+        raise ApiError(400, f"`{name}` asks for structured output: {about.no_grammars}", name)
+    if not max_tokens:
+        raise ApiError(400, f"`{name}` is of the answer, and {wanted.max_tokens_field} 0 leaves none", name)
+
+
+def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
+    """Names and arguments of logit processors, as a journal stores them."""
+    given = sorted((sampling.logit_processors or {}).items())
+    return tuple((name, json.dumps(arguments, sort_keys=True, allow_nan=False)) for name, arguments in given)
+
+
+SEEDS = 2**62
+"""Each sample of a request adds its number to the seed, and the sums stay within 63 bits."""
+
+
+def seed_of(given: int) -> int:
+    """The seed for a client's number."""
+    return given % SEEDS
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of several, as far as it came."""
+
+    index: int
+    prompt: Prompt
+    ticket: Ticket
+    reply: Reply
+    answer: AnswerText
+    taken: int = 0  # tokens that were returned
+    over: bool = False
+    measured: int = 0  # tokens counted by the metrics
+    measured_s: float = 0.0  # when the last of these came
+    end_measured: bool = False  # whether the metrics counted the end
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """The new part of a choice: text, tokens [first:stop), and in the last one its end."""
+
+    choice: Choice
+    text: str
+    first: int
+    stop: int
+    ended: SampleEnded | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts over all choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    thought_tokens: int | None = None  # of the completion; None where thoughts are not split off
+
+    def as_json(self) -> dict[str, object]:
+        """The counts as OpenAI's JSON object."""
+        said: dict[str, object] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.thought_tokens is not None:
+            said["completion_tokens_details"] = {"reasoning_tokens": self.thought_tokens}
+        return said
+
+
+@dataclass
+class Generation:
+    """The answers to one request of a client.
+
+    Args:
+        came_s: time.monotonic of its arrival, for the time to first token.
+        start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended.
+        over: called once at its end with the number of output tokens.
+        together: key of requests that should have the same engine; empty: none.
+    """
+
+    bridge: Engines
+    metrics: Metrics
+    wanted: GenerationRequest
+    came_s: float
+    start_by_s: float | None = None
+    finish_by_s: float | None = None
+    over: Callable[[int], object] | None = None
+    together: str = ""
+    choices: list[Choice] = field(default_factory=list)
+    _tickets: list[Ticket] = field(default_factory=list)
+    _prompts: list[Prompt] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(
+        self,
+        prompts: Iterable[Prompt],
+        text: Texts | None,
+        limits: Limits,
+        *,
+        admit: Callable[[int, int], Callable[[int], object]] | None = None,
+    ) -> None:
+        """Send a request for each prompt.
+
+        Args:
+            admit: called last with the numbers of prompt tokens and answers; raises or returns `over`.
+        Raises: ApiError, with nothing running.
+        """
+        if self.bridge.about is None:
+            raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
+        self._prompts = list(prompts)
+        requests = [request_of(prompt, self.wanted, self.bridge.about) for prompt in self._prompts]
+        if self.wanted.stops and text is None:
+            raise ApiError(400, "`stop` needs a tokenizer, and this model came without", "stop")
+        coming = sum(request.parallel_samples for request in requests)
+        if self.bridge.open_answers + coming > limits.requests_max:
+            raise ApiError(503, f"the server has {self.bridge.open_answers} answers open, which is all that it takes")
+        prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
+        waiting = self.bridge.waiting_answers
+        if waiting and waiting + coming > limits.waiting_max:
+            raise ApiError(503, f"{waiting} answers wait for their turn already, and the server takes no more")
+        waiting = self.bridge.waiting_tokens
+        if waiting and waiting + prompt_tokens > limits.waiting_tokens_max:
+            raise ApiError(503, f"{waiting} tokens of prompts wait already, and the server takes no more")
+        if admit is not None:
+            self.over = admit(prompt_tokens, coming)
+        try:
+            for request, prompt in zip(requests, self._prompts, strict=True):
+                ticket = self.bridge.submit(request, self._changed, self.start_by_s, self.finish_by_s, self.together)
+                self._tickets.append(ticket)
+                for reply in ticket.replies:
+                    answer = AnswerText(
+                        text,
+                        prompt.ids,
+                        self.wanted.stops,
+                        include_stop=bool(self.wanted.sampling.include_stop_str_in_output),
+                        stop_token_ids=request.stop_token_ids,
+                        min_tokens=request.min_new_tokens,
+                    )
+                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer))
+        except EngineUnavailable as error:
+            self.cancel()
+            raise unavailable(error) from error
+        for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
+            ticket.when_placed(partial(self.metrics.began, self, ticket, prompt))
+
+    async def accepted(self) -> None:
+        """Wait briefly for the first result, so that a refusal can still be the status of the answer.
+
+        Raises: ApiError if the request was refused.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REFUSED_WITHIN_S if self.wanted.grammar is None else COMPILED_WITHIN_S):
+                await self._changed.wait()
+        for choice in self.choices:
+            ended = choice.reply.ended
+            if ended is not None and (error := self._failure(ended)) is not None:
+                raise error
+
+    async def began(self) -> None:
+        """Wait for the first result."""
+        await self._changed.wait()
+
+    def cancel(self) -> None:
+        """Cancel the rest of the answers. To be called however the request ended; without effect after a complete
+        answer.
+        """
+        for ticket in self._tickets:
+            self.bridge.cancel(ticket)
+        over, self.over = self.over, None
+        if over is not None:
+            over(sum(len(choice.reply.tokens) for choice in self.choices))
+        for choice in self.choices:
+            if not choice.over:
+                self.metrics.saw(self, choice)
+                choice.over = True
+
+    async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """The new parts of all choices that have some, until all have ended."""
+        left = [choice for choice in self.choices if not choice.over]
+        while left:
+            await self._changed.wait()
+            self._changed.clear()
+            new = [piece for choice in left if (piece := self._take(choice)) is not None]
+            if any(piece.ended is not None for piece in new):
+                left = [choice for choice in left if not choice.over]
+            if new:
+                yield new
+
+    async def whole(self) -> list[tuple[Choice, str]]:
+        """Every choice with its text. Raises ApiError if one of them failed."""
+        texts = [""] * len(self.choices)
+        async for new in self.pieces():
+            for piece in new:
+                texts[piece.choice.index] += piece.text
+                if piece.ended is not None and (error := self._failure(piece.ended)) is not None:
+                    raise error
+        return list(zip(self.choices, texts, strict=True))
+
+    def usage(self) -> Usage:
+        """Token counts so far. A prompt counts once, however many samples it has."""
+        firsts = [ticket.replies[0].ended for ticket in self._tickets]
+        in_session = [ended.prompt_tokens for ended in firsts if self.wanted.session and ended is not None]
+        return Usage(
+            sum(in_session) or sum(len(prompt.ids) for prompt in self._prompts),
+            sum(len(choice.reply.tokens) for choice in self.choices),
+            sum(ended.cached_tokens for ended in firsts if ended is not None),
+        )
+
+    def _failure(self, ended: SampleEnded) -> ApiError | None:
+        """The error of an answer that ended; a grammar is named by the field that the client used."""
+        error, mark = failure(ended), "`grammar` "
+        if error is None or self.wanted.grammar is None or not error.message.startswith(mark):
+            return error
+        name = self.wanted.grammar_field
+        return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
+
+    def weights(self) -> dict[str, Any]:
+        """The weights versions of all answers; of several versions each in turn."""
+        versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
+        return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
+
+    def _take(self, choice: Choice) -> ChoiceDelta | None:
+        if choice.over:
+            return None
+        reply, first = choice.reply, choice.taken
+        ended, stop = reply.ended, len(reply.tokens)
+        if stop == first and ended is None:
+            return None
+        text = choice.answer.spell(reply.tokens, ended)
+        choice.taken = stop
+        choice.over = ended is not None
+        if choice.over or not choice.measured or len(reply.arrivals) >= MEASURED_AT_ONCE:
+            self.metrics.saw(self, choice)
+        return ChoiceDelta(choice, text, first, stop, ended)
+
+
+def unavailable(error: EngineUnavailable) -> ApiError:
+    """The error for a client when no engine is available."""
+    return ApiError(503, str(error))
+
+
+def weights_of(ended: SampleEnded) -> dict[str, Any]:
+    """The weights version at the end of an answer and, if it began with another, the tokens drawn by each version."""
+    if not ended.weights:
+        return {}
+    said: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
+    if len(ended.weights) > 1:
+        spans = [{"first_token": first, "weight_version": str(version)} for first, version in ended.weights]
+        said["weight_versions"] = spans
+    return said
+
+
+def finish_reason(ended: SampleEnded) -> str:
+    """OpenAI's name for the reason of the end."""
+    return {
+        "length": "length",
+        "computed": "length",
+        "stop": "stop",
+        "text_stop": "stop",
+        "grammar": "stop",
+        "cancelled": "abort",
+    }.get(ended.reason, "error")
+
+
+def tokens_of(piece: ChoiceDelta) -> Sequence[int]:
+    """The new tokens of a piece."""
+    return piece.choice.reply.tokens[piece.first : piece.stop]
+
+
+def now_s() -> float:
+    """The clock of all times of answers, seconds."""
+    return time.monotonic()

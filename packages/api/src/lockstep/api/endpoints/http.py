@@ -1,0 +1,237 @@
+"""HTTP below the endpoints: bounded bodies, answers as JSON or as a stream of events, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.schemas import WHY, Body, empty
+
+log = logging.getLogger("lockstep.http")
+
+BodyType = TypeVar("BodyType", bound=Body)
+Result = TypeVar("Result")
+
+PROBLEMS_SHOWN = 3
+FIELDS_MAX = 512  # fields of a body
+OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
+
+
+class ClientLeft(Exception):
+    """Raised when the client has left, so that there is no answer to send."""
+
+
+class JsonResponse(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "openai") -> JsonResponse:
+    """An error as an answer, in the shape that clients of this API expect."""
+    body = error.anthropic() if kind == "anthropic" else error.body()
+    return JsonResponse(body, status_code=error.status, headers=error.headers())
+
+
+# --------------------------------------------------------------------------------------------------------------- bodies
+
+
+async def read_body(
+    request: Request, schema: type[BodyType], *, bytes_max: int, seconds: float, strict: bool, optional: bool = False
+) -> BodyType:
+    """The body of a request. Raises ApiError: 408, 413, 415, 400 with the field that is wrong; ClientLeft."""
+    if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
+        return schema()
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, f"the body must be application/json, got {kind[:60] or 'no Content-Type'!r}")
+    try:
+        async with asyncio.timeout(seconds):
+            raw = await _read(request, bytes_max)
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than the {seconds:g} s that are given to it") from None
+    try:
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"Invalid JSON: {error}") from None
+    if isinstance(given, dict) and len(given) > FIELDS_MAX:
+        raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are looked at")
+    try:
+        body = schema.model_validate(given)
+    except ValidationError as error:
+        raise _bad_body(error) from None
+    refuse_unserved(body, strict=strict)
+    return body
+
+
+async def _read(request: Request, bytes_max: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than the {bytes_max} bytes that are taken")
+    said = request.headers.get("content-length", "")
+    if said.isdigit() and int(said[:20]) > bytes_max:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > bytes_max:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientLeft from None
+    return b"".join(parts)
+
+
+def _bad_body(error: ValidationError) -> ApiError:
+    """The error of an invalid body, in one sentence. The given value is shortened."""
+    problems, param = [], None
+    for problem in error.errors(include_url=False, include_context=False)[:PROBLEMS_SHOWN]:
+        # Names of the alternatives of a union stand in brackets or are types; only fields and indices mean something to
+        # clients.
+        place = [str(one) for one in problem["loc"] if isinstance(one, int) or str(one).isidentifier()]
+        where = ".".join(place)
+        param = param or where or None
+        given = problem.get("input")
+        short = isinstance(given, int | float | None) or (isinstance(given, str) and len(given) <= 60) or not given
+        written = repr(given) if short else ""
+        got = f", got {written}" if where and 0 < len(written) <= 60 and problem["type"] != "missing" else ""
+        said = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
+        problems.append(f"`{where}`: {said}{got}" if where else said)
+    return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
+
+
+def _says_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
+    if value is None or value in harmless:
+        return True
+    return empty(value) and harmless[:1] not in ((True,), (None,))
+
+
+def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
+    """Refuse, by name, fields that this server does not serve. Raises ApiError."""
+    for name, value in (body.model_extra or {}).items():
+        known = type(body).REFUSED.get(name)
+        where = f"{inside}{name[:60]}"
+        if known is not None:
+            if not _says_nothing(value, known):
+                why = WHY.get(name, "is not supported by this server; leave it out")
+                raise ApiError(400, f"`{where}` {why}", where)
+        elif strict:
+            raise ApiError(400, f"`{where}` is no field of this request, and the server is strict", where)
+        else:
+            log.debug("unknown field %r is ignored", where)
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, Body):
+            refuse_unserved(value, strict=strict, inside=f"{inside}{name}.")
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Run `work` while the client stays; the body was read before. Raises ClientLeft."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event, named by its `type`."""
+    return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
+
+
+ABORT = "lockstep.abort"
+"""Key in a connection's scope: a function that closes it at once, discarding unsent bytes."""
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """A stream of server-sent events.
+
+    Args:
+        events: what to send. Closed however the stream ends.
+        slow_s: a client that reads nothing for so long is disconnected.
+        over: called at the end, however much was sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], *, slow_s: float, over: Callable[[], object]) -> None:
+        super().__init__(None, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._slow_s, self._over = events, slow_s, over
+        self.ended: Callable[[bool], object] | None = None  # called at the end with whether everything was sent
+        self._waits_since: float | None = None  # when the current send began
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until everything is sent or the client has left."""
+        sending = asyncio.ensure_future(self._send(send))
+        leaving = asyncio.ensure_future(_left(receive))
+        all_sent = False
+        try:
+            while not (sending.done() or leaving.done() or self._stuck()):
+                await asyncio.wait((sending, leaving), timeout=self._slow_s / 4, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                all_sent = True
+        finally:
+            if not (sending.done() or leaving.done()):  # disconnected: bytes in its buffers are discarded
+                scope.get(ABORT, lambda: None)()
+                await asyncio.sleep(0)
+            leaving.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._events.aclose()
+            self._over()
+            if self.ended is not None:
+                self.ended(all_sent)
+
+    def _stuck(self) -> bool:
+        """Whether the client has read nothing for too long."""
+        if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
+            return False
+        log.warning("a client took nothing for %g s and is given up", self._slow_s)
+        return True
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for data in self._events:
+            self._waits_since = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._waits_since = None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,184 @@
+"""Access: a TOML file of keys, each with the tenant that it stands for.
+
+    [[keys]]
+    tenant = "alice"
+    key = "sk-..."
+
+    [[keys]]
+    tenant = "operator"
+    key = "..."
+    admin = true            # opens the operator's routes, and those of users as well
+
+    [[keys]]
+    tenant = "bob"
+    key = "sk-..."
+    requests_per_minute = 600     # each of these may be left out; they hold for the tenant, whatever key it uses
+    tokens_per_minute = 1_000_000
+    tokens_per_day = 50_000_000
+    answers_max = 64              # open at once, in one worker
+
+The file is read again after a change. If that fails, the previous keys stay in use, and the failure is logged.
+Prefixes in the radix cache are not shared between tenants, unless `isolate_tenants` of the scheduler is set to false.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import tomllib
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from lockstep.core.contract.errors import ConfigError
+
+log = logging.getLogger("lockstep.worker")
+
+KEY_CHARACTERS_MIN = 16
+LOOK_S = 1.0  # interval between checks for changes
+
+
+class Allowance(msgspec.Struct, frozen=True):
+    """Limits of a tenant; None: unlimited."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    answers_max: int | None = None
+
+
+UNLIMITED = Allowance()
+
+
+class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key."""
+
+    tenant: str
+    key: str
+    admin: bool = False
+    requests_per_minute: float | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    answers_max: int | None = None
+
+    @property
+    def allowance(self) -> Allowance:
+        """The limits that the key gives its tenant."""
+        return Allowance(*(getattr(self, name) for name in Allowance.__struct_fields__))
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    keys: list[Key]
+
+
+class Keys:
+    """The keys of a file. Only their digests are kept.
+
+    Args:
+        file: the file, read again after a change.
+        stamp: state of the file when it was read.
+        now_s: a monotonic clock, seconds.
+    """
+
+    def __init__(
+        self,
+        keys: list[Key],
+        file: Path | None = None,
+        stamp: tuple[int, ...] = (),
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file, self._stamp, self._now_s = file, stamp, now_s
+        self._looked_s = now_s()
+        self._take(keys)
+
+    def _take(self, keys: list[Key]) -> None:
+        self._known = [(_digest(one.key), one.tenant, one.admin) for one in keys]
+        self._allowed = {one.tenant: one.allowance for one in keys if one.allowance != UNLIMITED}
+
+    @property
+    def tenants(self) -> set[str]:
+        """The tenants of all keys."""
+        return {tenant for _, tenant, _ in self._known}
+
+    def allowance(self, tenant: str) -> Allowance:
+        """The limits of a tenant."""
+        return self._allowed.get(tenant, UNLIMITED)
+
+    def _look(self) -> None:
+        """Read the file again if it changed."""
+        if self._file is None or self._now_s() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = self._now_s()
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._take(_read(self._file))
+        except ConfigError as error:
+            log.error("%s; the keys before stay", error)
+        else:
+            log.info("the keys were read again: %d", len(self._known))
+
+    def tenant_of(self, authorization: str | None, *, admin: bool = False) -> str | None:
+        """The tenant of an Authorization header; None without a valid key, or with `admin` without an operator's key.
+
+        All keys are compared, each in constant time.
+        """
+        self._look()
+        scheme, _, given = (authorization or "").partition(" ")
+        digest, found = _digest(given.strip()), None
+        for known, tenant, may_all in self._known:
+            if hmac.compare_digest(known, digest) and (may_all or not admin):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+
+def read_keys(path: Path) -> Keys:
+    """The keys of a file, which is read again after changes. Raises ConfigError, which never shows a key."""
+    stamp = _stamp(path)  # taken before the file is read, so that no change is missed
+    return Keys(_read(path), path, stamp)
+
+
+def _read(path: Path) -> list[Key]:
+    try:
+        file = msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"`api_keys`: {path} cannot be read: {error}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"`api_keys`: {path}: {error}\nhint: [[keys]] with tenant and key each") from None
+    if not file.keys:
+        raise ConfigError(f"`api_keys`: {path} holds no key")
+    for number, one in enumerate(file.keys, 1):
+        if len(one.key) < KEY_CHARACTERS_MIN:
+            raise ConfigError(f"`api_keys`: key {number} of {path} has less than {KEY_CHARACTERS_MIN} characters")
+        if not one.tenant or "\0" in one.tenant:
+            raise ConfigError(f"`api_keys`: key {number} of {path} needs a tenant")
+        for name in Allowance.__struct_fields__:
+            value = getattr(one, name)
+            if value is not None and not 0 < value < 1e15:
+                raise ConfigError(f"`api_keys`: `{name}` of key {number} of {path} must be above 0, got `{value}`")
+    said: dict[str, Allowance] = {}
+    for number, one in enumerate(file.keys, 1):
+        if one.allowance != UNLIMITED and said.setdefault(one.tenant, one.allowance) != one.allowance:
+            raise ConfigError(
+                f"`api_keys`: key {number} of {path} gives its tenant other limits than a key before\n"
+                "hint: they hold for the tenant; say them once"
+            )
+    return file.keys
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """A value that changes with the file; empty for a file that does not exist."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()

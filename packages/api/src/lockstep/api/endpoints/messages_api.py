@@ -1,0 +1,265 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, for text, thoughts and tool calls.
+
+Events of a stream: message_start, ping; for each block, which is thinking, text or tool_use, content_block_start,
+content_block_delta ..., content_block_stop; message_delta (reason of the end, token counts), message_stop; or error.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from lockstep.api.endpoints.chat_tools import (
+    Block,
+    Blocks,
+    Reading,
+    Tools,
+    blocks_of,
+    check_tools,
+    chosen,
+    reading_of,
+    reads,
+)
+from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.generation import Choice, Generation, GenerationRequest, Prompt, Usage, check_sampling
+from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
+from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
+from lockstep.api.endpoints.responses_api import text_parts
+from lockstep.api.endpoints.schemas import ChatMessage, CountBody, MessageBody, MessageItem, Sampling
+from lockstep.api.endpoints.server import Call, Server
+
+
+async def messages(server: Server, call: Call[MessageBody]) -> Response:
+    """Answer a conversation."""
+    body = call.body
+    name = server.model(body.model)
+    sampling = Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
+    check_sampling(sampling, server.about(), server.limits, stop_field="stop_sequences")
+    tools = _tools(body)
+    prompt = await _prompt(server, body, tools)
+    wanted = GenerationRequest(
+        sampling=sampling,
+        max_tokens=body.max_tokens,
+        prompt_field="messages",
+        stream=bool(body.stream),
+        label=f"msg_{secrets.token_hex(16)}",
+        tenant=call.tenant,
+        **tools.grammar(server.limits),
+    )
+    generation = server.generate(call, wanted, [prompt])
+    reading = reading_of(
+        server.formats,
+        tools,
+        prompt.text,
+        going_on=body.messages[-1].role == "assistant",
+        grammar=wanted.grammar,
+        id_prefix="toolu_",
+    )
+    shape = MessageShape(name, wanted.label, reading)
+    if body.stream:
+        return await streamed(server, call, generation, _stream(generation, shape))
+    try:
+        ((choice, text),) = await unless_left(call.request, generation.whole())
+        return JsonResponse(await shaped(lambda: shape.whole(generation, choice, text), len(text)))
+    finally:
+        generation.cancel()
+
+
+async def count_tokens(server: Server, call: Call[CountBody]) -> Response:
+    """Number of tokens of a conversation, as the model's template writes it."""
+    server.model(call.body.model)
+    prompt = await _prompt(server, call.body, _tools(call.body))
+    return JsonResponse({"input_tokens": len(prompt.ids)})
+
+
+def _tools(body: CountBody) -> Tools:
+    """The tools in the form of chat completions. Raises ApiError."""
+    for i, tool in enumerate(body.tools or ()):
+        if tool.get("type") not in (None, "custom"):
+            where = f"tools.{i}.type"
+            raise ApiError(400, f"`{where}` must be custom, got {str(tool.get('type'))[:40]!r}", where)
+    check_tools(body.tools or (), "tools.{}", "input_schema")
+    given = []
+    for tool in body.tools or ():
+        function = {"name": tool["name"], "parameters": tool.get("input_schema")}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        given.append({"type": "function", "function": function})
+    choice = body.tool_choice
+    if choice is None:
+        return chosen(given, None)
+    words = {"auto": "auto", "none": "none", "any": "required"}
+    named = {"type": "function", "name": choice.name}
+    return chosen(given, words.get(choice.type, named), parallel=not choice.disable_parallel_tool_use)
+
+
+async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
+    """The conversation in tokens; if the last message is the assistant's, the answer continues it."""
+    told = []
+    if body.system:
+        told.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
+    for i, one in enumerate(body.messages):
+        told += _told(one, f"messages.{i}.content")
+    go_on = told[-1].role == "assistant"
+    if go_on and told[-1].tool_calls:
+        raise ApiError(400, "`messages` end with a call of a tool; send what came of it", "messages")
+    options = _template_options(server, body)
+    return await conversation(server, told, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options)
+
+
+def _told(message: MessageItem, where: str) -> list[ChatMessage]:
+    """A message in the form of chat completions; tool results become messages of their own. Raises ApiError."""
+    if isinstance(message.content, str):
+        return [ChatMessage(role=message.role, content=message.content)]
+    told: list[ChatMessage] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    allowed = {"assistant": ("text", "tool_use", "thinking"), "user": ("text", "tool_result")}.get(
+        message.role, ("text",)
+    )
+    for i, part in enumerate(message.content):
+        kind, at = part.get("type"), f"{where}.{i}"
+        if kind not in allowed:
+            raise ApiError(400, f"`{at}.type` must be {' or '.join(allowed)}, got {str(kind)[:40]!r}", f"{at}.type")
+        match kind:
+            case "text":
+                texts.append(_field(part, "text", at, str))
+            case "thinking":
+                thoughts.append(_field(part, "thinking", at, str))
+            case "tool_use":
+                function = {"name": _field(part, "name", at, str), "arguments": _field(part, "input", at, dict)}
+                calls.append({"id": _field(part, "id", at, str), "type": "function", "function": function})
+            case "tool_result":
+                if texts:
+                    told.append(ChatMessage(role=message.role, content="\n".join(texts)))
+                    texts = []
+                inside = text_parts(part.get("content") or "", f"{at}.content", ("text",))
+                of = _field(part, "tool_use_id", at, str)
+                told.append(ChatMessage(role="tool", tool_call_id=of, content=inside))
+    more: dict[str, Any] = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    if calls:
+        more["tool_calls"] = calls
+    if texts or more or not told:
+        told.append(ChatMessage(role=message.role, content="\n".join(texts) if texts or not more else None, **more))
+    return told
+
+
+def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:
+    value = part.get(name)
+    if not isinstance(value, kind):
+        expected = "a text" if kind is str else "an object"
+        raise ApiError(400, f"`{at}.{name}` must be {expected}", f"{at}.{name}")
+    return value
+
+
+def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
+    """Template variables for thinking; empty for a model without that choice. Raises ApiError."""
+    if body.thinking is None:
+        return {}
+    template = (None if server.text is None else server.text.chat_template) or ""
+    wanted = body.thinking.type != "disabled"
+    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if reads(template, name)}
+    if wanted and not options and server.formats.thoughts is None:
+        raise ApiError(400, "`thinking` is asked for, and nothing says that this model thinks", "thinking")
+    if wanted and body.thinking.budget_tokens and reads(template, "thinking_budget"):
+        options["thinking_budget"] = body.thinking.budget_tokens
+    return options
+
+
+async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator[bytes, None]:
+    """The events of a stream."""
+    yield named_event({"type": "message_start", "message": shape.message(generation.usage())})
+    blocks = Blocks(shape.reading, first=shape.reading.form is None)
+    for step in blocks.begin():
+        for told in shape.told(*step):
+            yield named_event(told)
+    yield named_event({"type": "ping"})
+    async for new in generation.pieces():
+        for piece in new:
+            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                yield named_event(error.anthropic())
+                return
+            for step in blocks.take(piece.text, over=piece.ended is not None):
+                for told in shape.told(*step):
+                    yield named_event(told)
+            if piece.ended is None:
+                continue
+            stopped, usage = shape.stopped(piece.choice), shape.usage(generation.usage())
+            yield named_event({"type": "message_delta", "delta": stopped, "usage": usage, **generation.weights()})
+            yield named_event({"type": "message_stop"})
+
+
+class MessageShape:
+    """Builds messages in Anthropic's form."""
+
+    def __init__(self, model: str, label: str, reading: Reading) -> None:
+        self._model, self._label, self.reading = model, label, reading
+
+    def message(self, usage: Usage) -> dict[str, Any]:
+        """A message that has just begun."""
+        return {
+            "id": self._label,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.usage(usage),
+        }
+
+    def whole(self, generation: Generation, choice: Choice, text: str) -> dict[str, Any]:
+        """A complete message."""
+        content = [self.block(block) for block in blocks_of(self.reading.whole(0, text))]
+        return self.message(generation.usage()) | {"content": content} | self.stopped(choice) | generation.weights()
+
+    def block(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
+        """A block of the answer; with `begun` an empty one."""
+        text = "" if begun else block.text
+        if block.kind == "call":
+            given = msgspec.Raw(b"{}" if begun else text.encode())
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+        if block.kind == "thought":
+            return {"type": "thinking", "thinking": text, "signature": ""}
+        return {"type": "text", "text": text}
+
+    def told(self, step: Literal["open", "more", "close"], block: Block, text: str) -> list[dict[str, Any]]:
+        """The events of one step of a stream."""
+        at = {"index": block.number}
+        if step == "open":
+            return [{"type": "content_block_start", **at, "content_block": self.block(block, begun=True)}]
+        if step == "close":
+            return [{"type": "content_block_stop", **at}]
+        kind, name = DELTAS[block.kind]
+        return [{"type": "content_block_delta", **at, "delta": {"type": kind, name: text}}]
+
+    def stopped(self, choice: Choice) -> dict[str, Any]:
+        """The fields with the reason of the end."""
+        ended, at = choice.reply.ended, choice.answer.stop_reason
+        assert ended is not None
+        if ended.reason == "text_stop":
+            return {"stop_reason": "stop_sequence", "stop_sequence": at}
+        if ended.reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self.reading.called(0) else "end_turn", "stop_sequence": None}
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Token counts. Prompt tokens found in the cache are counted apart from the others."""
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+DELTAS = {
+    "thought": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}

@@ -1,0 +1,743 @@
+"""The OpenAI endpoints: /v1/models, /v1/completions, /v1/chat/completions.
+
+Shapes are those that the official client and clients of other servers expect; additions are `stop_reason`, `token_ids`
+(on request, as in vLLM) and sentences in errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.responses import Response
+
+from lockstep.api.endpoints.chat_tools import Reading, Tools, reading_of, template_options, tools_of
+from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.generation import (
+    AT_ONCE_CHARACTERS,
+    Choice,
+    ChoiceDelta,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    check_answers,
+    check_logprobs,
+    check_sampling,
+    finish_reason,
+    prompts_of,
+    seed_of,
+    tokens_of,
+    weights_of,
+)
+from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, unless_left
+from lockstep.api.endpoints.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, TokenizeBody
+from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.structured_output import grammar_asked
+from lockstep.api.processes.wire import EngineInfo
+from lockstep.api.settings import Limits
+from lockstep.api.text.chat_formats.driver import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ContentDelta,
+    Event,
+    Thought,
+)
+from lockstep.api.text.plain_text import Texts
+from lockstep.core.contract.errors import ConfigError
+
+MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
+Shaped = TypeVar("Shaped")
+SHAPED_AT_ONCE_CHARACTERS = 16384
+"""Whole answers up to this length are parsed in the event loop, in some milliseconds."""
+
+ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
+"""Matches a chat template that recognises a call by its empty content; other templates would write `None`, or fail."""
+
+AT_ONCE_MESSAGES = 64
+"""A conversation with up to this many messages and tools is rendered in the event loop; a longer one in a thread."""
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; a chat has no such default and may use all room that is left."""
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+async def models(server: Server, call: Call[None]) -> Response:
+    """The served models."""
+    names = (*server.models(), *server.bridge.adapters)
+    return JsonResponse({"object": "list", "data": [_model(server, name) for name in names]})
+
+
+async def model(server: Server, call: Call[None]) -> Response:
+    """One of the served models."""
+    return JsonResponse(_model(server, server.model(call.request.path_params["name"])))
+
+
+def _model(server: Server, name: str) -> dict[str, Any]:
+    adapter = server.adapter(name)
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started_s,
+        "owned_by": "lockstep",
+        "root": Path(server.bridge.adapters[adapter]).name if adapter else server.about().model,
+        "parent": server.models()[0] if adapter else None,
+        "max_model_len": server.about().request_tokens_max,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
+
+
+async def completions(server: Server, call: Call[CompletionBody]) -> Response:
+    """Continue prompts."""
+    body, about, limits = call.body, server.about(), server.limits
+    name = server.model(body.model)
+    samples = body.n or 1
+    drawn = samples if body.best_of is None else body.best_of
+    given = prompts_of(body.prompt, "prompt")
+    check_answers(len(given), drawn, limits, samples_field="n" if drawn == samples else "best_of")
+    check_best_of(body, samples, about)
+    check_sampling(body, about, limits)
+    if body.logprobs is not None:
+        check_logprobs(body.logprobs, "logprobs", about, limits)
+    if body.echo and body.logprobs is not None and body.stream:
+        raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
+    check_prompt_logprobs(body, about, limits)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
+    judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
+    wanted = _wanted(
+        server,
+        body,
+        call.tenant,
+        label_of(body, "cmpl"),
+        max_tokens=max_tokens,
+        samples=drawn,
+        tops=0 if body.logprobs is None and drawn > samples else body.logprobs,
+        prompt_logprobs_from=0 if judged else None,
+        prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
+    )
+    prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
+    generation = server.generate(call, wanted, prompts)
+    shape = CompletionShape(server, body, name, wanted.label, best=(samples, drawn))
+    return await _answer(server, call, generation, shape)
+
+
+def check_best_of(body: CompletionBody, samples: int, about: EngineInfo) -> None:
+    """Refuse `best_of` below `n`, and `best_of` that is not supported. Raises ApiError."""
+    if body.best_of is None or body.best_of == samples:
+        return
+    if body.best_of < samples:
+        raise ApiError(400, f"`best_of` is {body.best_of}, but must be at least `n`, which is {samples}", "best_of")
+    if body.stream:
+        raise ApiError(400, "`best_of` is known at the end, so not in a `stream`", "best_of")
+    if not about.logprobs:
+        raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to choose by", "best_of")
+
+
+async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
+    if isinstance(given, str):
+        return Prompt(await server.encode("`prompt`", given, special=special), given)
+    text = server.needs_text("`echo`").decode(given) if echo else None
+    return Prompt(given, text)
+
+
+# ----------------------------------------------------------------------------------------------------------------- chat
+
+
+async def chat(server: Server, call: Call[ChatBody]) -> Response:
+    """Answer a conversation."""
+    body, about, limits = call.body, server.about(), server.limits
+    name = server.model(body.model)
+    samples = body.n or 1
+    check_answers(1, samples, limits)
+    check_sampling(body, about, limits)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    if body.logprobs:
+        check_logprobs(body.top_logprobs or 0, "top_logprobs" if body.top_logprobs else "logprobs", about, limits)
+    check_prompt_logprobs(body, about, limits)
+    tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
+    prompt = await chat_prompt(server, body, tools)
+    completion = body.max_completion_tokens
+    wanted = _wanted(
+        server,
+        body,
+        call.tenant,
+        label_of(body, "chatcmpl"),
+        max_tokens=body.max_tokens if completion is None else completion,
+        max_tokens_field="max_tokens" if completion is None else "max_completion_tokens",
+        samples=samples,
+        tops=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+        prompt_tops=body.prompt_logprobs or 0,
+        **tools.grammar(limits),
+    )
+    if wanted.max_tokens == 0:
+        raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
+    reading = reading_of(
+        server.formats,
+        tools,
+        prompt.text,
+        separate=body.separate_reasoning is not False,
+        going_on=body.continue_final_message,
+        grammar=wanted.grammar,
+    )
+    generation = server.generate(call, wanted, [prompt])
+    return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label, reading))
+
+
+async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tools) -> Prompt:
+    """The conversation as the model's template writes it, in tokens. Raises ApiError."""
+    template = None if server.text is None else server.text.chat_template
+    return await conversation(
+        server,
+        body.messages or (),
+        tools.shown,
+        generation_prompt=body.add_generation_prompt,
+        go_on=body.continue_final_message,
+        options=template_options(body.chat_template_kwargs, body.reasoning_effort, template),
+    )
+
+
+async def conversation(
+    server: Server,
+    given: Sequence[ChatMessage],
+    tools: list[dict[str, Any]] | None,
+    *,
+    generation_prompt: bool = True,
+    go_on: bool = False,
+    field: str = "messages",
+    options: dict[str, Any] | None = None,
+) -> Prompt:
+    """Messages as the model's template writes them, in tokens.
+
+    Args:
+        options: further variables of the template.
+        go_on: the last message is incomplete: the answer continues it.
+        field: the client's name of the messages.
+    Raises: ApiError.
+    """
+    if len(given) > server.limits.messages_max:
+        message = f"`{field}` has {len(given)} messages, at most {server.limits.messages_max} are allowed"
+        raise ApiError(400, message, field)
+    if go_on and generation_prompt:
+        message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
+        raise ApiError(400, message, "continue_final_message")
+    text = server.needs_text("a conversation")
+    none = ASKS_FOR_NONE.search(text.chat_template or "") is not None
+    messages = [_message(one, i, field, None if none else "") for i, one in enumerate(given)]
+    characters = sum(len(str(one.get("content") or "")) for one in messages)
+    server.check_length(f"`{field}`", characters)
+    told: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
+    told |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
+    if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
+        return _written(text, messages, told, go_on)
+    return await asyncio.to_thread(_written, text, messages, told, go_on)
+
+
+def _written(text: Texts, messages: list[dict[str, Any]], told: dict[str, Any], go_on: bool) -> Prompt:
+    try:
+        written = text.chat(messages, **told)
+    except ConfigError as error:
+        raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
+    if go_on:
+        last = str(messages[-1].get("content") or "").rstrip()
+        at = written.rfind(last)
+        if at < 0:
+            message = "`continue_final_message`: the chat template changes the last message"
+            raise ApiError(400, message, "continue_final_message")
+        written = written[: at + len(last)]
+    return Prompt(text.encode(written, special=False), written)
+
+
+def _message(message: ChatMessage, index: int, field: str, nothing: str | None) -> dict[str, Any]:
+    """A message for the template: content as text, arguments of tool calls as objects.
+
+    Args:
+        nothing: content of a message that has calls, or thoughts, and no content.
+    """
+    said: dict[str, Any] = message.model_dump(exclude_unset=True)
+    if message.content is None:
+        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in said):
+            raise ApiError(400, f"`{field}.{index}.content` is missing", f"{field}.{index}.content")
+        said["content"] = nothing
+    if isinstance(message.content, list):
+        parts = []
+        for i, part in enumerate(message.content):
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                where = f"messages.{index}.content.{i}.type"
+                raise ApiError(400, f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
+            parts.append(part["text"])
+        said["content"] = "\n".join(parts)
+    calls = []
+    for call in message.tool_calls or ():
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
+            except (ValueError, RecursionError):
+                where = f"messages.{index}.tool_calls"
+                raise ApiError(400, f"`{where}` has arguments that are no JSON", where) from None
+        calls.append(call)
+    if calls:
+        said["tool_calls"] = calls
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------------- shared
+
+
+def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> None:
+    """Refuse `prompt_logprobs` that are not supported, or too many. Raises ApiError."""
+    if body.prompt_logprobs is None:
+        return
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", about, limits)
+    if body.stream:
+        raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
+
+
+def label_of(body: OpenAI, kind: str) -> str:
+    """The id of an answer, chosen by the client or fresh. Raises ApiError."""
+    if body.rid and body.request_id:
+        raise ApiError(400, "`rid` and `request_id` both say what the request is called; give one of them", "rid")
+    return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
+
+
+def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
+    asked = grammar_asked(vars(body), server.limits)
+    if asked is not None and "grammar" in more:
+        message = f"`{asked.field}` and `{more['grammar_field']}` both say what the answer must be; give one of them"
+        raise ApiError(400, message, asked.field)
+    if asked is not None:
+        more |= {"grammar": asked.grammar, "grammar_field": asked.field}
+    return GenerationRequest(
+        sampling=body,
+        min_tokens=body.min_tokens or 0,
+        seed=None if body.seed is None else seed_of(body.seed),
+        stream=bool(body.stream),
+        label=label,
+        tenant=tenant,
+        salt=body.cache_salt or "",
+        priority=body.priority,
+        **more,
+    )
+
+
+async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
+    """The answer as one object, or as a stream."""
+    if shape.body.stream:
+        return await streamed(server, call, generation, _stream(generation, shape))
+    try:
+        texts = await unless_left(call.request, generation.whole())
+        return JsonResponse(await shaped(lambda: shape.whole(generation, texts), sum(len(text) for _, text in texts)))
+    finally:
+        generation.cancel()
+
+
+async def shaped(shape: Callable[[], Shaped], characters: int) -> Shaped:
+    """Call `shape`, which parses answers of this length character by character; for long answers in a thread."""
+    return shape() if characters <= SHAPED_AT_ONCE_CHARACTERS else await asyncio.to_thread(shape)
+
+
+async def streamed(
+    server: Server, call: Call[Any], generation: Generation, events: AsyncGenerator[bytes, None]
+) -> EventStream:
+    """A stream, begun once the request was accepted. Raises ApiError, ClientLeft."""
+    try:
+        await unless_left(call.request, generation.accepted())
+    except BaseException:
+        generation.cancel()
+        raise
+    return EventStream(events, slow_s=server.settings.slow_reader_s, over=generation.cancel)
+
+
+async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenerator[bytes, None]:
+    """Events of a stream, up to [DONE]."""
+    options = shape.body.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    always_usage = options is not None and bool(options.continuous_usage_stats)
+
+    def chunk(choices: list[dict[str, Any]]) -> bytes:
+        body = shape.chunk(choices)
+        if always_usage:
+            body["usage"] = shape.usage(generation)
+        elif include_usage:
+            body["usage"] = None
+        return event(body)
+
+    plain = shape.only_text and not always_usage
+    for choice in generation.choices:
+        first = shape.opening(choice)
+        if first is not None:
+            yield chunk([first])
+    async for new in generation.pieces():
+        for piece in new:
+            if piece.ended is None and piece.text and plain:
+                yield shape.plain_event(piece, chunk)
+                continue
+            if piece.ended is not None and (error := failure(piece.ended)) is not None:
+                yield event(error.body())
+                yield DONE
+                return
+            for said in shape.deltas(piece):
+                yield chunk([said])
+    if include_usage:
+        yield event({**shape.chunk([]), "usage": shape.usage(generation)})
+    yield DONE
+
+
+def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
+    """Of each `drawn` answers to one prompt, the `kept` whose tokens have the highest mean logprob."""
+    if kept == drawn:
+        return texts
+
+    def logprob(answer: tuple[Choice, str]) -> float:
+        values = answer[0].reply.logprobs
+        return sum(values) / len(values) if values else float("-inf")
+
+    of_each = (texts[at : at + drawn] for at in range(0, len(texts), drawn))
+    return [one for group in of_each for one in sorted(group, key=logprob, reverse=True)[:kept]]
+
+
+class CompletionShape:
+    """Builds completions."""
+
+    KIND = CHUNK = "text_completion"
+
+    def __init__(self, server: Server, body: Any, model: str, label: str, best: tuple[int, int] = (1, 1)) -> None:
+        """Args: best: (kept, drawn): of `drawn` answers to a prompt only the `kept` with the best logprobs are
+        returned.
+        """
+        self._best = best
+        self.body, self.names, self._model, self._label = body, server.names, model, label
+        self._created = int(time.time())
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # by choice: the bytes around a piece of text
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece of an answer has nothing but text, until its end."""
+        no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 is a request for logprobs
+        return no_logprobs and not self.body.return_token_ids
+
+    def plain_event(self, piece: ChoiceDelta, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
+        """The event of a piece that is only text, from a template that is encoded once per choice."""
+        around = self._plain.get(piece.choice.index)
+        if around is None:
+            said = self.delta(replace(piece, text=MARK))
+            assert said is not None
+            before, _, behind = chunk([said]).partition(msgspec.json.encode(MARK))
+            around = self._plain[piece.choice.index] = before, behind
+        return around[0] + msgspec.json.encode(piece.text) + around[1]
+
+    def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
+        """The answer as one object."""
+        return {
+            "id": self._label,
+            "object": self.KIND,
+            "created": self._created,
+            "model": self._model,
+            "choices": [
+                self.choice(choice, text) | {"index": number}
+                for number, (choice, text) in enumerate(best_answers(texts, *self._best))
+            ],
+            "usage": self.usage(generation),
+        }
+
+    def usage(self, generation: Generation) -> dict[str, object]:
+        """Token counts so far."""
+        return generation.usage().as_json()
+
+    def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
+        """A piece of an answer in a stream, as one or more chunks."""
+        said = self.delta(piece)
+        return [] if said is None else [said]
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return {
+            "id": self._label,
+            "object": self.CHUNK,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        """One whole answer."""
+        echoed = choice.prompt.text or "" if self.body.echo else ""
+        said = self._end(choice) | {"index": choice.index, "text": echoed + text}
+        tokens = choice.reply.tokens
+        said["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
+        if self.body.return_token_ids:
+            said |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+        if self.body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self.likeliest_of_prompt(choice)
+        return said
+
+    def likeliest_of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
+        """For each prompt token its logprob and those of the likeliest tokens at its position, by id, as in vLLM.
+
+        `rank` is 1 for the likeliest, and null for a token that is not among the requested ones.
+        """
+        said: list[dict[str, Any] | None] = []
+        for token, value, tops in zip(
+            choice.prompt.ids, prompt_logprobs(choice), prompt_top_logprobs(choice), strict=True
+        ):
+            if value is None:
+                said.append(None)
+                continue
+            found: dict[int, tuple[float, int | None]]
+            asked = tops[: self.body.prompt_logprobs]
+            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(asked, 1)}
+            found.setdefault(token, (value, None))
+            said.append(
+                {
+                    str(one): {"logprob": logprob, "rank": rank, "decoded_token": self.names.of(one)[0]}
+                    for one, (logprob, rank) in found.items()
+                }
+            )
+        return said
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The first event of a stream for one answer; None for no event."""
+        if not self.body.echo:
+            return None
+        return {"index": choice.index, "text": choice.prompt.text or "", "logprobs": None, "finish_reason": None}
+
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
+        """A piece of an answer in a stream; None for a piece without visible content."""
+        if not self._shows(piece):
+            return None
+        said = self._piece(piece) | {"text": piece.text}
+        said["logprobs"] = self.logprobs(piece.choice, piece.first, piece.stop, echo=False)
+        return said
+
+    def logprobs(self, choice: Choice, first: int, stop: int, *, echo: bool) -> dict[str, Any] | None:
+        """Logprobs of output tokens [first:stop), with `echo` preceded by those of the prompt."""
+        if self.body.logprobs is None:
+            return None
+        reply = choice.reply
+        written = [self.names.of(token)[0] for token in reply.tokens[first:stop]]
+        values: list[float | None] = list(reply.logprobs[first:stop])
+        offsets = choice.answer.starts[first:stop]
+        tops = reply.tops[first:stop] if self.body.logprobs and reply.tops else [[] for _ in written]
+        likeliest = list(map(self._likeliest, written, values, tops))
+        if echo:
+            front, judged = [self.names.of(token)[0] for token in choice.prompt.ids], prompt_logprobs(choice)
+            likeliest = [*map(self._likeliest, front, judged, prompt_top_logprobs(choice)), *likeliest]
+            written = front + written
+            values = [*judged, *values]
+            length = len(choice.prompt.text or "")
+            ends = np.minimum(np.cumsum([len(one) for one in front]), length).tolist()
+            offsets = [0, *ends[:-1], *(length + start for start in offsets)]
+        return {
+            "tokens": written,
+            "token_logprobs": values,
+            "top_logprobs": likeliest if self.body.logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _likeliest(self, token: str, value: float | None, tops: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+        """The likeliest tokens at a token's position, and the token; None for the first token of a prompt."""
+        if value is None:
+            return None
+        return {self.names.of(one)[0]: logprob for one, logprob in tops[: self.body.logprobs]} | {token: value}
+
+    def _shows(self, piece: ChoiceDelta) -> bool:
+        return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs is not None)
+
+    def _piece(self, piece: ChoiceDelta) -> dict[str, Any]:
+        said: dict[str, Any]
+        said = {"index": piece.choice.index, "finish_reason": None} if piece.ended is None else self._end(piece.choice)
+        if self.body.return_token_ids:
+            said["token_ids"] = tokens_of(piece)
+            if not piece.first:
+                said["prompt_token_ids"] = piece.choice.prompt.ids
+        return said
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        assert choice.reply.ended is not None
+        return {
+            "index": choice.index,
+            "finish_reason": finish_reason(choice.reply.ended),
+            "stop_reason": choice.answer.stop_reason,
+            **weights_of(choice.reply.ended),
+        }
+
+
+class ChatShape(CompletionShape):
+    """Builds chat completions."""
+
+    KIND = "chat.completion"
+    CHUNK = "chat.completion.chunk"
+
+    def __init__(self, server: Server, body: Any, model: str, label: str, reading: Reading) -> None:
+        super().__init__(server, body, model, label)
+        self._reading = reading
+        self._thoughts: dict[int, list[str]] = {}  # thoughts withheld until their end
+
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece of an answer has nothing but text, until its end."""
+        return super().only_text and self._reading.form is None
+
+    def usage(self, generation: Generation) -> dict[str, object]:
+        """Token counts so far, with those of thoughts apart."""
+        used = generation.usage()
+        if self._reading.thinks:
+            used.thought_tokens = self._reading.thought_tokens(generation)
+        return used.as_json()
+
+    def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
+        """The answer as one object. The logprobs of the prompt stand beside the choices, which share it."""
+        said = super().whole(generation, texts)
+        if self.body.prompt_logprobs is not None:
+            said["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
+        return said
+
+    def choice(self, choice: Choice, text: str) -> dict[str, Any]:
+        """One whole answer."""
+        said: dict[str, Any] = {"message": self._message(choice, text)}
+        said |= self._end(choice)
+        said["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
+        if self.body.return_token_ids:
+            said |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
+        return said
+
+    def _message(self, choice: Choice, text: str) -> dict[str, Any]:
+        answer = self._reading.whole(choice.index, text)
+        instead = answer.calls or answer.thought
+        said: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if instead else "")}
+        if self._reading.thinks:
+            said["reasoning_content"] = answer.thought if answer.thought and self._tells_thoughts else None
+        if answer.calls:
+            said["tool_calls"] = [
+                {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in answer.calls
+            ]
+        return said
+
+    @property
+    def _tells_thoughts(self) -> bool:
+        return self.body.include_reasoning is not False
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        said = super()._end(choice)
+        if said["finish_reason"] == "stop" and self._reading.called(choice.index):
+            said["finish_reason"] = "tool_calls"
+        return said
+
+    def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
+        """A piece of an answer in a stream as chunks: one per parsed event; the last chunk has the finish reason."""
+        if self._reading.form is None:
+            return super().deltas(piece)
+        index = piece.choice.index
+        parser = self._reading.parser(index)
+        events = parser.feed(piece.text) + (parser.finish() if piece.ended is not None else [])
+        deltas = [said for one in events for said in self._meant(index, one)]
+        if piece.ended is not None:
+            deltas += [*self._kept_thoughts(index), {}]
+        if not deltas and (self.body.return_token_ids or self.body.logprobs):
+            deltas = [{}]
+        plain: dict[str, Any] = {"index": index, "finish_reason": None}
+        chunks = [plain | {"delta": delta, "logprobs": None} for delta in deltas]
+        if chunks:
+            chunks[-1] |= self._piece(piece)
+            chunks[-1]["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
+        return chunks
+
+    def _meant(self, index: int, said: Event) -> list[dict[str, Any]]:
+        """A parsed event as deltas."""
+        match said:
+            case Thought():
+                if not self._tells_thoughts:
+                    return []
+                if self.body.stream_reasoning is False:
+                    self._thoughts.setdefault(index, []).append(said.text)
+                    return []
+                return [{"reasoning_content": said.text}]
+            case ContentDelta():
+                return [*self._kept_thoughts(index), {"content": said.text}]
+            case CallBegan():
+                function = {"name": said.name, "arguments": ""}
+                began = {"index": said.index, "id": said.call_id, "type": "function", "function": function}
+                return [*self._kept_thoughts(index), {"tool_calls": [began]}]
+            case CallArguments():
+                return [{"tool_calls": [{"index": said.index, "function": {"arguments": said.text}}]}]
+            case CallBroken():
+                return [{"content": said.rest}] if said.rest else []
+            case CallEnded():
+                return []
+
+    def _kept_thoughts(self, index: int) -> list[dict[str, Any]]:
+        kept = "".join(self._thoughts.pop(index, ()))
+        return [{"reasoning_content": kept}] if kept else []
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The role of the answer."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
+        """A piece of an answer in a stream; None for a piece without visible content."""
+        if not (self._shows(piece) or self.body.logprobs):
+            return None
+        said = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
+        said["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
+        return said
+
+    def _shows(self, piece: ChoiceDelta) -> bool:
+        return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)
+
+    def chat_logprobs(self, choice: Choice, first: int, stop: int) -> dict[str, Any] | None:
+        """Logprobs of output tokens [first:stop)."""
+        if not self.body.logprobs:
+            return None
+        reply, most = choice.reply, self.body.top_logprobs or 0
+        content = []
+        for number in range(first, stop):
+            entry = self._entry(reply.tokens[number], reply.logprobs[number])
+            beside = reply.tops[number][:most] if reply.tops else []
+            content.append(entry | {"top_logprobs": [self._entry(token, value) for token, value in beside]})
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        written, raw = self.names.of(token)
+        return {"token": written, "logprob": logprob, "bytes": list(raw)}
+
+
+def prompt_logprobs(choice: Choice) -> list[float | None]:
+    """Logprob of each prompt token; None for the first."""
+    ended = choice.reply.ended
+    assert ended is not None
+    positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
+    by_position = dict(zip(positions, np.frombuffer(ended.prompt_logprobs, "<f4").tolist(), strict=True))
+    return [by_position.get(position) for position in range(len(choice.prompt.ids))]
+
+
+def prompt_top_logprobs(choice: Choice) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens at the position of each prompt token, likeliest first; none for the first token."""
+    ended = choice.reply.ended
+    assert ended is not None
+    positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
+    if not ended.prompt_top_ids:
+        return [[] for _ in choice.prompt.ids]
+    ids = np.frombuffer(ended.prompt_top_ids, "<i4").reshape(len(positions), -1).tolist()
+    values = np.frombuffer(ended.prompt_top_logprobs, "<f4").reshape(len(positions), -1).tolist()
+    pairs = (list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+    by_position = dict(zip(positions, pairs, strict=True))
+    return [by_position.get(position, []) for position in range(len(choice.prompt.ids))]

@@ -1,0 +1,539 @@
+"""/v1/responses: OpenAI's newer endpoint, for text.
+
+Answers are stored for a while (`stored_responses`): they can be fetched again, and `previous_response_id` continues
+one. With `background` the answer is made while no client waits for it.
+
+Events of a stream, each with a `sequence_number`:
+
+    response.created  response.in_progress
+    for each item, which is thoughts, a message, or a call:
+        response.output_item.added  response.content_part.added (not for a call)
+            response.{reasoning_text,output_text,function_call_arguments}.delta ...
+        response.{...}.done  response.content_part.done  response.output_item.done
+    response.completed | response.incomplete (cut off by `max_output_tokens`) | response.failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from itertools import count
+from typing import Any, Literal
+
+from starlette.responses import Response
+
+from lockstep.api.endpoints.chat_tools import (
+    Block,
+    Blocks,
+    Reading,
+    Tools,
+    blocks_of,
+    check_tools,
+    chosen,
+    reading_of,
+    template_options,
+)
+from lockstep.api.endpoints.errors import ApiError, failure
+from lockstep.api.endpoints.generation import (
+    Choice,
+    Generation,
+    GenerationRequest,
+    Prompt,
+    check_sampling,
+    finish_reason,
+    seed_of,
+    unavailable,
+)
+from lockstep.api.endpoints.http import JsonResponse, named_event, unless_left
+from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
+from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
+from lockstep.api.endpoints.server import Call, Server
+from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses
+from lockstep.api.endpoints.structured_output import grammar_asked
+from lockstep.api.processes.bridge import EngineUnavailable
+
+log = logging.getLogger("lockstep.worker")
+
+TEXTS = ("input_text", "output_text", "text")
+NONE_STORED = "this server stores no answers (--stored-responses 0)"
+ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
+"""Default and largest number of input items in one list, as at OpenAI."""
+
+CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
+"""Seconds for a cancelled answer to end with its partial output, and between checks; later it ends with no output."""
+
+Keep = Callable[[dict[str, Any]], object]
+"""Called with an answer whenever its state changes."""
+
+
+async def responses(server: Server, call: Call[ResponseBody]) -> Response:
+    """Answer an input."""
+    body = call.body
+    name = server.model(body.model)
+    check_sampling(body, server.about(), server.limits)
+    asked = None if body.text is None else grammar_asked(vars(body.text), server.limits, inside="text.")
+    tools = _tools(body)
+    obliged = tools.grammar(server.limits)
+    if asked is not None:
+        if obliged:
+            message = f"`{asked.field}` and `tool_choice` both say what the answer must be; give one of them"
+            raise ApiError(400, message, asked.field)
+        obliged = {"grammar": asked.grammar, "grammar_field": asked.field}
+    kept = _kept(server, body)
+    before = _before(server, call)
+    prompt = await _prompt(server, body, tools, before)
+    wanted = GenerationRequest(
+        sampling=body,
+        max_tokens=body.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+        min_tokens=body.min_tokens or 0,
+        prompt_field="input",
+        seed=None if body.seed is None else seed_of(body.seed),
+        stream=bool(body.stream),
+        label=f"resp_{secrets.token_hex(24)}",
+        tenant=call.tenant,
+        salt=body.cache_salt or "",
+        priority=body.priority,
+        **obliged,
+    )
+    generation = server.generate(call, wanted, [prompt])
+    reading = reading_of(server.formats, tools, prompt.text, grammar=wanted.grammar)
+    shape = ResponseShape(body, name, wanted.label, reading, kept=kept)
+    if body.background:
+        return await _begun(server, call, generation, shape, before)
+
+    def keep(said: dict[str, Any]) -> None:
+        if kept and server.responses is not None:
+            said["store"] = not server.responses.put(call.tenant, said, _items(body, before), over=True)
+
+    if body.stream:
+        return await streamed(server, call, generation, _stream(generation, shape, keep))
+    try:
+        said = await unless_left(call.request, _whole(generation, shape))
+        keep(said)
+        return JsonResponse(said)
+    finally:
+        generation.cancel()
+
+
+async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]:
+    ((choice, text),) = await generation.whole()
+    blocks = await shaped(lambda: blocks_of(shape.reading.whole(0, text)), len(text))
+    return shape.ended(generation, choice, blocks)
+
+
+# ----------------------------------------------------------------------------------------------------- stored answers
+
+
+def _kept(server: Server, body: ResponseBody) -> bool:
+    """Whether the answer is stored; OpenAI's default is true. Raises ApiError if a field needs it and it is false."""
+    if server.responses is None:
+        for name in ("store", "background", "previous_response_id"):
+            if getattr(body, name):
+                raise ApiError(400, f"`{name}`: {NONE_STORED}; leave it out, and send the whole conversation", name)
+        return False
+    if body.background and body.store is False:
+        raise ApiError(400, "`background` answers are fetched later, so `store` must not be false", "background")
+    if body.background and body.stream:
+        message = "`background` and `stream` do not go together here: fetch the answer, or leave one of them out"
+        raise ApiError(400, message, "background")
+    return body.store is not False
+
+
+def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
+    """The conversation that an input continues, as items. Raises ApiError."""
+    name = call.body.previous_response_id
+    if not name:
+        return []
+    stored = None if server.responses is None else server.responses.get(call.tenant, name)
+    if stored is None:
+        message = f"`previous_response_id`: there is no response {name[:80]!r} here, or not any more"
+        raise ApiError(400, message, "previous_response_id")
+    if stored.said["status"] not in ("completed", "incomplete"):
+        message = f"`previous_response_id`: response {name[:80]!r} is {stored.said['status']}; only an answer goes on"
+        raise ApiError(400, message, "previous_response_id")
+    return [*stored.input, *stored.said["output"]]
+
+
+def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The whole input of an answer, as items with ids."""
+    given: list[dict[str, Any]]
+    if isinstance(body.input, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    else:
+        given = [{"type": one.type, **one.model_dump(exclude_unset=True)} for one in body.input]
+    return [*before, *({"id": f"item_{secrets.token_hex(24)}", **one} for one in given)]
+
+
+async def _begun(
+    server: Server,
+    call: Call[ResponseBody],
+    generation: Generation,
+    shape: ResponseShape,
+    before: list[dict[str, Any]],
+) -> Response:
+    """Report that the answer is in progress, and make it in the background. Raises ApiError if it was refused."""
+    store = server.responses
+    assert store is not None
+    try:
+        await unless_left(call.request, generation.accepted())
+        said = shape.response("queued")
+        if why := store.put(call.tenant, said, _items(call.body, before), over=False):
+            raise ApiError(503, f"`background`: the answer could not be stored: {why}", "background")
+    except BaseException:
+        generation.cancel()
+        raise
+    task = asyncio.ensure_future(_in_background(store, call.tenant, generation, shape))
+    server.background.add(task)
+    task.add_done_callback(server.background.discard)
+    return JsonResponse(said)
+
+
+async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
+    """Make an answer in the background."""
+    try:
+        await generation.began()
+        store.change(tenant, shape.response("in_progress"), over=False)
+        said = await _whole(generation, shape)
+        store.change(tenant, said, over=True)
+    except ApiError as error:
+        store.change(tenant, shape.failed(error.message), over=True)
+    except Exception:  # an error of one request; other requests go on
+        log.exception("a response in the background failed")
+        store.change(tenant, shape.failed("the server failed; its log says how"), over=True)
+    finally:
+        generation.cancel()
+
+
+def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, StoredResponse]:
+    """The answer that a path names. Raises ApiError, 404."""
+    name = str(call.request.path_params["response_id"])
+    if server.responses is None:
+        raise ApiError(404, NONE_STORED)
+    stored = server.responses.get(call.tenant, name)
+    if stored is None:
+        raise ApiError(404, f"there is no response {name[:80]!r} here, or not any more")
+    return server.responses, name, stored
+
+
+async def response(server: Server, call: Call[None]) -> Response:
+    """A stored answer, as far as it came."""
+    asked = call.request.query_params
+    if asked.get("stream", "false").lower() not in ("false", "0", ""):
+        raise ApiError(400, "`stream`: a stored response comes whole; ask again until it is over", "stream")
+    return JsonResponse(_found(server, call)[2].said)
+
+
+async def delete_response(server: Server, call: Call[None]) -> Response:
+    """Delete an answer; one in progress is cancelled."""
+    store, name, stored = _found(server, call)
+    if not stored.over:
+        _cancel(server, call, name)
+    store.remove(call.tenant, name)
+    return JsonResponse({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(server: Server, call: Call[None]) -> Response:
+    """Cancel an answer made in the background, keeping its partial output; an answer that has ended is unchanged."""
+    store, name, stored = _found(server, call)
+    if not stored.said["background"]:
+        raise ApiError(400, f"response {name[:80]!r} is not made in the background; close its connection to end it")
+    if stored.over:
+        return JsonResponse(stored.said)
+    _cancel(server, call, name)
+    until_s = time.monotonic() + CANCELLED_WITHIN_S
+    # stored by the worker that makes the answer, possibly another one
+    while not stored.over and time.monotonic() < until_s:
+        await asyncio.sleep(CANCELLED_LOOK_S)
+        stored = _found(server, call)[2]
+    if not stored.over:
+        store.change(call.tenant, stored.said | {"status": "cancelled"}, over=True)
+        stored = _found(server, call)[2]
+    return JsonResponse(stored.said)
+
+
+def _cancel(server: Server, call: Call[None], name: str) -> None:
+    try:
+        server.bridge.cancel_label(name, call.tenant)
+    except EngineUnavailable as error:
+        raise unavailable(error) from error
+
+
+async def input_items(server: Server, call: Call[None]) -> Response:
+    """The input of an answer, newest first or with `order` asc oldest first; `after` an item, `limit` of them."""
+    items = _found(server, call)[2].input
+    asked = call.request.query_params
+    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(ITEMS_LISTED))
+    if order not in ("asc", "desc"):
+        raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_LISTED_MAX):
+        raise ApiError(400, f"`limit` must be 1 to {ITEMS_LISTED_MAX}, got {limit[:40]!r}", "limit")
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        at = [number for number, one in enumerate(items) if one.get("id") == after]
+        if not at:
+            raise ApiError(400, f"`after` must be the id of an item, got {after[:80]!r}", "after")
+        items = items[at[0] + 1 :]
+    shown = items[: int(limit)]
+    ends = {"first_id": shown[0].get("id"), "last_id": shown[-1].get("id")} if shown else {}
+    return JsonResponse({"object": "list", "data": shown, "has_more": len(items) > len(shown), **ends})
+
+
+# ---------------------------------------------------------------------------------------------------------------- input
+
+
+def _tools(body: ResponseBody) -> Tools:
+    """The tools in the form of chat completions: here their fields are one level up. Raises ApiError."""
+    nested: list[dict[str, Any]] = []
+    for i, tool in enumerate(body.tools or ()):
+        if tool.get("type") != "function":
+            where = f"tools.{i}.type"
+            raise ApiError(400, f"`{where}` must be function, got {str(tool.get('type'))[:40]!r}", where)
+        names = ("name", "description", "parameters")
+        nested.append({"type": "function", "function": {name: tool[name] for name in names if name in tool}})
+    check_tools([one["function"] for one in nested], "tools.{}", "parameters")
+    return chosen(nested, body.tool_choice, parallel=body.parallel_tool_calls)
+
+
+async def _prompt(server: Server, body: ResponseBody, tools: Tools, before: list[dict[str, Any]]) -> Prompt:
+    messages = []
+    if body.instructions:
+        messages.append(ChatMessage(role="system", content=body.instructions))
+    given = body.input
+    items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+    messages += _messages([*map(InputItem.model_validate, before), *items], len(before))
+    template = None if server.text is None else server.text.chat_template
+    effort = None if body.reasoning is None else body.reasoning.effort
+    options = template_options(body.chat_template_kwargs, effort, template, "reasoning.effort")
+    return await conversation(server, messages, tools.shown, field="input", options=options)
+
+
+def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
+    """Messages for the template: thoughts and calls of one turn belong to one message. Raises ApiError.
+
+    Args:
+        before: number of leading items from earlier answers, which the client's numbering does not count.
+    """
+    messages: list[ChatMessage] = []
+    turn: dict[str, Any] = {}  # of the assistant, incomplete
+
+    def over() -> None:
+        if turn:
+            messages.append(ChatMessage(role="assistant", **{"content": None, **turn}))
+            turn.clear()
+
+    for i, item in enumerate(items, -before):
+        match item.type:
+            case "reasoning":
+                if turn.keys() - {"reasoning_content"}:
+                    over()
+                thought = text_parts(item.content or [], f"input.{i}.content", ("reasoning_text",))
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+            case "function_call":
+                name, arguments = _needs(item, i, "name"), _needs(item, i, "arguments")
+                function = {"name": name, "arguments": arguments}
+                call = {"id": _needs(item, i, "call_id"), "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                over()
+                output = text_parts(_needs(item, i, "output"), f"input.{i}.output", TEXTS)
+                messages.append(ChatMessage(role="tool", tool_call_id=_needs(item, i, "call_id"), content=output))
+            case _:
+                message = _message(item, i)
+                if message.role == "assistant":
+                    if turn.keys() - {"reasoning_content"}:
+                        over()
+                    turn["content"] = message.content
+                else:
+                    over()
+                    messages.append(message)
+    over()
+    return messages
+
+
+def _needs(item: InputItem, index: int, name: str) -> Any:
+    value = getattr(item, name)
+    if value is None:
+        raise ApiError(400, f"`input.{index}.{name}` is missing", f"input.{index}.{name}")
+    return value
+
+
+def _message(item: InputItem, index: int) -> ChatMessage:
+    """A message for the template. Raises ApiError."""
+    if item.type != "message":
+        where, known = f"input.{index}.type", "message, reasoning, function_call or function_call_output"
+        raise ApiError(400, f"`{where}` must be {known}, got {item.type[:40]!r}", where)
+    if item.role is None or item.content is None:
+        where = f"input.{index}.{'role' if item.role is None else 'content'}"
+        raise ApiError(400, f"`{where}` is missing", where)
+    role = "system" if item.role == "developer" else item.role
+    return ChatMessage(role=role, content=text_parts(item.content, f"input.{index}.content", TEXTS))
+
+
+def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str, ...]) -> str:
+    """The parts of a message as one text. Raises ApiError for a part that is not text."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            at = f"{where}.{i}.type"
+            expected, came = " or ".join(kinds), str(part.get("type"))[:40]
+            raise ApiError(400, f"`{at}` must be {expected}, with a text, got {came!r}", at)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> AsyncGenerator[bytes, None]:
+    """The events of a stream."""
+    numbers = count()
+
+    def told(kind: str, **more: Any) -> bytes:
+        return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **more})
+
+    yield told("created", response=shape.response("in_progress"))
+    yield told("in_progress", response=shape.response("in_progress"))
+    blocks = Blocks(shape.reading, first=shape.reading.form is None)
+    for first in blocks.begin():
+        for kind, fields in shape.told(*first):
+            yield told(kind, **fields)
+    async for new in generation.pieces():
+        for piece in new:
+            ended = piece.ended
+            if ended is not None and (error := failure(ended)) is not None:
+                failed = shape.failed(error.message)
+                keep(failed)
+                yield told("failed", response=failed)
+                return
+            if ended is not None:
+                shape.cut = finish_reason(ended) != "stop"
+            for step, block, text in blocks.take(piece.text, over=ended is not None):
+                for kind, fields in shape.told(step, block, text, last=block is blocks.all[-1]):
+                    yield told(kind, **fields)
+            if ended is not None:
+                whole = shape.ended(generation, piece.choice, blocks.all)
+                keep(whole)
+                yield told(whole["status"], response=whole)
+
+
+class ResponseShape:
+    """Builds responses."""
+
+    def __init__(self, body: ResponseBody, model: str, label: str, reading: Reading, *, kept: bool = False) -> None:
+        self._body, self._model, self._label, self.reading, self._kept = body, model, label, reading, kept
+        self._created = time.time()
+        self.cut = False  # whether the answer was cut off
+
+    def response(self, status: str) -> dict[str, Any]:
+        """A response that is not complete yet."""
+        body = self._body
+        return {
+            "id": self._label,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": bool(body.background),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "store": self._kept,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"} if body.text is None else body.text.format or {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    def failed(self, message: str) -> dict[str, Any]:
+        """A response that failed."""
+        return self.response("failed") | {"error": {"code": "server_error", "message": message}}
+
+    def ended(self, generation: Generation, choice: Choice, blocks: Sequence[Block]) -> dict[str, Any]:
+        """A response that has ended."""
+        assert choice.reply.ended is not None
+        reason = finish_reason(choice.reply.ended)
+        status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
+        usage, self.cut = generation.usage(), status != "completed"
+        said = self.response(status) | {
+            "output": [self.item(block, last=block is blocks[-1]) for block in blocks],
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.reading.thought_tokens(generation)},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+        said |= generation.weights()
+        if status == "completed":
+            said["completed_at"] = time.time()
+        if reason == "length":
+            said["incomplete_details"] = {"reason": "max_output_tokens"}
+        return said
+
+    def told(
+        self, step: Literal["open", "more", "close"], block: Block, text: str, *, last: bool = False
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """The events of one step of a stream; `last` if this is the last block so far."""
+        name, at = DELTAS[block.kind], {"output_index": block.number}
+        if step == "open":
+            added = ("output_item.added", at | {"item": self.item(block, begun=True)})
+            place = {"item_id": block.id, **at}
+            part = ("content_part.added", place | {"content_index": 0, "part": self.part(block)})
+            return [added] if block.kind == "call" else [added, part]
+        place = {"item_id": block.id, **at} | ({} if block.kind == "call" else {"content_index": 0})
+        more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
+        if step == "more":
+            return [(f"{name}.delta", place | {"delta": text} | more)]
+        done = ("output_item.done", at | {"item": self.item(block, last=last)})
+        if block.kind == "call":
+            return [(f"{name}.done", place | {"name": block.name, "arguments": block.text}), done]
+        return [
+            (f"{name}.done", place | {"text": block.text} | more),
+            ("content_part.done", place | {"part": self.part(block)}),
+            done,
+        ]
+
+    def item(self, block: Block, *, begun: bool = False, last: bool = False) -> dict[str, Any]:
+        """A block as an item.
+
+        Args:
+            begun: the item is still empty.
+            last: the item at which an answer that was cut off stopped.
+        """
+        block.id = block.id or f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
+        status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
+        content = [] if begun else [self.part(block)]
+        if block.kind == "call":
+            call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+            return {"id": block.id, "type": "function_call", "status": status, **call}
+        if block.kind == "thought":
+            return {"id": block.id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        return {"id": block.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def part(self, block: Block) -> dict[str, Any]:
+        """The content part of a block."""
+        if block.kind == "thought":
+            return {"type": "reasoning_text", "text": block.text}
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+DELTAS = {"thought": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
+PREFIXES = {"thought": "rs", "content": "msg", "call": "fc"}

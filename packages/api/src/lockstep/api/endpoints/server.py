@@ -1,0 +1,189 @@
+"""The state of a worker that every endpoint uses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import nan
+from typing import Generic, TypeVar
+
+from starlette.requests import Request
+
+from lockstep.api.endpoints.errors import ApiError
+from lockstep.api.endpoints.generation import Generation, GenerationRequest, Prompt, encode, unavailable
+from lockstep.api.endpoints.keys import Keys
+from lockstep.api.endpoints.schemas import Body
+from lockstep.api.endpoints.stored_responses import StoredResponses
+from lockstep.api.endpoints.usage import UsageCounter
+from lockstep.api.engines import formats_of
+from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.served import Recent, Watcher
+from lockstep.api.processes.bridge import EngineUnavailable
+from lockstep.api.processes.cluster_bridge import Engines
+from lockstep.api.processes.wire import EngineInfo
+from lockstep.api.settings import Limits, ServeSettings
+from lockstep.api.text.plain_text import Texts
+from lockstep.api.text.token_names import TokenNames
+
+BodyType = TypeVar("BodyType", bound=Body | None)
+
+
+TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
+"""Header with the key of requests that belong together, for the router of several engines only, and its limit."""
+
+CHARACTERS_MIN = 2**20
+"""Text up to this length is always tokenised before its length is judged; some tokenizers drop characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[BodyType]):
+    """One HTTP request, with access granted and its body read."""
+
+    request: Request
+    body: BodyType
+    tenant: str
+    came_s: float  # time.monotonic
+
+
+@dataclass
+class Server:
+    """One worker."""
+
+    settings: ServeSettings
+    bridge: Engines
+    text: Texts | None
+    keys: Keys | None
+    metrics: Metrics
+    usage: UsageCounter | None = None
+    responses: StoredResponses | None = None
+    background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
+    watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
+    told: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
+    recent: Recent = field(default_factory=Recent)
+    started_s: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest
+    probed_s: float = 0.0  # when it ended
+
+    def __post_init__(self) -> None:
+        self.names = TokenNames(self.text)
+        self.formats = formats_of(self.settings, self.text)
+        self._token_characters = 1 if self.text is None else self.text.characters_max()
+        self.watchers.append(self.recent.add)
+        self.bridge.welcome = self._welcome
+
+    def _welcome(self, about: EngineInfo) -> None:
+        name = (self.settings.served_model_name or (about.model,))[0]
+        self.metrics.name_model(name, len(self.bridge.engines))
+        for one in self.told:
+            one()
+
+    @property
+    def limits(self) -> Limits:
+        return self.settings.limits
+
+    def about(self) -> EngineInfo:
+        """Properties of the engine. Raises ApiError while there is none."""
+        if self.bridge.gone:
+            raise unavailable(EngineUnavailable(self.bridge.gone))
+        if self.bridge.about is None:
+            raise unavailable(EngineUnavailable("the engine is starting"))
+        return self.bridge.about
+
+    def models(self) -> tuple[str, ...]:
+        """Names of the model for clients. Raises ApiError while there is no engine."""
+        return self.settings.served_model_name or (self.about().model,)
+
+    def model(self, asked: str | None) -> str:
+        """The model name for the answer. Raises ApiError, 404, for a model that is not served."""
+        known = self.models()
+        if asked is not None and asked not in known and not self._adapter_named(asked):
+            served = ", ".join((*known, *self.bridge.adapters))
+            raise ApiError(404, f"The model `{asked}` does not exist; this server has {served}.", "model")
+        return known[0] if asked is None else asked
+
+    def _adapter_named(self, asked: str | None) -> str:
+        """The adapter that a model name means: its own name, or MODEL:ADAPTER as in SGLang. Empty for none."""
+        adapters = self.bridge.adapters
+        if not adapters or asked is None or asked in self.models():
+            return ""
+        model, _, name = asked.partition(":")
+        return asked if asked in adapters else name if model in self.models() and name in adapters else ""
+
+    def adapter(self, model: str | None, lora_path: str | None = None) -> str:
+        """The adapter of a request, empty for the model alone. Raises ApiError for one that is not loaded.
+
+        Args:
+            lora_path: SGLang's field for the name of an adapter.
+        """
+        self.model(model)  # raises for an adapter that was just unloaded, whose name does not mean the model alone
+        named = self._adapter_named(model)
+        if not lora_path:
+            return named
+        if lora_path not in self.bridge.adapters:
+            loaded = ", ".join(self.bridge.adapters) or "none"
+            raise ApiError(
+                400, f"`lora_path` is {lora_path[:60]!r}, which is not loaded; loaded: {loaded}", "lora_path"
+            )
+        if named and named != lora_path:
+            raise ApiError(400, f"`model` is {named[:60]!r}, and `lora_path` another adapter; give one", "lora_path")
+        return lora_path
+
+    def needs_text(self, what: str) -> Texts:
+        """The tokenizer. Raises ApiError if the model came without one."""
+        if self.text is None:
+            raise ApiError(400, f"{what} needs a tokenizer, and this model came without; give token ids")
+        return self.text
+
+    async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
+        """Tokens of a text. Raises ApiError for text that is too long to fit."""
+        text = self.needs_text(what)
+        self.check_length(what, len(prompt))
+        return await encode(text, prompt, special=special)
+
+    def characters_max(self) -> int:
+        """Number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
+        return max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
+
+    def check_length(self, what: str, characters: int) -> None:
+        """Refuse text that is certainly too long, before tokens of it cost memory and time. Raises ApiError."""
+        most = self.characters_max()
+        if characters > most:
+            raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
+
+    def generate(self, call: Call[BodyType], wanted: GenerationRequest, prompts: list[Prompt]) -> Generation:
+        """Send a request to the engine. Raises ApiError."""
+        if self.draining:
+            raise ApiError(503, "the server is about to stop")
+        start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
+        finish_by_s = _due(call, "X-Request-Timeout", "timeout_s")
+        body = call.body
+        if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
+            wanted = replace(wanted, adapter=adapter)
+        generation = Generation(self.bridge, self.metrics, wanted, call.came_s, start_by_s, finish_by_s)
+        if (together := call.request.headers.get(TOGETHER)) is not None:
+            generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
+        admit = None
+        if self.usage is not None and self.keys is not None:
+            admit = partial(self.usage.admit, call.tenant, self.keys.allowance(call.tenant))
+        generation.start(prompts, self.text, self.limits, admit=admit)
+        call.request.state.generation = generation
+        return generation
+
+
+def _due(call: Call[BodyType], header: str, name: str) -> float | None:
+    """The deadline (time.monotonic) from a header or a field, the earlier one; None without both. Raises ApiError."""
+    said = call.request.headers.get(header)
+    field_s: float | None = getattr(call.body, name, None)
+    times = [] if field_s is None else [field_s]
+    if said is not None:
+        try:
+            times.append(float(said[:20]))
+        except ValueError:
+            times.append(nan)
+        if not 0.0 < times[-1] <= 1e6:
+            raise ApiError(400, f"the header `{header}` must be seconds above 0, got {said[:40]!r}", header)
+    return call.came_s + min(times) if times else None

@@ -1,0 +1,47 @@
+"""The log of a process: text lines, or with `log_format` json one object per line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+EXTRA = "fields"
+"""Name of the attribute of a log record that holds further fields, a dict: `log.info(..., extra={EXTRA: {...}})`."""
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON line: time, level, process, logger, message, further fields, and an exception's
+    text.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The JSON line of a record."""
+        when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        said = {
+            "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "process": self._role,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, EXTRA, {}),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=False, default=str)
+
+
+def start_log(level: str, role: str, form: LogFormat = "text") -> None:
+    """Set up the log to stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    lines = logging.Formatter(f"%(asctime)s %(levelname)s {role}: %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(JsonLines(role) if form == "json" else lines)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,330 @@
+"""Prometheus metrics: Lockstep's names, and on request the same figures under names that other dashboards use.
+
+Times are those of the worker: from the request's head to a token's arrival from the engine; time to the first token and
+between tokens are measured only where the client streams, since other answers are delivered whole. The state of an
+engine comes with its messages. Several workers share their figures through files (prometheus_client's multiprocess
+mode), so any of them can serve all figures.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Sample
+
+from lockstep.api.observability.metrics_folder import FOLDER
+from lockstep.api.processes.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Gauges, SampleEnded
+
+if TYPE_CHECKING:
+    from lockstep.api.endpoints.generation import Choice, Generation, Prompt
+    from lockstep.api.processes.bridge import Ticket
+
+# fmt: off
+TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+# fmt: on
+TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+"""Buckets of vLLM's histograms, so that one dashboard reads both."""
+
+SGLANG = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "prompt_tokens_cached": "cached_tokens",
+    "num_requests_running": "num_running_reqs",
+    "num_requests_waiting": "num_queue_reqs",
+    "kv_cache_usage_perc": "token_usage",
+    "num_preemptions": "num_retracted_reqs",
+    "request_queue_time_seconds": "queue_time_seconds",
+    "num_requests": "num_requests",
+    "num_aborted_requests": "num_aborted_requests",
+    "kv_used_tokens": "num_used_tokens",
+    "prefix_cache_hit_ratio": "cache_hit_rate",
+}
+"""Metrics with an SGLang equivalent of the same meaning -> its name after the prefix sglang:."""
+
+NOT_VLLM = (
+    *("engine_up", "kv_used_tokens", "kv_cached_pages", "prefix_cache_hit_ratio"),
+    *("num_requests", "num_aborted_requests", "accepted_length_mean"),
+)
+NOT_VLLM_GROUPS = ("http_", "batch_")
+"""Metrics whose names begin so have no vLLM equivalent; every other metric is also served under its vLLM name."""
+
+
+class Metrics:
+    """All figures of a worker."""
+
+    def __init__(self, compat: Iterable[str] = ()) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs has no types
+        self.registry = CollectorRegistry()
+        self._compat = tuple(compat)
+        self._model = ""
+        self._http = Counter(
+            "lockstep_http_requests", "HTTP requests.", ("path", "method", "status"), registry=self.registry
+        )
+
+    def name_model(self, name: str, engines: int = 1) -> None:
+        """Set the model label of all figures, before the first request is generated."""
+        self._model = name
+        keys = ("model_name", "engine")
+
+        def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
+            made = Histogram(f"lockstep_{suffix}", about, keys, buckets=buckets, registry=self.registry)
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
+
+        def counter(suffix: str, about: str) -> _ByEngine[Counter]:
+            made = Counter(f"lockstep_{suffix}", about, keys, registry=self.registry)
+            return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
+
+        self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
+        self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From the engine's door to admission.", REQUEST_S)
+        self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token.", REQUEST_S)
+        self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
+        self._inference = histogram("request_inference_time_seconds", "From admission to the last token.", REQUEST_S)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token but the first.", ITL_S)
+        self._asked = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._output_tokens = counter("generation_tokens", "Tokens of answers.")
+        self._cached = counter("prompt_tokens_cached", "Tokens of prompts found in the radix cache.")
+        self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
+        self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
+        self._requests = counter("num_requests", "Answers that were asked for.")
+        self._aborted = counter("num_aborted_requests", "Answers whose client left or that were told to end.")
+        ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
+        self._ended = Counter(*ended, registry=self.registry)
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def began(self, generation: Generation, ticket: Ticket, prompt: Prompt) -> None:
+        """Count a prompt that was sent to its engine."""
+        engine = ticket.engine
+        for _ in ticket.replies:
+            self._prompt[engine].observe(len(prompt.ids))
+            self._requests[engine].inc()
+            if generation.wanted.max_tokens is not None:
+                self._asked[engine].observe(generation.wanted.max_tokens)
+        self._prompt_tokens[engine].inc(len(prompt.ids))
+
+    def saw(self, generation: Generation, choice: Choice) -> None:
+        """Count new tokens of a choice, or its end. Tokens that were counted before are not counted again."""
+        reply, engine = choice.reply, choice.ticket.engine
+        arrivals, reply.arrivals = reply.arrivals, []
+        if arrivals:
+            if generation.wanted.stream:  # other answers come whole, or a few dozen tokens at a time
+                self._saw_times(generation, choice, arrivals)
+            now_s, tokens = arrivals[-1]
+            self._output_tokens[engine].inc(tokens - choice.measured)
+            choice.measured, choice.measured_s = tokens, now_s
+        ended = reply.ended
+        if ended is None or choice.end_measured:
+            return
+        choice.end_measured = True
+        self._ended.labels(*self._labels(engine), ended.reason).inc()
+        if ended.reason == "cancelled":
+            self._aborted[engine].inc()
+        if ended.rejected:
+            return
+        self._output[engine].observe(len(reply.tokens))
+        self._e2e[engine].observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._cached[engine].inc(ended.cached_tokens)
+        self._queries[engine].inc(ended.prompt_tokens)
+        self._hits[engine].inc(ended.cached_tokens)
+        self._saw_phases(engine, ended)
+
+    def _saw_phases(self, engine: int, ended: SampleEnded) -> None:
+        """Record the times of queue, prefill and decode that the engine reported."""
+        if ended.queue_us >= 0:
+            self._queue[engine].observe(ended.queue_us / 1e6)
+        if ended.prefill_us < 0:
+            return
+        self._prefill[engine].observe(ended.prefill_us / 1e6)
+        self._decode[engine].observe(ended.decode_us / 1e6)
+        self._inference[engine].observe((ended.prefill_us + ended.decode_us) / 1e6)
+        if ended.output_tokens > 1:
+            self._tpot[engine].observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
+
+    def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
+        times = [now_s for now_s, _ in arrivals]
+        if choice.measured:
+            times.insert(0, choice.measured_s)
+        else:
+            self._ttft[choice.ticket.engine].observe(times[0] - generation.came_s)
+        observe = self._itl[choice.ticket.engine].observe
+        for before_s, now_s in pairwise(times):
+            observe(now_s - before_s)
+
+    def answered(self, path: str, method: str, status: int) -> None:
+        """Count an HTTP request that was answered."""
+        self._http.labels(path, method, str(status)).inc()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
+        """The text format: figures of all workers, and the state of the engines, which every worker has.
+
+        Args:
+            gauges: of each engine, the newest; None: none received yet, or the engine is not running.
+            up: for each engine whether it takes requests; empty where that is unknown.
+        """
+        source: Any = self.registry
+        if FOLDER in os.environ:
+            source = CollectorRegistry()
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # nor has this
+        found = [*source.collect(), *self._up(up)]
+        stand: dict[str, Metric] = {}
+        for engine, one in enumerate(gauges):
+            for metric in () if one is None else self._engine(engine, one):
+                if metric.name in stand:
+                    stand[metric.name].samples += metric.samples
+                else:
+                    stand[metric.name] = metric
+        found += stand.values()
+        return generate_latest(_Given([*found, *self._renamed(found)]))
+
+    def _labels(self, engine: int) -> tuple[str, str]:
+        """Label values of a model and an engine. Requests that never had an engine get `none`."""
+        return self._model, str(engine) if engine >= 0 else "none"
+
+    def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
+        one = GaugeMetricFamily("lockstep_engine_up", "Whether it takes requests.", labels=("model_name", "engine"))
+        for engine, there in enumerate(up):
+            one.add_metric(self._labels(engine), float(there))
+        if up:
+            yield one
+
+    def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:
+        """Metrics of an engine's state."""
+        labels, values = ("model_name", "engine"), self._labels(engine)
+        used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
+        hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
+        for name, about, value in (
+            ("num_requests_running", "Requests that run.", gauges.running),
+            ("num_requests_waiting", "Requests that wait.", gauges.waiting),
+            ("kv_cache_usage_perc", "Share of the KV pool that cannot be had at once, 0 to 1.", gauges.token_usage),
+            ("kv_used_tokens", "Tokens of the KV pool that cannot be had at once.", used_tokens),
+            ("kv_cached_pages", "Pages that only the radix cache holds.", gauges.pages_cached),
+            ("prefix_cache_hit_ratio", "Prompt tokens found in the radix cache, of all; 0 to 1.", hit_ratio),
+        ):
+            one = GaugeMetricFamily(f"lockstep_{name}", about, labels=labels)
+            one.add_metric(values, value)
+            yield one
+        counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
+        counted.add_metric(values, gauges.retractions)
+        yield counted
+        restarted = CounterMetricFamily("lockstep_engine_restarts", "Engines that another one replaced.", labels=labels)
+        restarted.add_metric(values, gauges.restarts)
+        yield restarted
+        batches = HistogramMetricFamily("lockstep_iteration_tokens_total", "Tokens of a batch.", labels=labels)
+        bounds = zip([*map(str, ITERATION_TOKENS), "+Inf"], accumulate(gauges.batch_counts), strict=True)
+        if gauges.batch_counts:
+            batches.add_metric(values, list(bounds), gauges.batch_tokens)
+            yield batches
+        if gauges.drafts is not None:
+            yield from self._drafts(values, gauges.drafts)
+        if gauges.forced_tokens is not None:
+            forced = CounterMetricFamily(
+                "lockstep_forced_tokens",
+                "Tokens that grammars forced, computed beside others and not one by one.",
+                labels=("model_name", "engine"),
+            )
+            forced.add_metric(values, gauges.forced_tokens)
+            yield forced
+        if gauges.drift:
+            yield from self._drift(engine, gauges.drift)
+
+    def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
+        """Metrics of verified drafts, under vLLM's names."""
+        labels = ("model_name", "engine")
+        for name, about, value in (
+            (
+                "num_drafts",
+                "Verifications of a row: each gives a token, and one more for each draft.",
+                found.verifications,
+            ),
+            ("num_draft_tokens", "Drafts that were verified.", found.drafts),
+            ("num_accepted_tokens", "Drafts that were right.", found.right),
+        ):
+            counted = CounterMetricFamily(f"lockstep_spec_decode_{name}", about, labels=labels)
+            counted.add_metric(values, value)
+            yield counted
+        about = "Verifications whose drafts were right up to this position, from 0 on."
+        by_position = CounterMetricFamily(
+            "lockstep_spec_decode_num_accepted_tokens_per_pos", about, labels=(*labels, "position")
+        )
+        for position, right in enumerate(found.right_by_position):
+            by_position.add_metric((*values, str(position)), right)
+        yield by_position
+        mean = GaugeMetricFamily(
+            "lockstep_accepted_length_mean", "Tokens that a row got from a verification.", labels=labels
+        )
+        mean.add_metric(values, 1 + found.right / max(found.verifications, 1))
+        yield mean
+
+    def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
+        """Metrics of measured over predicted times, by kind of batch. Buckets of Prometheus are cumulative."""
+        labels = ("model_name", "engine", "kind")
+        about = "Time of a batch over the time predicted."
+        ratio = HistogramMetricFamily("lockstep_batch_time_ratio", about, labels=labels)
+        took = CounterMetricFamily("lockstep_batch_seconds", "Time that batches took.", labels=labels)
+        meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
+        bounds = [*map(str, RATIOS), "+Inf"]
+        for one in kinds:
+            values = (*self._labels(engine), one.kind)
+            ratio.add_metric(values, list(zip(bounds, accumulate(one.counts), strict=True)), one.ratios)
+            took.add_metric(values, one.measured_s)
+            meant.add_metric(values, one.predicted_s)
+        yield from (ratio, took, meant)
+
+    def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
+        """The same metrics under the names that other servers' dashboards use."""
+        for metric in metrics:
+            name = metric.name.removeprefix("lockstep_")
+            if "vllm" in self._compat and not name.startswith(NOT_VLLM_GROUPS) and name not in NOT_VLLM:
+                yield _called(metric, f"vllm:{name}")
+            if "sglang" in self._compat and name in SGLANG:
+                yield _called(metric, f"sglang:{SGLANG[name]}")
+
+
+Figure = TypeVar("Figure")
+
+
+class _ByEngine(dict[int, Figure]):
+    """One figure for each engine and, created on first use, one for requests without an engine."""
+
+    def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
+        super().__init__({engine: make(engine) for engine in range(engines)})
+        self._make = make
+
+    def __missing__(self, engine: int) -> Figure:
+        self[engine] = made = self._make(engine)
+        return made
+
+
+class _Given:
+    """A registry of metrics that already exist."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def _called(metric: Metric, name: str) -> Metric:
+    other = Metric(name, metric.documentation, metric.type, metric.unit)
+    other.samples = [Sample(name + one.name.removeprefix(metric.name), *one[1:]) for one in metric.samples]
+    return other

@@ -1,0 +1,509 @@
+"""A worker's side of one engine: requests go out, and answers are dispatched to their tickets.
+
+    handler ──submit──> a Ticket, with a Reply for each sample
+    mailbox ──────────> one task fills the replies and sets `changed`; only a handler ever waits for a client
+
+A reply keeps its tokens until its handler takes them. A handler that is slow, because its client is, finds more the
+next time: the amount that waits is bounded by the request's own length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from lockstep.api.processes.sockets import engine_address, reader_options, worker_address, writer
+from lockstep.api.processes.wire import (
+    OVER,
+    PROTOCOL,
+    AdaptersKnown,
+    Answered,
+    Ask,
+    Cancel,
+    CancelLabel,
+    EngineGone,
+    EngineInfo,
+    EngineRestarting,
+    Gauges,
+    Hello,
+    JoinGroup,
+    LeaveGroup,
+    LoadLora,
+    ProfileRequest,
+    ReadWeights,
+    SampleEnded,
+    Settled,
+    StepAnswers,
+    Submit,
+    ToEngine,
+    UnloadLora,
+    Welcome,
+    WireError,
+    WorkerMessage,
+    encode,
+    read_by_worker,
+)
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import Control, RequestArrived
+from lockstep.core.requests.table import prompt_length
+from lockstep.host.adapters import KnownAdapters
+
+log = logging.getLogger("lockstep.worker")
+
+
+class EngineUnavailable(LockstepError):
+    """Raised when no engine can take requests: not yet, not any more, or because of overload."""
+
+
+class Reply:
+    """The answer to one sample, as far as it has come.
+
+    Args:
+        changed: set whenever the reply changes; several replies may share it.
+    """
+
+    def __init__(self, changed: asyncio.Event) -> None:
+        self.tokens: list[int] = []  # all received so far
+        self.logprobs: list[float] = []
+        self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens at each position
+        self.ended: SampleEnded | None = None
+        self.differs = False  # repeated tokens differed from those already sent to the client
+        self.arrivals: list[tuple[float, int]] = []  # (time, number of tokens received); the metrics take them away
+        self._changed = changed
+
+    def put(self, offset: int, tokens: list[int], now_s: float) -> int:
+        """Take in tokens whose first is output number `offset`. Returns how many of them were received before."""
+        repeats = len(self.tokens) - offset
+        if repeats < 0:
+            raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
+        if repeats and self.tokens[offset : offset + len(tokens)] != tokens[:repeats]:
+            self.differs = True  # happens only where numerics depend on the batch
+        self.tokens += tokens[repeats:]
+        self.arrivals.append((now_s, len(self.tokens)))
+        self._changed.set()
+        return repeats
+
+    def end(self, ended: SampleEnded) -> None:
+        """Record the end of the sample."""
+        self.ended = ended
+        self._changed.set()
+
+
+class Ticket:
+    """A request that was sent, or waits to be sent, to an engine.
+
+    Args:
+        number: identifies the request to its engine; -1: it has no engine yet.
+        submit: the message to the engine, with the number of output tokens already received.
+        waiting_tokens: tokens of its prompt until the first answer comes, then 0.
+    """
+
+    def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
+        self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
+        self.sent = False  # to an engine, possibly one that has ended
+        self.engine = -1  # number of its engine
+        self.session = ""  # key that keeps requests on one engine
+        self._placed: list[Callable[[], object]] = []
+
+    @property
+    def open(self) -> bool:
+        """Whether an answer may still come."""
+        return any(reply.ended is None for reply in self.replies)
+
+    def when_placed(self, told: Callable[[], object]) -> None:
+        """Call `told` once the request has an engine."""
+        if self.engine >= 0:
+            told()
+        else:
+            self._placed.append(told)
+
+    def placed(self, engine: int) -> None:
+        """Record the engine that has the request."""
+        self.engine = engine
+        told, self._placed = self._placed, []
+        for one in told:
+            one()
+
+    def cancelled(self) -> None:
+        """End the replies, since the client left."""
+        for sample, reply in enumerate(self.replies):
+            if reply.ended is None:
+                reply.end(SampleEnded(self.number, sample, "cancelled", output_tokens=len(reply.tokens)))
+
+    def failed(self, message: str) -> None:
+        """End the replies, since no engine will answer."""
+        self.refused("engine", message)
+
+    def refused(self, reason: str, message: str, *, rejected: bool = False) -> None:
+        """End the replies with an error, for a reason in the terms of engines."""
+        for sample, reply in enumerate(self.replies):
+            if reply.ended is None:
+                reply.end(SampleEnded(self.number, sample, reason, error=message, rejected=rejected))
+
+
+def make_ticket(
+    worker: int,
+    request: RequestArrived,
+    changed: asyncio.Event,
+    start_by_s: float | None = None,
+    finish_by_s: float | None = None,
+) -> Ticket:
+    """A ticket without an engine; `changed` is set whenever one of its replies changes."""
+    submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s))
+    replies = [Reply(changed) for _ in range(request.parallel_samples)]
+    return Ticket(-1, submit, replies, prompt_length(request.prompt))
+
+
+class Bridge:
+    """One worker's connection to one engine. Made and used in the worker's event loop.
+
+    Args:
+        folder: folder of the engine's sockets.
+        number: number of the engine among several.
+    """
+
+    def __init__(self, folder: Path, worker: int, number: int = 0) -> None:
+        self.worker, self.number = worker, number
+        self.about: EngineInfo | None = None  # None until the engine has sent Welcome
+        self.gauges: Gauges | None = None  # received last
+        self.known = KnownAdapters()  # adapters
+        self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
+        self.gone = ""  # why the engine takes no requests any more
+        self.restarting = False  # new requests are taken, and wait for the next engine
+        self.away = False  # the engine is starting, for the first time or again
+        self.generation = -1  # of the engine that sent Welcome
+        self._origin = f"{folder.name}/{worker}"
+        self.tickets: dict[int, Ticket] = {}  # open ones, by number
+        self.open_answers = 0  # samples of the open tickets
+        self.waiting_answers = 0  # samples without any answer yet
+        self.waiting_tokens = 0  # prompt tokens of these
+        self.heard_s = time.monotonic()  # when the engine last sent a message, or had nothing to do
+        self.welcome: Callable[[EngineInfo], object] | None = None  # called when the engine can take requests
+        self.stands: Callable[[], object] | None = None  # called whenever the engine appears or ends
+        self.over: Callable[[Ticket], object] | None = None  # called when a ticket has ended
+        self._asked: dict[int, asyncio.Future[Answered]] = {}
+        self._next_ticket = 0
+        self._context = zmq.asyncio.Context()
+        self._mailbox = self._context.socket(zmq.SocketType.PULL)
+        reader_options(self._mailbox)
+        self._mailbox.bind(worker_address(folder, worker))
+        self._address = engine_address(folder)
+        self._engine = writer(zmq.Context(self._context), self._address)
+
+    @property
+    def engines(self) -> tuple[Bridge, ...]:
+        """This bridge: the only engine. See `ClusterBridge.engines`."""
+        return (self,)
+
+    async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
+        """The engine that is to open a session, and a callback for when that fails."""
+        return self, lambda: None
+
+    async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
+        """The engine of a session, and a callback for when the session is closed."""
+        return self, lambda: None
+
+    def drained(self, engine: Bridge, *, draining: bool) -> None:
+        """Do nothing: there is no router that would have to be informed."""
+
+    async def run(self) -> None:
+        """Read messages until cancelled. Raises WireError."""
+        self._send(Hello(self.worker, PROTOCOL))
+        while True:
+            message = read_by_worker(await self._mailbox.recv(), self.worker)
+            self.heard_s = time.monotonic()
+            HANDLERS[type(message)](self, message)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._mailbox.close()
+        self._engine.close()
+
+    # -------------------------------------------------------------------------------------------------------- questions
+
+    def submit(
+        self,
+        request: RequestArrived,
+        changed: asyncio.Event,
+        start_by_s: float | None = None,
+        finish_by_s: float | None = None,
+        session: str = "",
+    ) -> Ticket:
+        """Send a request; `changed` is set whenever one of its replies changes.
+
+        Args:
+            start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended; else it is
+                cancelled.
+            session: not used with one engine.
+        Raises: EngineUnavailable.
+        """
+        self._needs_engine()
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        self.take_on(ticket)
+        return ticket
+
+    def take_on(self, ticket: Ticket) -> None:
+        """Send a ticket that has no engine, or keep it for the next engine generation."""
+        if not self.tickets:
+            self.heard_s = time.monotonic()
+        number = self._next_ticket
+        self._next_ticket += 1
+        origin = f"{self._origin}/{number}"
+        request = msgspec.structs.replace(ticket.submit.request, origin=origin)
+        ticket.number = number
+        ticket.submit = msgspec.structs.replace(ticket.submit, ticket=number, request=request)
+        if self.about is not None and not self.restarting:
+            self._submit(ticket)
+        self.waiting_answers += len(ticket.replies)
+        self.waiting_tokens += ticket.waiting_tokens
+        self.tickets[number] = ticket
+        self.open_answers += len(ticket.replies)
+        ticket.placed(self.number)
+
+    def cancel_label(self, label: str, tenant: str) -> None:
+        """Cancel all requests of a tenant with this label, of all workers. Raises EngineUnavailable."""
+        self._needs_engine(now=True)
+        self._send(CancelLabel(self.worker, label, tenant))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request whose client left, and end its replies."""
+        if ticket.number not in self.tickets:
+            return
+        ticket.cancelled()
+        self._forget(ticket)
+        if not self.gone and not self.restarting:  # otherwise it is cancelled, since it is not submitted again
+            self._send(Cancel(self.worker, ticket.number))
+
+    def end_all(self, message: str) -> None:
+        """End all open requests with this error message."""
+        for ticket in list(self.tickets.values()):
+            ticket.failed(message)
+            self.cancel(ticket)
+
+    async def ask(self, control: Control) -> Answered:
+        """Send a control request and wait for its answer. Raises EngineUnavailable."""
+        return await self._answer(lambda number: Ask(self.worker, number, control))
+
+    async def trace(self, options: dict[str, Any] | None) -> Answered:
+        """Begin a profile of the device, or end it. Raises EngineUnavailable."""
+        return await self._answer(lambda number: ProfileRequest(self.worker, number, options))
+
+    async def read_weights(self, name: str, rows: int) -> Answered:
+        """Read the first rows of a tensor. Raises EngineUnavailable."""
+        return await self._answer(lambda number: ReadWeights(self.worker, number, name, rows))
+
+    async def join_group(
+        self, name: str, address: str, port: int, rank: int, ranks: int, backend: Literal["gloo", "nccl"] = "gloo"
+    ) -> Answered:
+        """Join the group of a trainer that will send weights. Raises EngineUnavailable."""
+        place = (name, address, port, rank, ranks, backend)
+        return await self._answer(lambda number: JoinGroup(self.worker, number, *place))
+
+    async def leave_group(self, name: str) -> Answered:
+        """Leave the group of a trainer. Raises EngineUnavailable."""
+        return await self._answer(lambda number: LeaveGroup(self.worker, number, name))
+
+    async def load_lora(self, name: str, path: str, *, pinned: bool) -> Answered:
+        """Load an adapter. Raises EngineUnavailable."""
+        return await self._answer(lambda number: LoadLora(self.worker, number, name, path, pinned))
+
+    async def unload_lora(self, name: str) -> Answered:
+        """Unload an adapter. Raises EngineUnavailable."""
+        return await self._answer(lambda number: UnloadLora(self.worker, number, name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that requests may name, with the path that each came from."""
+        if self._named[0] is not self.known:
+            self._named = (self.known, {one.name: one.path for one in self.known.entries})
+        return self._named[1]
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the engine's weights, as last reported."""
+        if self.gauges is not None:
+            return self.gauges.weights_version
+        return 0 if self.about is None else self.about.weights_version
+
+    async def _answer(self, question: Callable[[int], ToEngine]) -> Answered:
+        self._needs_engine(now=True)
+        number = self._next_ticket
+        self._next_ticket += 1
+        future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._send(question(number))
+        return await future
+
+    def stalled(self, after_s: float) -> bool:
+        """Whether requests are open and the engine has sent nothing for `after_s` seconds."""
+        return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
+
+    def _began(self, ticket: Ticket) -> None:
+        if ticket.waiting_tokens:
+            self.waiting_answers -= len(ticket.replies)
+            self.waiting_tokens -= ticket.waiting_tokens
+            ticket.waiting_tokens = 0
+
+    def _forget(self, ticket: Ticket) -> None:
+        self._began(ticket)
+        del self.tickets[ticket.number]
+        self.open_answers -= len(ticket.replies)
+        if self.over is not None:
+            self.over(ticket)
+
+    def _needs_engine(self, *, now: bool = False) -> None:
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+        if now and self.restarting:
+            raise EngineUnavailable("the engine is starting again")
+
+    def _submit(self, ticket: Ticket) -> None:
+        have = tuple(len(reply.tokens) if reply.ended is None else OVER for reply in ticket.replies)
+        self._send(msgspec.structs.replace(ticket.submit, generation=self.generation, again=ticket.sent, have=have))
+        ticket.sent = True
+
+    def _send(self, message: ToEngine) -> None:
+        try:
+            self._engine.send(encode(message), zmq.Flag.DONTWAIT)
+        except zmq.Again:
+            raise EngineUnavailable("the engine does not read its messages") from None
+
+    # ---------------------------------------------------------------------------------------- one handler per message
+
+    def welcomed(self, message: Welcome) -> None:
+        """Take in the properties of the engine, and submit open requests again."""
+        if message.protocol != PROTOCOL:
+            raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
+        if message.generation <= self.generation:  # an answer to a second Hello
+            return
+        first = self.about is None
+        self.known = max(self.known, message.adapters, key=attrgetter("revision"))
+        self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
+        if self.gauges is None:  # otherwise newer gauges came first
+            self.gauges = message.gauges
+        for ticket in self.tickets.values():
+            self._submit(ticket)
+        self._send(Settled(self.worker, self.generation))
+        if first and self.welcome is not None:
+            self.welcome(message.about)
+        self._say_how_it_stands()
+        log.info("ready: %s on %s", message.about.model, message.about.device)
+
+    def engine_restarting(self, message: EngineRestarting) -> None:
+        """Take in that the engine ended and another generation follows. Messages sent so far will not reach it."""
+        if self.gone or message.generation <= self.generation:
+            return
+        self.restarting, self.away = self.about is not None, True
+        self.gauges = None
+        self.known = KnownAdapters(-1, self.known.entries)  # the next engine counts its revisions anew
+        self._engine.close(0)
+        self._engine = writer(zmq.Context(self._context), self._address)
+        self._send(Hello(self.worker, PROTOCOL, message.generation))
+        self._fail_questions(message.message)
+        self._say_how_it_stands()
+
+    def take(self, message: StepAnswers) -> None:
+        """Take in the results of one engine step."""
+        if message.gauges is not None:
+            self.gauges = message.gauges
+        if message.tickets:
+            self._take_tokens(message)
+        for ended in message.ended:
+            ticket = self.tickets.get(ended.ticket)
+            if ticket is not None:
+                reply = ticket.replies[ended.sample]
+                if reply.differs:
+                    error = "the engine began again, and drew other tokens than those given out before"
+                    ended = msgspec.structs.replace(ended, reason="error", error=error)
+                reply.end(ended)
+                if not ticket.open:
+                    self._forget(ticket)
+
+    def _take_tokens(self, message: StepAnswers) -> None:
+        tickets = np.frombuffer(message.tickets, "<i8").tolist()
+        samples = np.frombuffer(message.samples, "<i4").tolist()
+        offsets = np.frombuffer(message.offsets, "<i4").tolist()
+        counts = np.frombuffer(message.counts, "<i4").tolist()
+        tokens = np.frombuffer(message.tokens, "<i4").tolist()
+        logprobs = {one.entry: one for one in message.logprobs}
+        first = 0
+        for entry, number in enumerate(tickets):
+            count = counts[entry]
+            ticket = self.tickets.get(number)
+            if ticket is not None:
+                self._began(ticket)
+                reply = ticket.replies[samples[entry]]
+                repeats = reply.put(offsets[entry], tokens[first : first + count], self.heard_s)
+                if entry in logprobs:
+                    one = logprobs[entry]
+                    reply.logprobs += np.frombuffer(one.logprobs, "<f4").tolist()[repeats:]
+                    if one.top_ids:
+                        ids = np.frombuffer(one.top_ids, "<i4").reshape(count, -1).tolist()
+                        values = np.frombuffer(one.top_logprobs, "<f4").reshape(count, -1).tolist()
+                        pairs = zip(ids, values, strict=True)
+                        reply.tops += [list(zip(*pair, strict=True)) for pair in pairs][repeats:]
+            first += count
+
+    def answered(self, message: Answered) -> None:
+        """Take in the answer to a control request."""
+        future = self._asked.pop(message.ticket, None)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def adapters_known(self, message: AdaptersKnown) -> None:
+        """Take in a changed set of adapters."""
+        self.known = max(self.known, message.adapters, key=attrgetter("revision"))
+
+    def engine_gone(self, message: EngineGone) -> None:
+        """Take in that the engine ended for good, and end everything that waits for it."""
+        if self.gone:
+            return
+        self.gone = message.message
+        log.error("the engine is gone: %s", message.message)
+        for ticket in list(self.tickets.values()):
+            ticket.failed(message.message)
+            self._forget(ticket)
+        self._fail_questions(message.message)
+        self._say_how_it_stands()
+
+    def _say_how_it_stands(self) -> None:
+        if self.stands is not None:
+            self.stands()
+
+    def _fail_questions(self, message: str) -> None:
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(message))
+        self._asked.clear()
+
+
+HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {
+    Welcome: Bridge.welcomed,
+    StepAnswers: Bridge.take,
+    Answered: Bridge.answered,
+    AdaptersKnown: Bridge.adapters_known,
+    EngineRestarting: Bridge.engine_restarting,
+    EngineGone: Bridge.engine_gone,
+}
+
+
+def _ns(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1e9)
+
+
+def fresh_seed() -> int:
+    """A seed for a request that names none; the journal stores it, so the answer can be reproduced."""
+    return secrets.randbits(62)

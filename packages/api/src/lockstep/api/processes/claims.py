@@ -1,0 +1,145 @@
+"""Requests that were open when the previous engine generation died, until their workers have submitted them again.
+
+A worker submits each open request `again`, with the number k of output tokens that it has:
+
+    in the journal             tokens from k on are sent again, and the request goes on
+    not in the journal         no token of it was ever sent: it starts as a new request
+    cannot be continued        it starts again; tokens that were sent before are skipped by number
+    suspect of two deaths      it fails, alone
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lockstep.api.engines import both
+from lockstep.api.processes.wire import OVER
+from lockstep.core.contract.commands import FinishRequest
+from lockstep.core.contract.errors import LockstepError
+from lockstep.core.contract.events import CancelMany, RequestArrived, RequestId
+from lockstep.core.contract.text import shown
+from lockstep.core.journal.records import JournalError
+from lockstep.host.loop import RuntimeHost, Sink, Untold
+from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
+from lockstep.host.startup import Keeper
+
+log = logging.getLogger("lockstep.engine")
+
+POISON = "the engine ended more than once while it worked on this request, which is therefore not tried again"
+
+
+@dataclass(frozen=True, slots=True)
+class PriorState:
+    """What preceded an engine generation.
+
+    Args:
+        death: how the previous generation in this server ended, if there was one.
+        workers: workers that may have open requests.
+    """
+
+    death: Death | None = None
+    workers: tuple[int, ...] = ()
+
+
+FIRST = PriorState()
+
+
+class Lost(LockstepError):
+    """Raised for a request that cannot go on.
+
+    Args:
+        reason: as in `SampleEnded`: "engine" if another engine might serve it, "error" if none would.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Claims:
+    """Takes up the requests of the previous generation. Used in the main thread; the engine does not run until `close`.
+
+    Args:
+        keeper: state recovered from the previous generation; None: nothing was kept.
+        server: prefix of the origins of this server. A request of another server has no client any more.
+        workers: the running workers.
+    """
+
+    def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str, workers: Sequence[int]) -> None:
+        self._host, self._keeper = host, keeper
+        self._told = None if keeper is None else keeper.recovered
+        self._taken: set[RequestId] = set()
+        self._guilty = set[RequestId]() if keeper is None else set(keeper.verdict.guilty)
+        self.workers: set[int] = set()  # workers with requests that they may submit again
+        self.open = True
+        if self._told is not None:
+            for origin, (first, samples) in self._told.origins.items():
+                whose, _, rest = origin.partition("/")
+                if whose == server and any(first + sample in host.engine.requests for sample in range(samples)):
+                    self.workers.add(int(rest.partition("/")[0]))
+            self.workers.intersection_update(workers)
+
+    def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
+        """Take up a request that was submitted to a previous generation.
+
+        Args:
+            have: for each sample the number of output tokens that the worker has, or OVER if it has ended.
+        Returns: the id of the request; None if it must start anew. Raises: Lost.
+        """
+        told = self._told
+        if told is None:
+            kept = "nothing was" if self._keeper is None else "only digests were"
+            raise Lost(f"the engine ended and began again, and of its work {kept} kept; ask again", "engine")
+        if told.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
+            raise Lost(POISON, "error")
+        try:
+            first = told.find(request.origin, [sample for sample, had in enumerate(have) if had != OVER])
+        except JournalError as error:
+            raise Lost(f"the engine ended and began again: {error}", "engine") from error
+        if first is None:
+            return None
+        samples = range(first, first + len(have))
+        if not self._guilty.isdisjoint(samples):
+            log.error("%s: %s", shown(request.label) or request.origin, POISON)
+            raise Lost(POISON, "error")
+        request = msgspec.structs.replace(request, request_id=first)
+        going = [(sample, had) for sample, had in zip(samples, have, strict=True) if had != OVER]
+        ends = [told.said[sample].end for sample, _ in going]
+        cancelled = any(isinstance(end, FinishRequest) and end.reason == "cancelled" for end in ends)
+        if not self.open or cancelled or not may_go_on(told, request, first, have):
+            return None
+        untold: list[Untold | None] = [None] * len(have)
+        for sample, had in going:
+            said = told.said[sample]
+            logprobs = {number: kept for number, kept in said.logprobs.items() if number >= had}
+            untold[sample - first] = Untold(had, said.tokens[had:], logprobs, said.end, said.weights)
+        self._host.adopt(request, sinks, untold)
+        self._taken.update(samples)
+        return first
+
+    def close(self) -> None:
+        """Cancel the requests that no worker submitted again, and admit suspects one at a time."""
+        self.open = False
+        if self._told is None or self._keeper is None:
+            return
+        engine, host = self._host.engine, self._host
+        if gone := [request_id for request_id in engine.requests if request_id not in self._taken]:
+            host.ask(CancelMany(tuple(gone)))
+        log.warning(
+            "recovered %d requests in %.0f ms from %d events behind a snapshot; %d of them nobody asks for",
+            len(engine.requests),
+            self._keeper.took_s * 1e3,
+            self._told.steps,
+            len(gone),
+        )
+        self._keeper.settled()
+        suspects = self._keeper.suspects()
+        for one in [one for one in suspects if one not in self._taken]:
+            del suspects[one]
+        probation = Probation(host, self._told.image)
+        if not probation.over:
+            host.observe = both(host.observe, probation.fold)

@@ -1,0 +1,356 @@
+"""A worker's side of several engines: a `Bridge` to each, and the router, which assigns requests to engines.
+
+    handler ──submit──> a Ticket without engine ──Offer──> router ──Routed──> Bridge of that engine, which sends it
+
+Handlers use it like one `Bridge`; its figures are those of all engines together. Control requests go to the bridges in
+`engines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+
+from lockstep.api.processes.bridge import Bridge, EngineUnavailable, Ticket, make_ticket
+from lockstep.api.processes.sockets import engine_folder, reader_options, router_address, worker_address, writer
+from lockstep.api.processes.wire import (
+    Drained,
+    EngineInfo,
+    Offer,
+    OfferClosed,
+    Routed,
+    SessionOver,
+    ToRouter,
+    Withdraw,
+    encode,
+    read_routed,
+)
+from lockstep.core.cluster.dispatch import DispatchConfig
+from lockstep.core.cluster.router import RouterConfig, prefix_keys
+from lockstep.core.contract.events import RequestArrived
+from lockstep.core.requests.table import prompt_bytes
+from lockstep.host.router_journal import label_key, session_key
+
+FULL = "so many requests wait at the router that no more are taken"
+
+
+class ClusterBridge:
+    """One worker's connection to all engines. Made and used in the worker's event loop.
+
+    Args:
+        folder: folder of the server's sockets.
+        tenants_apart: whether tenants share no prefixes.
+        admission: settings of the waiting queue of the router; None: requests do not wait there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        worker: int,
+        engines: int,
+        router: RouterConfig,
+        *,
+        tenants_apart: bool = False,
+        admission: DispatchConfig | None = None,
+    ) -> None:
+        self.worker = worker
+        self.welcome: Callable[[EngineInfo], object] | None = None  # called when all engines can take requests
+        folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
+        self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
+        for one in self.engines:
+            one.stands, one.over = self._look, self._over
+        self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
+        self._unrouted: dict[int, Ticket] = {}  # by number of their offer
+        self._numbers: dict[Ticket, int] = {}  # number of the offer of every open ticket
+        # by number of the offer: timer that ends the ticket at its deadline
+        self._late: dict[int, asyncio.TimerHandle] = {}
+        self._asked: dict[int, asyncio.Future[Routed]] = {}  # offers of sessions, by number
+        self._next_number = 0
+        self._known: list[EngineInfo] = []  # properties of the engines left
+        self._about: EngineInfo | None = None  # and of all together, derived from them
+        self._context = zmq.asyncio.Context()
+        self._mailbox = self._context.socket(zmq.SocketType.PULL)
+        reader_options(self._mailbox)
+        self._mailbox.bind(worker_address(folder, worker))
+        self._to_router = writer(zmq.Context(self._context), router_address(folder))
+
+    async def run(self) -> None:
+        """Read messages until cancelled. Raises WireError."""
+        readers = [asyncio.ensure_future(one.run()) for one in self.engines]
+        readers.append(asyncio.ensure_future(self._read_routes()))
+        try:
+            await asyncio.gather(*readers)
+        finally:
+            for one in readers:
+                one.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read_routes(self) -> None:
+        while True:
+            self._routed(read_routed(await self._mailbox.recv(), self.worker))
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for one in self.engines:
+            one.close()
+        self._mailbox.close()
+        self._to_router.close()
+
+    # ------------------------------------------------------------------------------------------------------------ state
+
+    @property
+    def left(self) -> list[Bridge]:
+        """Engines that have not ended for good."""
+        return [one for one in self.engines if not one.gone]
+
+    @property
+    def gone(self) -> str:
+        """Why no request is taken any more; empty while one engine is left."""
+        return "" if self.left else self.engines[-1].gone
+
+    @property
+    def about(self) -> EngineInfo | None:
+        """Abilities that all engines have; None until each has either started or failed, and one has started."""
+        known = [one.about for one in self.left if one.about is not None]
+        if not known or any(one.about is None and not one.away for one in self.left):
+            return None
+        if known == self._known:
+            return self._about
+        self._known, devices = known, list(dict.fromkeys(one.device for one in known))
+        self._about = msgspec.structs.replace(
+            known[0],
+            request_tokens_max=min(one.request_tokens_max for one in known),
+            prompt_tokens_max=min(one.prompt_tokens_max for one in known),
+            device=f"{len(self.engines)} engines on {', '.join(devices)}",
+        )
+        return self._about
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Adapters that all engines have, with the path that each came from."""
+        first, *others = [one.adapters for one in self.left] or [{}]
+        return {name: path for name, path in first.items() if all(name in one for one in others)}
+
+    @property
+    def tickets(self) -> bool:
+        """Whether any request is open."""
+        return bool(self._unrouted) or any(one.tickets for one in self.engines)
+
+    @property
+    def open_answers(self) -> int:
+        return self._sum(lambda one: one.open_answers, lambda ticket: len(ticket.replies))
+
+    @property
+    def waiting_answers(self) -> int:
+        return self._sum(lambda one: one.waiting_answers, lambda ticket: len(ticket.replies))
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._sum(lambda one: one.waiting_tokens, lambda ticket: ticket.waiting_tokens)
+
+    def _sum(self, of_engine: Callable[[Bridge], int], of_ticket: Callable[[Ticket], int]) -> int:
+        return sum(map(of_engine, self.engines)) + sum(map(of_ticket, self._unrouted.values()))
+
+    def stalled(self, after_s: float) -> bool:
+        """Whether an engine has open requests and has sent nothing for `after_s` seconds."""
+        return any(one.stalled(after_s) for one in self.left)
+
+    # ------------------------------------------------------------------------------------------------- control requests
+
+    def submit(
+        self,
+        request: RequestArrived,
+        changed: asyncio.Event,
+        start_by_s: float | None = None,
+        finish_by_s: float | None = None,
+        session: str = "",
+    ) -> Ticket:
+        """Offer a request to the router; see `Bridge.submit`. The ticket has no engine until the router has answered.
+
+        Args:
+            session: key that keeps requests on one engine, if they are not turns of a session.
+        """
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+        ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
+        ticket.session = request.session or session
+        self._offer(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancel a request whose client left, and end its replies."""
+        number = self._numbers.get(ticket)
+        if number is None:
+            return
+        if self._taken(number) is not None:
+            ticket.cancelled()
+            self._over(ticket)
+        else:
+            self.engines[ticket.engine].cancel(ticket)
+
+    def end_all(self, message: str) -> None:
+        """End all open requests with this error message."""
+        for ticket in list(self._numbers):
+            ticket.failed(message)
+            self.cancel(ticket)
+
+    def cancel_label(self, label: str, tenant: str) -> None:
+        """Cancel all requests of a tenant with this label, on every engine. Raises EngineUnavailable if one is
+        unavailable.
+        """
+        for ticket in list(self._unrouted.values()):
+            request = ticket.submit.request
+            if (request.label, request.tenant) == (label, tenant):
+                self.cancel(ticket)
+        if self._admission is not None and label:
+            self._send(Withdraw(label_key(label, tenant)))
+        missed = ""
+        for one in self.left:
+            try:
+                one.cancel_label(label, tenant)
+            except EngineUnavailable as error:
+                missed = f"engine {one.number}: {error}"
+        if missed or self.gone:
+            raise EngineUnavailable(missed or self.gone)
+
+    async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
+        """The engine that is to open a session, and a callback for when that fails. Raises EngineUnavailable."""
+        key, parent_key = session_key(session), session_key(parent) if parent else ""
+        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
+        refused = partial(self._send, SessionOver(key)) if routed.fresh else lambda: None
+        return self.engines[routed.engine], refused
+
+    async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
+        """The engine of a session, and a callback for when the session is closed. Raises EngineUnavailable."""
+        key = session_key(session)
+        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "close"))
+        return self.engines[routed.engine], partial(self._send, SessionOver(key))
+
+    def drained(self, engine: Bridge, *, draining: bool) -> None:
+        """Send the router that an engine is to receive nothing new, or to receive requests again."""
+        self._send(Drained(engine.number, draining))
+
+    async def _ask(self, offer: Callable[[int], Offer]) -> Routed:
+        if self.gone:
+            raise EngineUnavailable(self.gone)
+        if self.about is None:
+            raise EngineUnavailable("the engine is starting")
+        number = self._number()
+        future: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
+        self._asked[number] = future
+        self._send(offer(number))
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
+    # ------------------------------------------------------------------------------------------------------ the router
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _offer(self, ticket: Ticket) -> None:
+        number = self._number()
+        request = ticket.submit.request
+        prefix: tuple[int, ...] = ()
+        if self._router.policy == "prefix_affinity":
+            ids = np.frombuffer(prompt_bytes(request.prompt), np.int32)
+            space = f"{request.tenant if self._tenants_apart else ''}\0{request.namespace}"
+            if request.adapter:
+                space += f"\0{request.adapter}"
+            prefix = prefix_keys(ids, self._router.block_tokens, space)
+        key = session_key(ticket.session) if ticket.session else ""
+        offer = Offer(self.worker, number, ticket.waiting_tokens, prefix, key)
+        if self._admission is not None:
+            label = label_key(request.label, request.tenant)
+            offer = msgspec.structs.replace(offer, tenant=request.tenant, label=label, priority=request.priority)
+        self._send(offer)
+        self._unrouted[number] = ticket
+        self._numbers[ticket] = number
+        due = [ns / 1e9 for ns in (ticket.submit.start_by_ns, ticket.submit.finish_by_ns) if ns is not None]
+        if due:
+            loop = asyncio.get_running_loop()
+            self._late[number] = loop.call_later(max(0.0, min(due) - time.monotonic()), self._end_late, number)
+
+    def _taken(self, number: int) -> Ticket | None:
+        """Remove and return a ticket that waits for the router; None if it does not."""
+        late = self._late.pop(number, None)
+        if late is not None:
+            late.cancel()
+        return self._unrouted.pop(number, None)
+
+    def _end_late(self, number: int) -> None:
+        """End a request whose time ran out while it waited for the router."""
+        ticket = self._taken(number)
+        if ticket is not None:
+            start_by_ns = ticket.submit.start_by_ns
+            began = start_by_ns is None or time.monotonic() < start_by_ns / 1e9
+            ticket.refused("timeout" if began else "deadline", "" if began else "not begun in time", rejected=not began)
+            self._over(ticket)
+
+    def _routed(self, message: Routed) -> None:
+        """Take in the router's assignment."""
+        asked = self._asked.get(message.number)
+        if asked is not None:
+            if not asked.done():
+                asked.set_result(message)
+            return
+        ticket = self._taken(message.number)
+        if ticket is None:  # its client left meanwhile, and the router has received that
+            return
+        if message.engine < 0:
+            del self._numbers[ticket]
+            if message.refused == "cancelled":
+                ticket.cancelled()
+            else:
+                ticket.refused(message.refused, FULL, rejected=True)
+            return
+        one = self.engines[message.engine]
+        if one.gone:  # the router did not have that report yet
+            self._send(OfferClosed(self.worker, self._numbers.pop(ticket), 0))
+            if self.left:
+                self._offer(ticket)
+            else:
+                ticket.failed(one.gone)
+            return
+        try:
+            one.take_on(ticket)
+        except EngineUnavailable as error:
+            ticket.failed(str(error))
+            self._over(ticket)
+
+    def _over(self, ticket: Ticket) -> None:
+        """Send the router that a request has ended."""
+        number = self._numbers.pop(ticket, None)
+        if number is not None:
+            with suppress(EngineUnavailable):  # a router that does not read any more has no use for the count
+                self._send(OfferClosed(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
+
+    def _look(self) -> None:
+        """Take in that an engine appeared or ended."""
+        whole = self.about
+        if whole is not None and self.welcome is not None:
+            welcome, self.welcome = self.welcome, None
+            welcome(whole)
+
+    def _send(self, message: ToRouter) -> None:
+        try:
+            self._to_router.send(encode(message), zmq.Flag.DONTWAIT)
+        except zmq.Again:
+            raise EngineUnavailable("the router does not read its messages") from None
+
+
+Engines = Bridge | ClusterBridge
+"""The engines of a worker: one, or several behind a router."""

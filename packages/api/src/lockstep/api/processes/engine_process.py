@@ -1,0 +1,380 @@
+"""The engine process: an engine, the thread of its host, and a mailbox. The fork server forks it.
+
+    mailbox ──handler──> host.submit, cancel, ask ──> host's thread ──> outbox ──one message per worker and step──>
+
+The main thread reads and dispatches messages, and waits for nothing else. The process ends with status 0 on StopEngine,
+with 1 when the engine failed, and with EXIT_FOR_GOOD if the next generation would fail alike: impossible settings, a
+journal that cannot be continued, an unreadable message. It also ends when its parent is gone.
+
+A generation that follows a death first waits up to CLAIM_S for the workers to submit their open requests again. It
+continues those, and cancels the others: their clients have left.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from lockstep.api.engines import EngineUnit, Place, both, build_engine
+from lockstep.api.processes import children, faults
+from lockstep.api.processes.claims import FIRST, Claims, Lost, PriorState
+from lockstep.api.processes.outbox import Outbox, SampleSink, Writers
+from lockstep.api.processes.sockets import engine_address, reader, router_address, writer
+from lockstep.api.processes.wire import (
+    OVER,
+    PROTOCOL,
+    Answered,
+    Ask,
+    Cancel,
+    CancelLabel,
+    EngineHere,
+    EngineMessage,
+    Hello,
+    JoinGroup,
+    LeaveGroup,
+    LoadLora,
+    ProfileRequest,
+    ReadWeights,
+    SampleEnded,
+    Settled,
+    StepAnswers,
+    StopEngine,
+    Submit,
+    UnloadLora,
+    Welcome,
+    WireError,
+    WorkerGone,
+    encode,
+    read_by_engine,
+)
+from lockstep.core.contract.commands import ControlAnswered
+from lockstep.core.contract.errors import ConfigError, LockstepError
+from lockstep.core.contract.events import GetState
+from lockstep.core.contract.samples import sample_count
+from lockstep.core.journal.records import JournalError
+from lockstep.core.journal.replay import Divergence
+from lockstep.host.errors import EngineStopped
+from lockstep.host.router_journal import session_key
+
+log = logging.getLogger("lockstep.engine")
+
+Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
+"""Messages that the scheduler does not answer, or not first."""
+
+LOOK_MS = 200  # interval between checks that the engine still runs
+CLAIM_S = 2.0  # time for workers to submit open requests again; a worker that ended sends nothing
+
+
+@dataclass(slots=True)
+class _OpenTicket:
+    """A ticket that has not ended."""
+
+    samples: int
+    label: str
+    tenant: str
+    first_id: int = -1  # request id of its first sample
+
+
+class EngineProcess:
+    """Passes messages to an engine and sends its answers back.
+
+    Args:
+        folder: folder of the sockets.
+        generation: of this engine; the server's first is 0.
+        before: how the previous generation ended, and its workers.
+        alive: called several times a second while the engine makes progress.
+        number: number of the engine among several, reported to the router; None: the only engine, without a router.
+    """
+
+    def __init__(
+        self,
+        unit: EngineUnit,
+        folder: Path,
+        generation: int = 0,
+        before: PriorState = FIRST,
+        alive: Callable[[], object] = lambda: None,
+        number: int | None = None,
+    ) -> None:
+        self.unit, self.host = unit, unit.host
+        self.generation, self._alive = generation, alive
+        self.stopping = False
+        self._claims = Claims(self.host, unit.keeper, folder.name, before.workers)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mailbox = reader(self._context, engine_address(folder))
+        self._number, self._folder = number, folder
+        # for the main thread; the outbox has its own for the host's thread
+        self._writers = Writers(self._context, folder)
+        self.outbox = Outbox(
+            Writers(self._context, folder), self.host.engine, self.cancel_all_of, unit.drift, unit.host
+        )
+        self.outbox.restarts, self.outbox.drafts = generation, self.host.drafts
+        self.host.observe = both(self.host.observe, self.outbox.times.observe)
+        # kept open, since a closed socket lingers for half a second only
+        self._to_router: zmq.Socket[bytes] | None = None
+        # by worker and ticket; entries are removed in the host's thread
+        self._open: dict[tuple[int, int], _OpenTicket] = {}
+
+    def run(self) -> None:
+        """Serve until StopEngine. Raises EngineStopped when the engine ends by itself; WireError."""
+        try:
+            self._await_claims()
+            self.outbox.send()
+            self.host.performed = self.outbox.send
+            self._tell_router()
+            self.unit.start()
+            self._alive()
+            turns, heard_s = -1, time.monotonic()
+            while not self.stopping:
+                if self._mailbox.poll(LOOK_MS):
+                    self.handle(read_by_engine(self._mailbox.recv()))
+                if self.host.failure:
+                    raise EngineStopped(self.host.failure)
+                now_s = time.monotonic()
+                if now_s - heard_s >= LOOK_MS / 1000 and self.host.turns != turns:
+                    turns, heard_s = self.host.turns, now_s
+                    self._alive()
+        finally:
+            try:
+                self.unit.close()
+            except JournalError:  # the journal cannot be written, which was logged; the next generation may be able to
+                if not self.host.failure:
+                    raise
+            finally:
+                self._context.destroy(linger=500)
+
+    def _await_claims(self) -> None:
+        """Wait up to CLAIM_S for workers to submit their open requests again."""
+        until_s = time.monotonic() + CLAIM_S
+        while self._claims.workers and not self.stopping and (left_s := until_s - time.monotonic()) > 0:
+            if self._mailbox.poll(max(1, round(left_s * 1000))):
+                self.handle(read_by_engine(self._mailbox.recv()))
+        self._claims.close()
+
+    def _tell_router(self) -> None:
+        """Send the router the engine's capacity and open sessions; called before the engine runs."""
+        if self._number is None:
+            return
+        engine = self.host.engine
+        here = EngineHere(
+            self._number,
+            self.generation,
+            engine.config.pool_tokens if engine.config.radix_cache else 0,
+            tuple(map(session_key, engine.sessions.open)),
+            engine.controls.draining,
+        )
+        self._to_router = writer(self._context, router_address(self._folder.parent))
+        self._to_router.send(encode(here))
+
+    # ------------------------------------------------------------------------------------- one handler for each message
+
+    def handle(self, message: EngineMessage) -> None:
+        """Handle a message."""
+        HANDLERS[type(message)](self, message)
+
+    def greet(self, message: Hello) -> None:
+        """Answer a worker's Hello."""
+        if message.protocol != PROTOCOL:
+            raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
+        self.outbox.workers.add(message.worker)
+        about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
+        stands = self.outbox.newest
+        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters, stands))
+
+    def submit(self, message: Submit) -> None:
+        """Submit a request, or take it up `again` from a previous generation, with the worker's count of tokens."""
+        if message.generation != self.generation:
+            return
+        request, clock = message.request, self.host.clock
+        if message.start_by_ns is not None:
+            request = msgspec.structs.replace(request, deadline_us=max(0, clock.at(message.start_by_ns)))
+        if message.finish_by_ns is not None:
+            request = msgspec.structs.replace(request, finish_by_us=max(0, clock.at(message.finish_by_ns)))
+        samples = sample_count(request)
+        key = (message.worker, message.ticket)
+        ticket = self._open[key] = _OpenTicket(samples, request.label, request.tenant)
+        left = [samples - message.have.count(OVER)]
+
+        def over() -> None:  # called in the host's thread
+            left[0] -= 1
+            if not left[0]:
+                self._open.pop(key, None)
+
+        sinks = [SampleSink(self.outbox, message.worker, message.ticket, sample, over) for sample in range(samples)]
+        first_id: int | None = None
+        if message.again:
+            try:
+                first_id = self._claims.take(request, message.have, sinks)
+            except Lost as error:
+                self._open.pop(key, None)
+                ended = (
+                    SampleEnded(message.ticket, sample, error.reason, error=str(error)) for sample in range(samples)
+                )
+                self._writers.send(StepAnswers(message.worker, ended=tuple(ended)))
+                return
+        if first_id is None:
+            left[0] = samples
+            first_id = self.host.submit(request, *sinks)
+        ticket.first_id = first_id
+
+    def settled(self, message: Settled) -> None:
+        """Take in that a worker has submitted all of its open requests again."""
+        if message.generation == self.generation:
+            self._claims.workers.discard(message.worker)
+
+    def cancel(self, message: Cancel) -> None:
+        """Cancel a request whose client left."""
+        self._cancel(message.worker, message.ticket)
+
+    def cancel_label(self, message: CancelLabel) -> None:
+        """Cancel the requests with this label."""
+        for (worker, number), ticket in list(self._open.items()):
+            if ticket.label == message.label and ticket.tenant == message.tenant:
+                self._cancel(worker, number)
+
+    def ask(self, message: Ask) -> None:
+        """Pass a control request to the host; the answer is sent when the engine has one."""
+        self.host.ask(message.control, partial(self._answer, message.worker, message.ticket))
+
+    def trace(self, message: ProfileRequest) -> None:
+        """Begin or end a profile, in a thread of its own, since it waits for the engine."""
+        threading.Thread(target=self._look, args=(message, self._traced), daemon=True).start()
+
+    def read_weights(self, message: ReadWeights) -> None:
+        """Read values of a tensor, in a thread of its own, since weights may be being loaded."""
+        threading.Thread(target=self._look, args=(message, self._weights_read), daemon=True).start()
+
+    def group(self, message: JoinGroup | LeaveGroup) -> None:
+        """Join or leave a trainer's group, in a thread of its own, since other members may come late."""
+        threading.Thread(target=self._look, args=(message, self._grouped), daemon=True).start()
+
+    def lora(self, message: LoadLora | UnloadLora) -> None:
+        """Load or unload an adapter, in a thread of its own: files are read, and other requests may still use it."""
+        threading.Thread(target=self._look, args=(message, self._adapted), daemon=True).start()
+
+    def worker_gone(self, message: WorkerGone) -> None:
+        """Cancel the requests of a worker that ended."""
+        self.outbox.workers.discard(message.worker)
+        self._claims.workers.discard(message.worker)
+        self.cancel_all_of(message.worker)
+
+    def stop(self, message: StopEngine) -> None:
+        """End the main loop."""
+        self.stopping = True
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def cancel_all_of(self, worker: int) -> None:
+        """Cancel all open requests of a worker. May be called in the host's thread."""
+        for whose, ticket in list(self._open):
+            if whose == worker:
+                self._cancel(worker, ticket)
+
+    def _cancel(self, worker: int, ticket: int) -> None:
+        opened = self._open.get((worker, ticket))
+        if opened is not None and opened.first_id >= 0:
+            for sample in range(opened.samples):
+                self.host.cancel(opened.first_id + sample)
+
+    def _look(self, message: Questions, look: Callable[[Any], Answered]) -> None:
+        """Answer, in a thread of its own, a message that the scheduler does not answer."""
+        try:
+            answer = look(message)
+        except LockstepError as error:
+            answer = Answered(message.worker, message.ticket, False, str(error).partition("\nhint: ")[0])
+        with suppress(EngineStopped):  # the workers receive EngineGone or EngineRestarting
+            # sends the answer in the host's thread, which owns the outbox
+            self.host.ask(GetState(), lambda _: self.outbox.answer(answer))
+
+    def _traced(self, message: ProfileRequest) -> Answered:
+        if self.unit.trace is None:
+            raise ConfigError("this engine has no device to look at")
+        return Answered(message.worker, message.ticket, True, self.unit.trace(message.options))
+
+    def _weights_read(self, message: ReadWeights) -> Answered:
+        if self.unit.read_weights is None:
+            raise ConfigError("this engine has no weights")
+        weights = self.unit.read_weights(message.name, message.rows)
+        return Answered(message.worker, message.ticket, True, weights=weights)
+
+    def _grouped(self, message: JoinGroup | LeaveGroup) -> Answered:
+        if self.unit.group is None:
+            raise ConfigError("this engine has no weights")
+        self.unit.group(message)
+        done = "joined" if isinstance(message, JoinGroup) else "left"
+        return Answered(message.worker, message.ticket, True, f"{done} the group {message.name}")
+
+    def _adapted(self, message: LoadLora | UnloadLora) -> Answered:
+        desk = self.unit.adapters
+        if desk is None:
+            raise ConfigError("LoRA is off; start with --lora NAME=PATH, or --set max_loras=N for N on the device")
+        if isinstance(message, UnloadLora):
+            desk.unload(message.name)
+            return Answered(message.worker, message.ticket, True, f"adapter {message.name} is unloaded")
+        version = desk.load(message.name, message.path, pinned=message.pinned)
+        return Answered(message.worker, message.ticket, True, f"adapter {message.name} is loaded, version {version}")
+
+    def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
+        """Send an answer. Called in the host's thread, which owns the sockets of the outbox."""
+        if future.exception() is not None:
+            self.outbox.answer(Answered(worker, ticket, False, str(future.exception())))
+        else:
+            said = future.result()
+            self.outbox.answer(Answered(worker, ticket, said.ok, said.message, said.stats))
+
+
+HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
+    Hello: EngineProcess.greet,
+    Submit: EngineProcess.submit,
+    Settled: EngineProcess.settled,
+    Cancel: EngineProcess.cancel,
+    CancelLabel: EngineProcess.cancel_label,
+    Ask: EngineProcess.ask,
+    ProfileRequest: EngineProcess.trace,
+    ReadWeights: EngineProcess.read_weights,
+    JoinGroup: EngineProcess.group,
+    LeaveGroup: EngineProcess.group,
+    LoadLora: EngineProcess.lora,
+    UnloadLora: EngineProcess.lora,
+    WorkerGone: EngineProcess.worker_gone,
+    StopEngine: EngineProcess.stop,
+}
+
+
+def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], object], number: int = 0) -> int:
+    """Build the engine from the settings of a folder and serve it. Returns the exit status.
+
+    Args:
+        number: number of the engine among several.
+    """
+    several = children.read_settings(folder).dp > 1
+    name, life = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
+    settings = children.begin(folder, name + life * (generation > 0))
+    # SIGTERM may go to all processes of a service: workers end first, then StopEngine comes. Ranks would inherit
+    # SIG_IGN.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        unit = build_engine(settings, Place(folder, before.death, number))
+        faults.install(unit.host, generation)
+        # for a model it was logged when the memory was divided
+        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"
+        log.info("%s on %s, ready%s", unit.about.model, unit.about.device, memory)
+        EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
+    except LockstepError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
+        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # possibly temporary, such as a
+        # full disk
+        return children.EXIT_FOR_GOOD if for_good and not full else 1
+    return 0

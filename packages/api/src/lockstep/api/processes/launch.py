@@ -1,0 +1,425 @@
+"""The launcher: opens the sockets, starts the processes, and reacts when one of them ends.
+
+    launcher ─┬─ fork server ── engine     a child ends when the launcher does: the launcher holds the other end of
+              ├─ fork server ── engine     the child's stdin; with --dp there is one of each per engine
+              ├─ API worker 0
+              └─ API worker 1 ...
+
+- When a worker ends, its streams end. The engines receive WorkerGone and cancel its requests, and another worker
+  is started. A worker that ends right after its start stops the server.
+- An engine that ends is replaced: `supervisor`. When one is given up, the others go on; with the last one, or with
+  one that could not even start, the server stops with status 1.
+- With several engines the router is a thread of the launcher: `routing`.
+- On SIGTERM or Ctrl-C the workers stop first, with time for their answers, then the engines. A second signal kills all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from errno import EACCES, EADDRINUSE, EADDRNOTAVAIL, EPERM
+from functools import partial
+from pathlib import Path
+from queue import Empty
+from typing import Literal
+
+import zmq
+
+from lockstep.api.observability.metrics_folder import FOLDER as METRICS_FOLDER
+from lockstep.api.processes import children
+from lockstep.api.processes.engine_messages import Alive, Began, EngineExited, KillEngine
+from lockstep.api.processes.routing import RouterService, RouterThread
+from lockstep.api.processes.sockets import engine_folder, fresh_folder, router_address, writer
+from lockstep.api.processes.supervisor import GRACE_S, YOUNG_S, Child, EngineReport, Supervisor, end_orphan, status_text
+from lockstep.api.processes.wire import EngineLost, StopEngine, StopRouter, ToRouter, WorkerGone, WorkerLost, encode
+from lockstep.api.settings import ServeSettings
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.inbox import Inbox
+
+log = logging.getLogger("lockstep.serve")
+
+BACKLOG = 2048
+LOOK_S = 0.05  # interval between checks that all are ready, during the start
+HEARING_S = 0.5  # added to an engine's deadline: the launcher may itself have been stopped, with reports unread
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnded:
+    """A child process ended."""
+
+    child: Child
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """The launcher received SIGINT or SIGTERM."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFailed:
+    """The router's thread raised an exception."""
+
+    error: Exception
+
+
+Happened = ChildEnded | Signalled | EngineReport | RouterFailed
+
+
+class Launcher:
+    """One server, from the opening of its sockets to their removal."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self._over = threading.Event()
+        self.children: list[Child] = []
+        self._happened: Inbox[Happened] = Inbox()
+        self._next_worker = 0
+        self._operators_worker = -1  # number of the worker that serves the operator's routes
+        self._listener = listen(settings.host, settings.port)
+        self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
+        self.folder = fresh_folder()
+        self.engines = [self._supervisor(number) for number in range(settings.dp)]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router: RouterThread | None = None
+        self._to_router: zmq.Socket[bytes] | None = None
+
+    def _supervisor(self, number: int) -> Supervisor:
+        folder = engine_folder(self.folder, number, self.settings.dp)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return Supervisor(
+            number,
+            folder,
+            self.settings,
+            start=partial(self._start, "nursery", number),
+            happened=self._happened.put,
+            workers=lambda: [worker.number for worker in self.workers],
+        )
+
+    @property
+    def url(self) -> str:
+        """The address of the server for clients."""
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, ready: Callable[[], object] = lambda: None) -> int:
+        """Serve until a signal comes or the server cannot go on. Returns the exit status.
+
+        Args:
+            ready: called once, in a thread of its own, when all engines and API workers take requests.
+        """
+        with self._signals():
+            try:
+                children.write_settings(self.folder, self.settings)
+                if len(self.engines) > 1:
+                    self._begin_router()
+                for engine in self.engines:
+                    if engine.folder != self.folder:
+                        children.write_settings(engine.folder, self.settings.of_engine(engine.number))
+                    engine.begin()
+                for _ in range(self.settings.api_workers):
+                    self._start_worker()
+                threading.Thread(target=self._await_ready, args=(ready,), name="ready", daemon=True).start()
+                while True:
+                    status = self._next()
+                    if status is not None:
+                        return status
+            finally:
+                self._over.set()
+                self._kill()
+                self._clean()
+
+    def _await_ready(self, ready: Callable[[], object]) -> None:
+        while not self._over.wait(LOOK_S):
+            workers = [worker.number for worker in self.workers]
+            if len(workers) == self.settings.api_workers and all(children.is_ready(self.folder, n) for n in workers):
+                ready()
+                return
+
+    def _next(self) -> int | None:
+        """Wait for the next event and handle it. Returns the exit status when the server is to end."""
+        match self._wait():
+            case Signalled(number):
+                self._stop()
+                return EXIT_INTERRUPTED if number == signal.SIGINT else 0
+            case EngineReport(number, EngineExited(generation, status)):
+                engine = self.engines[number]
+                if engine.life is not None and generation == engine.life.generation:
+                    first = not generation and not engine.life.ready
+                    return self._after(engine, engine.ended(status), first=first)
+            case ChildEnded(child) if child.role == "nursery":
+                self.children.remove(child)
+                engine = self.engines[child.number]
+                if not engine.gone:
+                    first = engine.life is not None and not engine.life.generation and not engine.life.ready
+                    return self._after(engine, engine.nursery_ended(), first=first)
+            case ChildEnded(child):
+                if not self._worker_ended(child):
+                    self._stop()
+                    return 1
+            case EngineReport(number, (Began() | Alive()) as report):
+                self.engines[number].heard(report)
+            case RouterFailed(error):
+                log.error("the router failed: %s: %s", type(error).__name__, error)
+                self._stop()
+                return 1
+            case None:
+                for engine in self.engines:
+                    if engine.due_s is not None and engine.due_s <= time.monotonic():
+                        engine.end_hanging()
+            case _:  # a report of an earlier engine generation
+                pass
+        return None
+
+    def _wait(self) -> Happened | None:
+        """The next event; None if the deadline of an engine passed first."""
+        due = [engine.due_s for engine in self.engines if engine.due_s is not None]
+        if not due:
+            return self._happened.wait()
+        try:
+            return self._happened.get(max(0.0, min(due) - time.monotonic()) + HEARING_S)
+        except Empty:
+            return None
+
+    def _after(self, engine: Supervisor, goes_on: bool, *, first: bool) -> int | None:
+        """Handle the end of an engine, replaced (`goes_on`) or given up. Returns the exit status if it was the last
+        one.
+        """
+        self._tell_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
+        if goes_on:
+            return None
+        if not first and not all(one.gone for one in self.engines):
+            log.error("%s is given up, and the others go on: %s", engine.name, engine.gone)
+            return None
+        time.sleep(0.2)  # so that workers receive EngineGone before SIGTERM
+        self._stop()
+        return 1
+
+    def _worker_ended(self, child: Child) -> bool:
+        """Handle the end of a worker. Returns whether another worker was started in its place."""
+        log.error("worker %d ended with %s", child.number, status_text(child.process.returncode))
+        self.children.remove(child)
+        for engine in self.engines:
+            engine.tell_engine(WorkerGone(child.number))
+        self._tell_router(WorkerLost(child.number))
+        if time.monotonic() - child.began_s < YOUNG_S:
+            return False
+        self._start_worker()
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------- router
+
+    def _begin_router(self) -> None:
+        settings = self.settings
+        run = None if settings.journal is None else Path(settings.journal)
+        if run is not None:
+            run.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config, admission = settings.router_config(), settings.admission_config()
+
+        self._router = RouterThread(
+            self.folder,
+            lambda answer: RouterService(
+                settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
+            ),
+            lambda error: self._happened.put(RouterFailed(error)),
+        )
+        self._to_router = writer(self._context, router_address(self.folder))
+
+    def _tell_router(self, message: ToRouter) -> None:
+        if self._to_router is not None:
+            with contextlib.suppress(zmq.Again):
+                self._to_router.send(encode(message), zmq.Flag.DONTWAIT)
+
+    # -------------------------------------------------------------------------------------------------------- children
+
+    @property
+    def workers(self) -> list[Child]:
+        """The workers that run."""
+        return [child for child in self.children if child.role == "worker"]
+
+    def _start_worker(self) -> None:
+        """Start a worker under a number never used before, so that it receives no message meant for another worker."""
+        descriptors = [self._listener.fileno()]
+        number = self._next_worker
+        self._next_worker += 1
+        if self._admin is not None and self._operators_worker not in [worker.number for worker in self.workers]:
+            self._operators_worker = number
+            descriptors.append(self._admin.fileno())
+        arguments = ["-m", "lockstep.api.worker", str(self.folder), str(number), *map(str, descriptors)]
+        self._start("worker", number, arguments, tuple(descriptors))
+        for engine in self.engines:
+            engine.worker_began(number)
+
+    def _start(
+        self, role: Literal["nursery", "worker"], number: int, arguments: list[str], descriptors: tuple[int, ...]
+    ) -> Child:
+        environment = dict(os.environ)
+        if role == "worker" and self.settings.api_workers > 1:
+            shared = self.folder / "metrics"
+            shared.mkdir(mode=0o700, exist_ok=True)
+            environment[METRICS_FOLDER] = str(shared)
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            pass_fds=descriptors,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which stops the children in order
+        )
+        child = Child(role, number, process, time.monotonic())
+        self.children.append(child)
+        threading.Thread(target=self._await, args=(child,), daemon=True).start()
+        return child
+
+    def _await(self, child: Child) -> None:
+        child.process.wait()
+        self._happened.put(ChildEnded(child))
+
+    # --------------------------------------------------------------------------------------------------------- shutdown
+
+    def _living(self) -> bool:
+        return any(engine.life is not None for engine in self.engines)
+
+    def _stop(self) -> None:
+        """Stop the workers, so that the engines can still end their answers; then the engines."""
+        self._over.set()
+        for child in self.workers:
+            child.process.terminate()
+        if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):
+            for engine in self.engines:
+                engine.tell_engine(StopEngine(0))
+            self._wait_for("an engine", self._living, GRACE_S)
+
+    def _wait_for(self, who: str, there: Callable[[], bool], seconds: float) -> bool:
+        """Wait while `there()` is true. Returns False after `seconds`, after a second signal, or if a fork server
+        ended.
+        """
+        until_s = time.monotonic() + seconds
+        while there():
+            try:
+                happened = self._happened.get(until_s - time.monotonic())
+            except Empty:
+                log.error("%s does not end and is killed", who)
+                return False
+            match happened:
+                case Signalled():
+                    log.error("killing everything")
+                    return False
+                case ChildEnded(child) if child in self.children:
+                    self.children.remove(child)
+                    if child.role == "nursery":
+                        return False
+                case EngineReport(number, EngineExited(generation)):
+                    engine = self.engines[number]
+                    if engine.life is not None and generation == engine.life.generation:
+                        engine.life = None
+        return True
+
+    def _kill(self) -> None:
+        if self._living():
+            for engine in self.engines:
+                if engine.life is not None:
+                    engine.tell_nursery(KillEngine(engine.life.generation))
+            self._wait_for("an engine", self._living, 1.0)
+        for engine in self.engines:
+            if engine.life is not None and engine.life.pid:
+                end_orphan(engine.life.pid)
+        for child in self.children:
+            child.process.kill()
+            child.process.wait()
+
+    def _clean(self) -> None:
+        if self._router is not None and self._to_router is not None:
+            self._tell_router(StopRouter())
+            self._router.join(GRACE_S)
+            self._to_router.close()
+        for engine in self.engines:
+            engine.close()
+        self._context.term()
+        self._listener.close()
+        if self._admin is not None:
+            Path(self._admin.getsockname()).unlink(missing_ok=True)
+            self._admin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Turn SIGINT and SIGTERM into events of the launcher."""
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, lambda number, _: self._happened.put(Signalled(number))) for one in wanted}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        raise ConfigError(
+            f"`host`: {host} is not known: {why}\nhint: 127.0.0.1, or an address of this machine"
+        ) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = "another server may be there; --port 0 takes a free one"
+        if error.errno == EADDRNOTAVAIL:
+            hint = "the address must be one of this machine; 127.0.0.1 is"
+        elif error.errno in (EACCES, EPERM):
+            hint = "ports below 1024 are the system's; --port 8000"
+        raise ConfigError(
+            f"`port`: {host}:{port} cannot be listened on: {error.strerror or error}\nhint: {hint}"
+        ) from error
+    return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A listening Unix socket with mode 0600, in place of one that a dead server left. Raises ConfigError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        why = error.strerror or str(error)
+        if error.errno == EADDRINUSE:
+            why = "another server is there" if path.is_socket() else "it is there, and no socket"
+        raise ConfigError(f"`admin_socket`: {path} cannot be listened on: {why}\nhint: choose another path") from error
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    """Whether a process listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+        one.settimeout(1.0)
+        try:
+            one.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:  # not a leftover of this server: keep it
+            return True
+    return True

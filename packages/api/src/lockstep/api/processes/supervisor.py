@@ -1,0 +1,251 @@
+"""Keeps one engine running: its fork server, and one engine generation after the other. Used in the launcher's thread.
+
+When the engine ends, or is killed because it made no progress for too long, the fork server forks the next generation,
+which continues where the journal stops; workers keep their streams open meanwhile. When restarts are too frequent, or
+the engine cannot start, the workers receive EngineGone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import zmq
+
+from lockstep.api.processes import children, engine_messages
+from lockstep.api.processes.engine_messages import Alive, Began, Begin, KillEngine
+from lockstep.api.processes.outbox import Writers
+from lockstep.api.processes.sockets import engine_address, writer
+from lockstep.api.processes.wire import EngineGone, EngineRestarting, ToEngine, encode
+from lockstep.api.settings import ServeSettings
+from lockstep.host.recovery import Death
+
+log = logging.getLogger("lockstep.serve")
+
+YOUNG_S = 2.0  # a process that ends within this time of its start is not restarted: it would end again
+GRACE_S = 5.0  # from the end of the time for answers until a process that should have ended is killed
+# signals that come from outside, not from a fault of the engine itself
+OURS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Child:
+    """A child process of the launcher. A fork server has the number of its engine."""
+
+    role: Literal["nursery", "worker"]
+    number: int
+    process: subprocess.Popen[bytes]
+    began_s: float
+
+
+@dataclass(slots=True)
+class EngineGeneration:
+    """The state of one engine generation."""
+
+    generation: int
+    pid: int = 0
+    ready: bool = False  # the engine has reported that it serves
+    heard_s: float = 0.0
+    hangs: bool = False  # the engine made no progress and is being killed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """A report from the fork server of an engine, or from the engine itself."""
+
+    engine: int
+    report: engine_messages.Report
+
+
+class Supervisor:
+    """Keeps one engine of a server running.
+
+    Args:
+        folder: folder of the engine's sockets.
+        start: starts a fork server, given its arguments and the descriptors that it inherits.
+        workers: returns the numbers of the running workers.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        settings: ServeSettings,
+        *,
+        start: Callable[[list[str], tuple[int, ...]], Child],
+        happened: Callable[[EngineReport], object],
+        workers: Callable[[], Iterable[int]],
+    ) -> None:
+        self.number, self.folder, self.settings = number, folder, settings
+        self._start, self._happened, self._workers = start, happened, workers
+        self.name = "the engine" if settings.dp == 1 else f"engine {number}"
+        self.life: EngineGeneration | None = None
+        self.gone = ""  # why the engine was given up; empty while it is not
+        self.next_generation = 0
+        self.nursery: Child | None = None
+        self._control: socket.socket | None = None  # to the fork server
+        self._restarts_s: list[float] = []  # times of the restarts within the window
+        self._down_s = 0.0  # when the last engine ended
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._to_workers = Writers(self._context, folder)
+        self._to_engine = writer(self._context, engine_address(folder))
+
+    def begin(self) -> None:
+        """Start the fork server and the first engine."""
+        self._start_nursery()
+        self._begin_engine(None)
+
+    @property
+    def due_s(self) -> float | None:
+        """Time (time.monotonic, seconds) by which the engine must report progress; None: no limit applies now."""
+        life, limit_s = self.life, self.settings.batch_timeout_s
+        if life is None or not life.ready or life.hangs or not limit_s:
+            return None
+        return life.heard_s + limit_s
+
+    # -------------------------------------------------------------------------------------------- reports and deadlines
+
+    def heard(self, report: Began | Alive) -> None:
+        """Take in the report that the engine started, or that it makes progress."""
+        life = self.life
+        if life is None or report.generation != life.generation:
+            return
+        life.heard_s = time.monotonic()
+        if isinstance(report, Began):
+            life.pid = report.pid
+        elif not life.ready:
+            life.ready = True
+            if life.generation:
+                gone_s = time.monotonic() - self._down_s
+                several = self.settings.dp > 1
+                shown = f"{self.name}, life {life.generation}," if several else f"engine {life.generation}"
+                log.warning("%s serves %.3f s after the end of the one before", shown, gone_s)
+
+    def end_hanging(self) -> None:
+        """Kill the engine, which made no progress for too long."""
+        assert self.life is not None
+        log.error("%s got nothing done for %g s and is ended", self.name, self.settings.batch_timeout_s)
+        self.life.hangs = True
+        self.tell_nursery(KillEngine(self.life.generation))
+
+    def ended(self, status: int) -> bool:
+        """Start the next generation, which recovers from the journal; False if the engine is given up."""
+        life, settings = self.life, self.settings
+        assert life is not None
+        self.life, self._down_s = None, time.monotonic()
+        message = f"{self.name} ended with {status_text(status)}" if not life.hangs else f"{self.name} stood still"
+        log.error("%s", message)
+        self._restarts_s = [at for at in self._restarts_s if self._down_s - at < settings.restart_window_s]
+        if not settings.restarts or status == children.EXIT_FOR_GOOD or not (life.ready or life.generation):
+            return self._give_up(message)
+        if len(self._restarts_s) >= settings.restarts:
+            most = f"{settings.restarts} restarts in {settings.restart_window_s:g} s are the most that there may be"
+            return self._give_up(f"{message}, and {most}")
+        self._restarts_s.append(self._down_s)
+        for worker in self._workers():
+            self._to_workers.send(EngineRestarting(worker, self.next_generation, message))
+        self._begin_engine("killed" if -status in OURS and not life.hangs else "crashed")
+        return True
+
+    def nursery_ended(self) -> bool:
+        """Restart the fork server and the engine, whose reports have no other path; False if the engine is given up."""
+        nursery, life = self.nursery, self.life
+        assert nursery is not None
+        log.error("the nursery of %s ended with %s", self.name, status_text(nursery.process.returncode))
+        if time.monotonic() - nursery.began_s < YOUNG_S or life is None or not life.pid:
+            self.life = None
+            return self._give_up(f"the nursery of {self.name} ended")
+        end_orphan(life.pid)
+        self._start_nursery()
+        return self.ended(-signal.SIGKILL)
+
+    def worker_began(self, worker: int) -> None:
+        """Send a new worker the state of the engine that the other workers have received."""
+        if self.gone:
+            self._to_workers.send(EngineGone(worker, self.gone))
+        elif self.life is not None and self.life.generation and not self.life.ready:
+            message = f"{self.name} is on its way"
+            self._to_workers.send(EngineRestarting(worker, self.life.generation, message))
+
+    def _give_up(self, message: str) -> bool:
+        """Give the engine up: workers end their streams. Returns False."""
+        self.gone = message
+        for worker in self._workers():
+            self._to_workers.send(EngineGone(worker, message))
+        return False
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def _start_nursery(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        number = theirs.fileno()
+        arguments = ["-m", "lockstep.api.processes.fork_server", str(self.folder), str(number), str(self.number)]
+        self.nursery = self._start(arguments, (number,))
+        theirs.close()
+        if self._control is not None:
+            self._control.close()
+        self._control = ours
+        threading.Thread(target=self._hear, args=(ours,), daemon=True).start()
+
+    def _hear(self, control: socket.socket) -> None:
+        """Read the reports of the fork server and its engine until the socket closes. Runs in a thread of its own."""
+        with contextlib.suppress(OSError):  # the socket was closed
+            while frame := control.recv(engine_messages.MESSAGE_BYTES_MAX):
+                self._happened(EngineReport(self.number, engine_messages.read_report(frame)))
+
+    def _begin_engine(self, death: Death | None) -> None:
+        self.life = EngineGeneration(self.next_generation, heard_s=time.monotonic())
+        self.tell_nursery(Begin(self.next_generation, death, tuple(self._workers())))
+        self.next_generation += 1
+
+    def tell_nursery(self, command: engine_messages.Command) -> None:
+        """Send the fork server a command; without effect if it has ended."""
+        assert self._control is not None
+        with contextlib.suppress(OSError):  # the fork server has ended, which is reported separately
+            self._control.send(engine_messages.encode(command))
+
+    def tell_engine(self, message: ToEngine) -> None:
+        """Send the engine a message; dropped if the engine does not read."""
+        with contextlib.suppress(zmq.Again):  # the engine does not read any more; its end or its deadline follows
+            self._to_engine.send(encode(message), zmq.Flag.DONTWAIT)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._to_workers.close()
+        self._to_engine.close()
+        self._context.term()
+        if self._control is not None:
+            self._control.close()
+
+
+def end_orphan(pid: int) -> None:
+    """Kill an engine whose fork server has ended, and return when the engine has ended."""
+    until_s = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        while time.monotonic() < until_s:
+            os.kill(pid, 0)
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # not on Linux, or the process is gone
+                state = ""
+            if state == "Z":  # a zombie that its new parent has not reaped; it holds no resource any more
+                return
+            time.sleep(0.005)
+
+
+def status_text(code: int) -> str:
+    """How a process ended, as text for messages."""
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"status {code}"

@@ -1,0 +1,375 @@
+"""Reading a journal: segments, checks of framing and chain, records in order, and the repair of a torn tail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgspec
+
+from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.journal.records import (
+    CORE_VERSION,
+    CRC,
+    DIGEST_BYTES,
+    FORMAT_VERSION,
+    HEAD,
+    HEADER,
+    HEADER_BYTES,
+    KIND_END,
+    KIND_EVENT,
+    KIND_HEADER,
+    KIND_NAMES,
+    KIND_SNAPSHOT,
+    KIND_UNSEALED,
+    MAGIC,
+    NO_CHAIN,
+    PAYLOAD_BYTES_MAX,
+    RECORD_BYTES_MIN,
+    CorruptReason,
+    EndRecord,
+    EventRecord,
+    Folder,
+    Frame,
+    HeaderRecord,
+    JournalCorrupt,
+    JournalEnd,
+    JournalError,
+    JournalHeader,
+    OnlyVersion,
+    Record,
+    Snapshot,
+    SnapshotRecord,
+    Tail,
+    UnsealedRecord,
+    find_record,
+)
+from lockstep.core.journal.segments import SNAPSHOT_NAME, find_journal, list_segments, lock_folder, segment_name
+
+HEAD_LOOK_BYTES = 256 << 10  # a header and what follows it are much shorter
+
+_decode_event = msgspec.msgpack.Decoder(ObservedEvent).decode
+
+
+def read_journal(folder: Folder, *, repair: bool = False, first_segment: int = 0) -> Journal:
+    """Open a journal, given the run folder or its `journal` folder; with `first_segment` only from that one on.
+
+    With `repair`, a torn tail is cut off before this returns; corruption raises and is left as it is.
+    Raises: JournalError if there is no journal or its version is unknown; JournalCorrupt.
+    """
+    journal = Journal(find_journal(Path(folder)), first_segment)
+    if repair and journal.tail.verdict == "torn":
+        _cut_tail(journal)
+        journal = Journal(journal.folder, journal.first_segment)
+    return journal
+
+
+class Journal:
+    """A journal open for reading. Nothing is kept in memory but the segment being read."""
+
+    def __init__(self, folder: Path, first_segment: int = 0) -> None:
+        """Read the list of segments and the first header. Segments before `first_segment` are not looked at."""
+        self.folder = folder
+        self.segments = list_segments(folder, first_segment)
+        self.first_segment = int(self.segments[0].stem)  # of those that are left
+        self._tail: Tail | None = None
+        self._start = _start_of(self.segments[0]) if self.first_segment else _START
+        first = next(_Scan(self.segments, self._start).frames(), None)
+        if first is None:
+            raise JournalError(
+                f"{self.segments[0]} does not begin with a whole header record of format version {FORMAT_VERSION}; "
+                "nothing in it can be read"
+            )
+        self.header = _decode_header(first, self.segments[0])
+        expired = self.first_segment and not first_segment
+        if expired and self.header.content == "full" and opening_snapshot(self.segments[0]) is None:
+            missing = folder / segment_name(self.first_segment - 1)
+            raise JournalCorrupt(
+                str(missing),
+                0,
+                "missing segment",
+                f"{self.segments[0].name} follows, and does not begin with a snapshot",
+            )
+
+    @property
+    def first_step(self) -> int:
+        """Events before the first segment that is left: 0 where none has expired."""
+        return self._start.steps
+
+    @property
+    def tail(self) -> Tail:
+        """How the journal ends. Reads all of it once, framing and chain only; raises JournalCorrupt."""
+        if self._tail is None:
+            scan = _Scan(self.segments, self._start)
+            for frame in scan.frames():
+                if frame.kind == KIND_HEADER:
+                    self._check_segment(frame)
+            self._tail = scan.tail()
+        return self._tail
+
+    def records(self) -> Iterator[Record]:
+        """Every record in order, each checked before it is handed out; stops at a torn tail.
+
+        Raises: JournalCorrupt when it comes to the damage; JournalError at a record this version cannot read.
+        """
+        scan = _Scan(self.segments, self._start)
+        step = self.first_step
+        for frame in scan.frames():
+            sequence, offset, payload = frame.sequence, frame.offset, frame.payload
+            segment = self.first_segment + frame.segment
+            if frame.kind == KIND_EVENT:
+                digest = bytes(payload[:DIGEST_BYTES])
+                try:
+                    event = _decode_event(payload[DIGEST_BYTES:])
+                except msgspec.DecodeError as error:
+                    raise self._unreadable(frame, error) from error
+                yield EventRecord(sequence, segment, offset, step, event, digest)
+                step += 1
+            else:
+                yield self._rare_record(frame)
+        self._tail = scan.tail()
+
+    def events(self) -> Iterator[EventRecord]:
+        """The event records alone."""
+        return (record for record in self.records() if isinstance(record, EventRecord))
+
+    def load_snapshot(self, snapshot: Snapshot) -> bytes | None:
+        """The bytes of a snapshot, or None if they are missing or not those that were stored: then replay from 0."""
+        if not SNAPSHOT_NAME.fullmatch(snapshot.file):
+            return None
+        try:
+            data = (self.folder / snapshot.file).read_bytes()
+        except OSError:
+            return None
+        return data if blake2b(data, digest_size=DIGEST_BYTES).digest() == snapshot.bytes_digest else None
+
+    def _rare_record(self, frame: Frame) -> Record:
+        place = (frame.sequence, self.first_segment + frame.segment, frame.offset)
+        if frame.kind == KIND_HEADER:
+            return HeaderRecord(*place, self._check_segment(frame))
+        if frame.kind == KIND_UNSEALED:
+            return UnsealedRecord(*place, self._decode(frame, ObservedEvent))
+        if frame.kind == KIND_SNAPSHOT:
+            return SnapshotRecord(*place, self._decode(frame, Snapshot))
+        if frame.kind == KIND_END:
+            return EndRecord(*place, self._decode(frame, JournalEnd).reason)
+        raise self._unreadable(frame, f"unknown kind {frame.kind}")
+
+    def _decode(self, frame: Frame, kind: Any) -> Any:
+        try:
+            return msgspec.msgpack.decode(frame.payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise self._unreadable(frame, error) from error
+
+    def _unreadable(self, frame: Frame, why: object) -> JournalError:
+        return JournalError(
+            f"{self.segments[frame.segment]}: the record at offset {frame.offset} is whole but not one this core knows "
+            f"({why})\nwritten by core {self.header.core_version}, read by core {CORE_VERSION}"
+        )
+
+    def _check_segment(self, frame: Frame) -> JournalHeader:
+        """The header of a segment, which must be the one its place and the first header call for."""
+        path = self.segments[frame.segment]
+        header = _decode_header(frame, path)
+        same_run = all(
+            getattr(header, field) == getattr(self.header, field)
+            for field in ("config", "behaviour_flags", "seed", "model_digest", "tokenizer_digest")
+        )
+        number = self.first_segment + frame.segment
+        if frame.offset or header.segment != number or header.first_sequence != frame.sequence or not same_run:
+            raise JournalCorrupt(
+                str(path), frame.offset, "segment header", f"it is that of segment {header.segment} or of another run"
+            )
+        return header
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What stands before the first segment that is read."""
+
+    sequence: int
+    chain: bytes
+    steps: int
+
+
+_START = _Start(0, NO_CHAIN, 0)
+
+
+def _start_of(path: Path) -> _Start:
+    """Where a journal whose first segments have expired goes on, as its first segment's header says."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise JournalError(f"cannot read {path}: {error}") from error
+    if find_record(data[: HEADER_BYTES + PAYLOAD_BYTES_MAX + CRC.size], 0) != 0:
+        return _START  # no whole header: the caller says so
+    _, _, length, sequence, chain, _ = HEADER.unpack_from(data, 0)
+    payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
+    return _Start(sequence, chain, _decode_header(Frame(data[3], sequence, 0, 0, payload), path).first_step)
+
+
+def _decode_header(frame: Frame, path: Path) -> JournalHeader:
+    """Decode a header record, its version first: a header of another version may have any other fields."""
+    if frame.kind != KIND_HEADER:
+        raise JournalError(
+            f"{path} begins with a record of kind {KIND_NAMES.get(frame.kind, frame.kind)}, which names no version; "
+            f"expected a header record of format version {FORMAT_VERSION}"
+        )
+    try:
+        version = msgspec.msgpack.decode(frame.payload, type=OnlyVersion).format_version
+        if version != FORMAT_VERSION:
+            raise JournalError(f"{path} has format version {version}, this core reads format version {FORMAT_VERSION}")
+        return msgspec.msgpack.decode(frame.payload, type=JournalHeader)
+    except msgspec.DecodeError as error:
+        raise JournalError(
+            f"{path}: the header is whole but not one this core knows ({error})\n"
+            f"hint: the journal is probably of a later version than this core, {CORE_VERSION}"
+        ) from error
+
+
+def opening_snapshot(path: Path) -> str | None:
+    """The name of the snapshot file that a segment begins with; None where it begins with none that is whole."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(HEAD_LOOK_BYTES)
+    except OSError:
+        return None
+    if find_record(data, 0) != 0:
+        return None
+    second = RECORD_BYTES_MIN + HEADER.unpack_from(data, 0)[2]
+    if data[second : second + 4] != MAGIC + bytes((KIND_SNAPSHOT,)) or find_record(data, second) != second:
+        return None
+    length = HEADER.unpack_from(data, second)[2]
+    payload = data[second + HEADER_BYTES : second + HEADER_BYTES + length]
+    try:
+        return msgspec.msgpack.decode(payload, type=Snapshot).file
+    except msgspec.DecodeError:
+        return None
+
+
+class _Scan:
+    """One pass over framing and chain: the recovery table of docs/journal.md, in its order."""
+
+    def __init__(self, segments: list[Path], start: _Start = _START) -> None:
+        self.segments = segments
+        self.sequence = start.sequence  # expected next
+        self.chain = start.chain
+        self.steps = start.steps
+        self.offset = 0  # where the last whole record of the last segment ends
+        self.file_bytes = 0
+        self.ended = False  # the last record of this segment was an end record
+        self.torn = ""  # why the tail is torn
+
+    def frames(self) -> Iterator[Frame]:
+        """Every record that passes, in order. Raises JournalCorrupt; ends at a torn tail."""
+        for segment in range(len(self.segments)):
+            yield from self._segment_frames(segment)
+
+    def tail(self) -> Tail:
+        """How the journal ends; call it when `frames` is used up."""
+        return Tail(
+            verdict="torn" if self.torn else "clean",
+            closed=self.ended and not self.torn,
+            segment=self.segments[-1].name,
+            offset=self.offset,
+            file_bytes=self.file_bytes,
+            reason=self.torn,
+            records=self.sequence,
+            steps=self.steps,
+            chain=self.chain,
+        )
+
+    def _segment_frames(self, segment: int) -> Iterator[Frame]:
+        data = self._read(segment)
+        view = memoryview(data)
+        size = len(data)
+        head_bytes, crc_bytes = HEAD.size, CRC.size
+        unpack_header, unpack_crc = HEADER.unpack_from, CRC.unpack_from
+        offset, sequence, chain = 0, self.sequence, self.chain
+        self.offset, self.file_bytes, self.ended = 0, size, False
+        if not size:
+            self._bad(segment, data, 0, "header short")
+        while offset < size:
+            start = offset + HEADER_BYTES
+            if start > size:
+                return self._bad(segment, data, offset, "header short")
+            magic, kind, length, found_sequence, found_chain, head_crc = unpack_header(data, offset)
+            if magic != MAGIC or crc32(view[offset : offset + head_bytes]) != head_crc:
+                return self._bad(segment, data, offset, "header checksum")
+            if length > PAYLOAD_BYTES_MAX:
+                return self._bad(segment, data, offset, "length")
+            stop = start + length
+            if stop + crc_bytes > size:
+                return self._bad(segment, data, offset, "payload short")
+            if crc32(view[start:stop], head_crc) != unpack_crc(data, stop)[0]:
+                return self._bad(segment, data, offset, "payload checksum")
+            if found_sequence != sequence or found_chain != chain or self.ended:
+                self._misplaced(segment, offset, found_sequence, found_chain)
+            if not offset and segment and kind != KIND_HEADER:
+                raise JournalCorrupt(str(self.segments[segment]), 0, "segment header", "the first record is not one")
+            chain = self.chain = blake2b(view[offset:stop], digest_size=DIGEST_BYTES).digest()
+            frame = Frame(kind, sequence, segment, offset, view[start:stop])
+            sequence += 1
+            offset = stop + crc_bytes
+            self.sequence, self.offset = sequence, offset
+            if kind == KIND_EVENT:
+                self.steps += 1
+            elif kind == KIND_END:
+                self.ended = True
+            yield frame
+        return None
+
+    def _read(self, segment: int) -> bytes:
+        try:
+            return self.segments[segment].read_bytes()
+        except OSError as error:
+            raise JournalError(f"cannot read {self.segments[segment]}: {error}") from error
+
+    def _bad(self, segment: int, data: bytes, offset: int, reason: CorruptReason) -> None:
+        """Tell a torn tail from corruption: nothing valid may come later, here or in a later segment."""
+        name = str(self.segments[segment])
+        later = find_record(data, offset + 1)
+        if later is not None:
+            raise JournalCorrupt(name, offset, reason, f"and a valid record follows at offset {later}")
+        if segment + 1 < len(self.segments):
+            raise JournalCorrupt(name, offset, reason, f"and {self.segments[segment + 1].name} follows")
+        self.torn = reason
+
+    def _misplaced(self, segment: int, offset: int, found_sequence: int, found_chain: bytes) -> None:
+        name = str(self.segments[segment])
+        if found_sequence < self.sequence:
+            raise JournalCorrupt(name, offset, "duplicate", f"expected record {self.sequence}, found {found_sequence}")
+        if found_sequence > self.sequence:
+            raise JournalCorrupt(name, offset, "gap", f"expected record {self.sequence}, found {found_sequence}")
+        if found_chain != self.chain:
+            raise JournalCorrupt(
+                name, offset, "chain", f"record {self.sequence} does not follow the record before it in the file"
+            )
+        raise JournalCorrupt(name, offset, "after end", f"record {self.sequence} follows the end record")
+
+
+def _cut_tail(journal: Journal) -> None:
+    """Cut the last segment after its last whole record; a segment without even a header goes altogether."""
+    path = journal.segments[-1]
+    folder_file = os.open(journal.folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        lock_folder(folder_file, journal.folder)
+        tail = Journal(journal.folder, journal.first_segment).tail  # again, now that nobody else writes
+        if tail.verdict == "torn":
+            if tail.offset:
+                file = os.open(path, os.O_WRONLY)
+                try:
+                    os.ftruncate(file, tail.offset)
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+            else:
+                path.unlink()
+            os.fsync(folder_file)
+    except OSError as error:
+        raise JournalError(f"cannot repair {path}: {error}") from error
+    finally:
+        os.close(folder_file)

@@ -1,0 +1,431 @@
+"""Writing a journal: one `JournalWriter` appends records, rotates segments and syncs them to disk.
+
+The writer fails stop. After a failed write or fsync nothing is retried, because the kernel may have dropped the pages
+it could not write: every later call raises, and what is on disk stays a valid journal up to its last whole record.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from zlib import crc32
+
+import msgspec
+
+from lockstep.core.contract.events import ObservedEvent
+from lockstep.core.journal.reader import Journal, read_journal
+from lockstep.core.journal.records import (
+    CORE_VERSION,
+    CRC,
+    DIGEST_BYTES,
+    HEAD,
+    KIND_END,
+    KIND_EVENT,
+    KIND_HEADER,
+    KIND_SNAPSHOT,
+    KIND_UNSEALED,
+    MAGIC,
+    NO_CHAIN,
+    PAYLOAD_BYTES_MAX,
+    Durability,
+    Folder,
+    JournalEnd,
+    JournalError,
+    JournalHeader,
+    Snapshot,
+)
+from lockstep.core.journal.segments import lock_folder, segment_name, snapshot_name, sync_folder
+
+SEGMENT_BYTES = 64 << 20
+BUFFER_BYTES = 256 << 10  # the writer gives this much to the kernel at a time, unless flushed earlier
+INTERVAL_MS = 50  # between two fsyncs with durability "interval"
+
+_fresh_chain = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
+
+
+class JournalWriter:
+    """Appends to one journal. One thread appends; with "interval" and "group" a second one only calls fsync.
+
+        # appended ........ written ........ durable
+        # | in the buffer   | write() returned | fsync returned        records; durable <= written <= appended
+
+    A torn tail is legal only in the last segment, so a rotation syncs the old segment before it creates the next: the
+    one moment (every SEGMENT_BYTES) at which a caller may wait for a disk in these modes.
+    """
+
+    # Tests put a failing disk here.
+    _os_write = staticmethod(os.write)
+    _os_fsync = staticmethod(os.fsync)
+
+    def __init__(
+        self,
+        folder: Path,
+        header: JournalHeader,
+        *,
+        durability: Durability,
+        segment_bytes: int,
+        segment: int = 0,
+        sequence: int = 0,
+        steps: int = 0,
+        chain: bytes = NO_CHAIN,
+    ) -> None:
+        """Use `create`, `resume` or `go_on`."""
+        self.folder = folder
+        self.header = header
+        self.durability: Durability = durability
+        self._segment_bytes = segment_bytes
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._segment = segment
+        self._sequence = sequence  # of the next record
+        self._not_events = sequence - steps
+        self._chain = chain
+        self._buffer = bytearray()
+        self._spill_bytes = 0  # the buffer is written when it reaches this
+        self._file = -1
+        self._file_bytes = 0
+        self._segment_began = 0  # the first sequence behind its header
+        self._written = sequence
+        self._durable = sequence
+        self._failure = ""  # why every call raises
+        self._closed = False
+        self._file_lock = threading.Lock()  # held while the segment is synced or replaced
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._folder_file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock_folder(self._folder_file, folder)
+            self._open_segment()
+        except BaseException:
+            self._release()
+            raise
+        if durability in ("interval", "group"):
+            self._thread = threading.Thread(target=self._sync_behind, name="journal-fsync", daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def create(
+        cls,
+        folder: Folder,
+        header: JournalHeader,
+        *,
+        durability: Durability = "none",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> JournalWriter:
+        """Start a journal in the run folder `folder`, which is made if missing.
+
+        Raises: JournalError if the run already has a journal, or if the first segment cannot be written.
+        """
+        journal_folder = Path(folder) / "journal"
+        try:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            journal_folder.mkdir(mode=0o700, exist_ok=True)
+            if any(journal_folder.glob("*.log")):
+                raise JournalError(f"{journal_folder} already holds a journal\nhint: choose another run folder")
+            if durability != "none":
+                sync_folder(Path(folder))
+        except OSError as error:
+            raise JournalError(f"cannot make {journal_folder}: {error}") from error
+        return cls(journal_folder, header, durability=durability, segment_bytes=segment_bytes)
+
+    @classmethod
+    def resume(
+        cls, folder: Folder, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalWriter:
+        """Go on with an existing journal, in a new segment behind its last whole record; a torn tail is cut off.
+
+        The header stays what it was, except for the version of the core that writes from here on.
+        """
+        return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
+
+    @classmethod
+    def go_on(
+        cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
+    ) -> JournalWriter:
+        """As `resume`, with a journal that was read, and repaired, already."""
+        tail = journal.tail
+        if tail.verdict == "torn":
+            raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
+        return cls(
+            journal.folder,
+            msgspec.structs.replace(journal.header, core_version=CORE_VERSION),
+            durability=durability,
+            segment_bytes=segment_bytes,
+            segment=journal.first_segment + len(journal.segments),
+            sequence=tail.records,
+            steps=tail.steps,
+            chain=tail.chain,
+        )
+
+    @property
+    def records(self) -> int:
+        """Records appended so far, of every kind, headers included."""
+        return self._sequence
+
+    @property
+    def steps(self) -> int:
+        """Events appended with a digest so far."""
+        return self._sequence - self._not_events
+
+    @property
+    def records_written(self) -> int:
+        """Records whose write() returned: they survive the death of this process."""
+        return self._written
+
+    @property
+    def records_durable(self) -> int:
+        """Records whose fsync returned: they survive the loss of power."""
+        return self._durable
+
+    def append(self, event: ObservedEvent, digest: bytes) -> None:
+        """Write one event and the 16-byte digest of its Step. It leaves the process with the next `flush`."""
+        if self._failure:
+            raise JournalError(self._failure)
+        if len(digest) != DIGEST_BYTES:
+            raise JournalError(f"a Step's digest has {DIGEST_BYTES} bytes, got {len(digest)}")
+        self._put(KIND_EVENT, digest + self._encode(event))
+
+    def append_unsealed(self, event: ObservedEvent) -> None:
+        """Write an event whose step raised, so that the post-mortem has it, and flush."""
+        self._check()
+        self._put(KIND_UNSEALED, self._encode(event))
+        self._not_events += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand all appended records to the kernel. Durability "group" also asks for an fsync, without waiting."""
+        self._check()
+        if self._buffer:
+            self._write_buffer()
+
+    def sync(self) -> None:
+        """Return once every appended record is on disk, whatever the durability."""
+        self.flush()
+        self._sync()
+
+    def snapshot(self, data: bytes, state_digest: bytes) -> Snapshot:
+        """Store the engine's state after the last appended event, and refer to it. Durable as the journal is."""
+        self._check()
+        snapshot = Snapshot(
+            file=snapshot_name(self._sequence),
+            steps=self.steps,
+            bytes_digest=blake2b(data, digest_size=DIGEST_BYTES).digest(),
+            state_digest=state_digest,
+        )
+        path = self.folder / snapshot.file
+        unfinished = path.with_suffix(".tmp")
+        try:
+            file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                self._write_all(file, data)
+                if self.durability != "none":
+                    self._os_fsync(file)
+            finally:
+                os.close(file)
+            unfinished.rename(path)
+            if self.durability != "none":
+                self._os_fsync(self._folder_file)
+        except OSError as error:
+            self._fail(f"cannot write {path}", error)
+        self._put(KIND_SNAPSHOT, self._encode(snapshot))
+        self._not_events += 1
+        self.flush()
+        return snapshot
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is written now."""
+        return self._segment
+
+    @property
+    def segment_bytes(self) -> int:
+        """How much of it has been written."""
+        return self._file_bytes
+
+    def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
+        """Store a snapshot at the beginning of a segment of its own, so that those before it may expire."""
+        self.flush()
+        if self._sequence != self._segment_began:
+            self._rotate()
+        return self.snapshot(data, state_digest)
+
+    def drop_before(self, segment: int, snapshots: set[str]) -> None:
+        """Delete the segments below this one, which must begin with a snapshot, and all snapshots but these.
+
+        The oldest goes first, so that what is left is a journal at every moment.
+        """
+        self._check()
+        try:
+            for path in sorted(self.folder.glob("*.log")):
+                if int(path.stem) < min(segment, self._segment):
+                    path.unlink()
+            for path in self.folder.glob("snapshot-*"):
+                if path.name not in snapshots:
+                    path.unlink()
+        except OSError as error:
+            self._fail(f"cannot delete what has expired in {self.folder}", error)
+
+    def close(self, reason: str = "closed") -> None:
+        """Write the end record and let go of the files. Closing a closed journal does nothing."""
+        if self._closed:
+            return
+        try:
+            self._check()
+            self._put(KIND_END, self._encode(JournalEnd(reason=reason)))
+            self._not_events += 1
+            self.flush()
+            if self.durability != "none":
+                self._sync()
+        finally:
+            self._closed = True
+            self._failure = self._failure or f"{self.folder} is closed"
+            self._release()
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and self._failure:
+            self._closed = True
+            self._release()
+        else:
+            self.close("closed" if error is None else f"failed: {type(error).__name__}")
+
+    def _check(self) -> None:
+        if self._failure:
+            raise JournalError(self._failure)
+
+    def _put(self, kind: int, payload: bytes) -> None:
+        # The hot path. The header's CRC seeds the last one: that equals a CRC over [0:32) and payload. A CRC over
+        # data that includes the data's own CRC would be a constant, and cover nothing.
+        length = len(payload)
+        if length > PAYLOAD_BYTES_MAX:
+            raise JournalError(f"a record's payload has at most {PAYLOAD_BYTES_MAX} bytes, got {length}")
+        head = HEAD.pack(MAGIC, kind, length, self._sequence, self._chain)
+        head_crc = crc32(head)
+        record = head + CRC.pack(head_crc) + payload
+        chain = _fresh_chain()
+        chain.update(record)
+        self._chain = chain.digest()
+        self._sequence += 1
+        buffer = self._buffer
+        buffer += record
+        buffer += CRC.pack(crc32(payload, head_crc))
+        if len(buffer) >= self._spill_bytes:
+            self._spill()
+
+    def _spill(self) -> None:
+        self._write_buffer()
+        if self._file_bytes >= self._segment_bytes:
+            self._rotate()
+        if self.durability == "every":
+            self._sync()
+
+    def _write_buffer(self) -> None:
+        try:
+            self._write_all(self._file, self._buffer)
+        except OSError as error:
+            self._fail(f"cannot write {self._path()}", error)
+        self._file_bytes += len(self._buffer)
+        self._buffer.clear()
+        self._written = self._sequence
+        self._spill_bytes = self._spill_at()
+        if self._thread is not None:
+            self._wake.set()
+
+    def _write_all(self, file: int, data: bytes | bytearray) -> None:
+        with memoryview(data) as view:
+            done = 0
+            while done < len(view):
+                wrote = self._os_write(file, view[done:])
+                if wrote <= 0:
+                    raise OSError(f"write() took {wrote} of {len(view) - done} bytes")
+                done += wrote
+
+    def _spill_at(self) -> int:
+        if self.durability == "every":
+            return 1
+        return min(BUFFER_BYTES, max(1, self._segment_bytes - self._file_bytes))
+
+    def _path(self) -> Path:
+        return self.folder / segment_name(self._segment)
+
+    def _open_segment(self) -> None:
+        header = msgspec.structs.replace(
+            self.header,
+            segment=self._segment,
+            first_sequence=self._sequence,
+            previous_chain=self._chain,
+            first_step=self.steps,
+        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        try:
+            self._file = os.open(self._path(), flags, 0o600)
+        except OSError as error:
+            self._fail(f"cannot create {self._path()}", error)
+        self._file_bytes = 0
+        self._spill_bytes = BUFFER_BYTES + PAYLOAD_BYTES_MAX  # the header is written below, not by a spill
+        self._put(KIND_HEADER, self._encode(header))
+        self._not_events += 1
+        self._segment_began = self._sequence
+        self._write_buffer()
+        if self.durability != "none":
+            try:
+                self._os_fsync(self._file)
+                self._os_fsync(self._folder_file)
+            except OSError as error:
+                self._fail(f"cannot sync {self._path()}", error)
+            self._durable = self._written
+
+    def _rotate(self) -> None:
+        if self.durability != "none":
+            self._sync()
+        with self._file_lock:
+            os.close(self._file)
+            self._file = -1
+            self._segment += 1
+            self._open_segment()
+
+    def _sync(self) -> None:
+        with self._file_lock:
+            written = self._written
+            if written == self._durable:
+                return
+            if self._failure:  # the other thread's fsync failed while this one waited
+                raise JournalError(self._failure)
+            try:
+                self._os_fsync(self._file)
+            except OSError as error:
+                self._fail(f"cannot sync {self._path()}", error)
+            self._durable = written
+
+    def _sync_behind(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._stop.is_set():
+                return
+            try:
+                self._sync()
+            except JournalError:
+                return  # the appending thread raises at its next call
+            if self.durability == "interval":
+                self._stop.wait(INTERVAL_MS / 1000)
+
+    def _fail(self, what: str, error: OSError) -> None:
+        self._failure = f"{what}: {error}; the journal stopped at its last whole record"
+        raise JournalError(self._failure) from error
+
+    def _release(self) -> None:
+        if self._thread is not None:
+            self._stop.set()
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+        for file in (self._file, self._folder_file):
+            if file >= 0:
+                os.close(file)
+        self._file = self._folder_file = -1

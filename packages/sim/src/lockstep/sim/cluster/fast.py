@@ -1,0 +1,110 @@
+"""Clusters on the fast path: engines behind a router simulated by compiled code."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.core.cluster.router import (
+    engine_of_room,
+)
+from lockstep.sim.cluster.metrics import combine
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.routed import GIVE_UP_EVERY, GIVE_UP_SHARE, room_of
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.fast.fast_path import pays
+from lockstep.sim.fast.machine_code import is_available
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.fast_runs import fast_run_of, unsupported_by
+from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interrupt
+
+
+class FastCluster:
+    """A cluster whose run is a plain one: the same as machine code."""
+
+    def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
+        """From the beginning. `unsupported_by_cluster(setup)` was empty."""
+        self.setup = setup
+        self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
+        router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
+        given = []
+        if router.policy == "follow_bootstrap_room":
+            given = [engine_of_room(room_of(seed, number), len(setup.engines)) for number in range(len(turns))]
+        self.plain = fast_run_of(setup.engines, self.metrics, on_finish)
+        self.plain.route(router, setup.shares, setup.scenario.hop_us, given)
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of: all, as they stand."""
+        self.plain.hand_over()
+        return self.metrics
+
+    def run(self, give_up: Callable[[FastCluster], bool] | None) -> ClusterRun | None:
+        """Route every request and finish every answer, unless it is given up; None: only the core can do it."""
+        stopped_early = False
+
+        def ask(arrived: int) -> int:
+            nonlocal stopped_early
+            stopped_early = give_up is not None and give_up(self)
+            return 0 if stopped_early else max(GIVE_UP_EVERY, arrived // GIVE_UP_SHARE)
+
+        began_s = time.process_time()
+        with stopping_on_interrupt(self.plain), collecting_seldom():
+            if not self.plain.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
+                return None
+        setup = self.setup
+        datas = [fold.result(setup.scenario.base.slos) for fold in self.metrics]
+        data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
+        cpu_s = time.process_time() - began_s
+        reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
+        routed = self.plain.routed()
+        return ClusterRun(
+            setup=setup,
+            engines=tuple(
+                Run(
+                    setup=one,
+                    data=measured,
+                    batches=self.plain.batches(engine),
+                    clamped=0,
+                    rejected=Counter(),
+                    never_sent=0,
+                    interrupted=self.plain.stop_requested,
+                    cpu_s=cpu_s / len(datas),
+                )
+                for engine, (one, measured) in enumerate(zip(setup.engines, datas, strict=True))
+            ),
+            data=data,
+            routed_by_reason={reason: routed} if routed else {},
+            never_sent=0,
+            interrupted=self.plain.stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+        )
+
+
+def unsupported_by_cluster(setup: ClusterSetup) -> str:
+    """What of a cluster only the core can do, in a word or two; empty: nothing that is known in advance."""
+    scenario, turns = setup.scenario, setup.workload.turns
+    beside = {
+        "engines that meet": not setup.each_alone,
+        "autoscaling": scenario.scaling is not None,
+        "waiting at the router": scenario.dispatch is not None,
+        "reports": bool(scenario.report_interval_us),
+        "sessions": scenario.router.policy == "session_sticky" and not turns.labels_differ,
+    }
+    for name, is_there in beside.items():
+        if is_there:
+            return name
+    different = {id(engine): engine for engine in setup.engines}  # those of a group share theirs
+    return next(filter(None, map(unsupported_by, different.values())), "")
+
+
+def run_compiled(
+    setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
+) -> ClusterRun | None:
+    """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
+    if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
+        return None
+    return FastCluster(setup, on_finish).run(give_up)

@@ -1,0 +1,52 @@
+"""How sure a simulated answer is: the run again with every batch as slow, and as fast, as the calibration allows.
+
+found = intervals_of(run)
+found.answers["ttft_us_p99"]         # (low, high), or None if there was nothing to measure
+
+The systematic error of a cost model multiplies all times alike, and slower batches make latencies longer and
+throughput lower. So the run at the 5th percentile of (true time) / (predicted time) and the run at the 95th bound each
+answer with the same confidence, queueing included: at a high load ten percent in the batch are more than ten in TTFT.
+TTFT also contains what happens outside the engine; its interval is at least as wide as the residuals of TTFT.
+"""
+
+from __future__ import annotations
+
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.simulate import simulate_cluster
+from lockstep.sim.cost.calibration import COVERAGE
+from lockstep.sim.metrics.columns import Summary
+from lockstep.sim.metrics.intervals import Answers, Intervals, answers_of
+from lockstep.sim.run.setup import Setup
+from lockstep.sim.run.simulate import Run, simulate
+
+
+def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:
+    """Simulate the run twice more, at both ends of the systematic error. None if interrupted."""
+    first = run.setup.engines[0] if isinstance(run.setup, ClusterSetup) else run.setup
+    calibration, model = first.calibration, first.model.name
+    factors = calibration.interval("time", coverage, model)
+    ttft_factors = calibration.interval("ttft", coverage, model)
+    found = {name: [] if value is None else [value] for name, value in answers_of(run.data.summary).items()}
+    for factor in factors:
+        summary = _summary_at(run.setup, factor)
+        if summary is None:
+            return None
+        for name, value in answers_of(summary).items():
+            if value is not None:
+                found[name].append(value)
+    answers: Answers = {}
+    for name, values in found.items():
+        # What part of the runs had nothing to show for is unknown, not narrow.
+        answers[name] = (min(values), max(values)) if len(values) == 1 + len(factors) else None
+        ends = answers[name]
+        if ends is not None and name.startswith("ttft"):
+            nominal = values[0]
+            answers[name] = min(ends[0], nominal * ttft_factors[0]), max(ends[1], nominal * ttft_factors[1])
+    return Intervals(calibration.title, coverage, factors, ttft_factors, answers)
+
+
+def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
+    """What comes of the same run with every time multiplied; None if it is interrupted."""
+    run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
+    return None if run.interrupted else run.data.summary

@@ -1,0 +1,98 @@
+"""A finished simulation of a cluster: its engines, its metrics, its remarks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.contract.events import RequestId
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cost import Calibration
+from lockstep.sim.metrics.balance import balance
+from lockstep.sim.metrics.run_data import RunData
+from lockstep.sim.run.simulate import Run
+
+if TYPE_CHECKING:
+    from lockstep.sim.metrics.intervals import Intervals
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRun:
+    """A finished simulation of a cluster."""
+
+    setup: ClusterSetup
+    engines: tuple[Run, ...]
+    data: RunData  # of all engines together, as a client of the router sees it
+    routed_by_reason: Mapping[str, int]
+    never_sent: int
+    interrupted: bool
+    stopped_early: bool  # by `give_up`
+    cpu_s: float
+    intervals: Intervals | None = None  # see intervals_of
+    autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
+    admission: Mapping[str, Any] | None = None  # see Cluster.describe_admission
+    sent: Sequence[RequestId] = ()  # see Cluster.sent
+
+    @property
+    def calibration(self) -> Calibration:
+        return self.setup.engines[0].calibration
+
+    @property
+    def batches(self) -> int:
+        return sum(run.batches for run in self.engines)
+
+    def metrics(self) -> dict[str, Any]:
+        """What metrics.json holds: all engines together, then each."""
+        return {
+            "about": self.about(),
+            **self.data.summary,
+            **({} if self.intervals is None else {"intervals": self.intervals.describe()}),
+            "router": {"routed_by_reason": dict(self.routed_by_reason)},
+            **({} if self.autoscale is None else {"autoscale": dict(self.autoscale)}),
+            **({} if self.admission is None else {"admission": dict(self.admission)}),
+            "balance": self.balance(),
+            "engines": [run.data.summary for run in self.engines],
+        }
+
+    def balance(self) -> dict[str, Any]:
+        """How evenly the work lay; see cluster_metrics.balance."""
+        weights = [share.weight for share in self.setup.shares]
+        makespan_us = self.data.summary["throughput"]["makespan_us"]
+        return balance([run.data.summary for run in self.engines], weights, makespan_us)
+
+    def about(self) -> dict[str, Any]:
+        """See ClusterSetup.about; and what must be known to read the numbers."""
+        return {
+            **self.setup.about(),
+            "interrupted": self.interrupted,
+            "clamped_requests": sum(run.clamped for run in self.engines),
+            "never_sent_turns": self.never_sent,
+        }
+
+    def remarks(self) -> list[str]:
+        """What a reader of the table must know, one line each."""
+        together = Run(
+            setup=self.setup.engines[0],
+            data=self.data,
+            batches=self.batches,
+            clamped=sum(run.clamped for run in self.engines),
+            rejected=sum((run.rejected for run in self.engines), Counter()),
+            never_sent=self.never_sent,
+            interrupted=self.interrupted,
+            cpu_s=self.cpu_s,
+            intervals=self.intervals,
+        )
+        lines = together.remarks()
+        if self.autoscale is not None:
+            lines.append(
+                "autoscale: {replica_hours:.2f} replica-hours ({gpu_hours:.2f} GPU-hours); all of them all the time "
+                "would be {replica_hours_fixed:.2f}; {replicas_mean:.2f} replicas on average, at most {replicas_max}, "
+                "{starts} started".format(**self.autoscale)
+            )
+        if self.admission is not None:
+            lines.append(
+                "admission: {waited} requests waited at the router, {refused} were refused".format(**self.admission)
+            )
+        return lines

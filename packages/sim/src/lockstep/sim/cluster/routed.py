@@ -1,0 +1,458 @@
+"""A cluster whose engines meet only at the router: routing, reports, scaling and waits at the router.
+
+A request reaches the router, is routed at that instant, and reaches its engine one hop later; a token takes one hop
+back. At an instant the router has the requests that it routed and the answers whose end has reached it by then: exactly
+what passed through it.
+
+Where replicas come and go (`scaling`), each has a lane from the beginning. A replica that is off receives no requests,
+and begins again with an empty cache. Where requests wait at the router (`dispatch`), that wait is part of their
+latency, and engines number them by the order in which they were sent: `sent` has their ids.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lockstep.core.cluster.autoscale import Autoscaler, LoadObserved
+from lockstep.core.cluster.dispatch import Dispatcher
+from lockstep.core.cluster.router import (
+    EngineChanged,
+    LoadReported,
+    RequestEnded,
+    RequestOffered,
+    RequestRouted,
+    Router,
+    RouterFact,
+    prefix_keys,
+)
+from lockstep.core.contract.events import ControlRequested, Flush, RequestArrived, RequestId, TokenRuns
+from lockstep.core.journal.sinks import JournalSink
+from lockstep.host.router_journal import NoRouterJournal, RouterJournal, label_key
+from lockstep.sim.cluster.lane import EngineLane, Feed, LaneClock
+from lockstep.sim.cluster.metrics import RefusedRequest, combine
+from lockstep.sim.cluster.result import ClusterRun
+from lockstep.sim.cluster.setup import ClusterSetup
+from lockstep.sim.cluster.shared_clock import report_of
+from lockstep.sim.host.pipeline import with_stages
+from lockstep.sim.host.ports import NEVER_US, Observer
+from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.simulate import Run, arrivals_of, host_of, watch_of
+from lockstep.sim.workload.token_runs import prompt_ids
+from lockstep.sim.workload.turns import Turn
+
+if TYPE_CHECKING:
+    pass
+
+GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least ...
+GIVE_UP_SHARE = 16  # ... and this part of those that have come
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterWatch:
+    """Callbacks of a cluster of engines that meet only at the router. None of them changes anything."""
+
+    observers: Sequence[Observer] = ()  # one for each engine, or none; see `ports.Observer`
+    on_route: Callable[[RequestRouted], None] | None = None  # receives every request that was sent or turned away
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any callback."""
+        return bool(self.observers) or self.on_route is not None
+
+
+NOT_WATCHED = ClusterWatch()
+
+
+class Cluster:
+    """Lanes behind a router. The only place where engines meet."""
+
+    def __init__(
+        self,
+        setup: ClusterSetup,
+        journals: list[JournalSink],
+        router_journal: RouterJournal | NoRouterJournal,
+        *,
+        check_every: int = 0,
+        on_finish: Callable[[int], None] | None = None,
+        eager: bool = False,
+        watch: ClusterWatch = NOT_WATCHED,
+    ) -> None:
+        scenario = setup.scenario.base
+        self.setup = setup
+        self.now_us = 0
+        self.arrivals = arrivals_of(setup.engines[0])
+        line = setup.scenario.dispatch
+        self._dispatcher = None if line is None else Dispatcher(line, setup.scenario.router, setup.shares)
+        self._by_priority = line is not None and line.order == "priority"
+        self.router = Router(setup.scenario.router, setup.shares) if line is None else self._line.router
+        self.lanes: list[EngineLane] = []
+        self.metrics: list[MetricsFold] = []
+        self.routed_by_reason: Counter[str] = Counter()
+        self._journal = router_journal
+        self._hop_us = setup.scenario.hop_us
+        self._max_new_tokens = scenario.max_new_tokens
+        self._by_prefix = setup.scenario.router.policy == "prefix_affinity"
+        self._by_room = setup.scenario.router.policy == "follow_bootstrap_room"
+        self._seed = scenario.seed
+        self._by_session = setup.scenario.router.policy == "session_sticky"
+        self._sessions: dict[int, str] = {}  # by index of a turn: the label of the first of its session
+        self._ended: list[
+            tuple[int, int, RequestId, int]
+        ] = []  # heap: when the router sees it, engine, request, output
+        self._ended_count = 0
+        self._on_finish = on_finish
+        self._on_route = watch.on_route
+        self._eager = eager
+        self._stop_requested = False
+        self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
+        self.waited_us: dict[RequestId, int] = {}
+        self.sent: list[RequestId] = []  # by the number under which an engine knows a request, where some may wait
+        self._sent_turns: dict[RequestId, Turn] = {}  # the same of those that are open
+        self.refused: list[RefusedRequest] = []
+        self._report_interval_us = setup.scenario.report_interval_us
+        self._report_us = self._report_interval_us or NEVER_US  # when engines report next
+        self._reports: deque[LoadReported] = deque()  # on their way
+        self._last_end_us = 0
+        scaling = setup.scenario.scaling
+        self._scaler = None if scaling is None else Autoscaler(scaling.config(len(setup.engines)))
+        self._flushes = 0
+        self._turns_on: list[tuple[int, int]] = []  # when, and how many replicas were paid for from then on
+        turns = setup.workload.turns
+        thinking = turns.think_us[turns.after >= 0]
+        # In a closed loop the next session begins where one ends.
+        closed = scenario.concurrency is not None
+        self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
+        for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
+            clock = LaneClock()
+            open_turns = self.arrivals.open_turns if self._dispatcher is None else self._sent_turns
+            feed = Feed(engine, open_turns, self._on_end, clock)
+            host, metrics = host_of(
+                one,
+                feed,
+                journal,
+                env=clock,
+                name=f"engine{engine}",
+                watch=watch_of(check_every, observer=watch.observers[engine] if watch.observers else None),
+            )
+            self.lanes.append(EngineLane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
+            self.metrics.append(metrics)
+        if self._scaler is not None:
+            for replica, state in enumerate(self._scaler.state):
+                if state == "off":
+                    self._decide(EngineChanged(time_us=0, engine=replica, state="down"))
+
+    @property
+    def _line(self) -> Dispatcher:
+        assert self._dispatcher is not None
+        return self._dispatcher
+
+    @property
+    def client_metrics(self) -> list[MetricsFold]:
+        """Of the engines that clients hear of: all."""
+        return self.metrics
+
+    @property
+    def stop_requested(self) -> bool:
+        """Set from a signal handler: every engine stops before its next fact."""
+        return self._stop_requested
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        self._stop_requested = value
+        for lane in self.lanes:
+            lane.host.stop_requested = value
+
+    def run(self, give_up: Callable[[Cluster], bool] | None = None) -> bool:
+        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
+        until_question = GIVE_UP_EVERY
+        while not self._stop_requested:
+            now_us = self._next_us()
+            if arrivals.awaits_answers or self._held:
+                # A turn to come is not known yet: none comes before the first answer ends and its reader has thought.
+                # And who waits at the router goes as soon as somebody ends.
+                first_us = min(lane.quiet_until_us for lane in lanes)
+                sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
+                if sure_us < now_us:
+                    self._advance(max(sure_us, first_us + 1))
+                    continue
+            if now_us == NEVER_US:
+                break
+            if self._eager:
+                self._advance_all(now_us)
+            else:
+                self._catch_up(now_us)
+            self._tell_ends(now_us + 1 if self._held else now_us)
+            self._look_after(now_us)
+            while arrivals.next_us == now_us:
+                self._route()
+                until_question -= 1
+            if give_up is not None and until_question <= 0:
+                until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
+                # Everybody to one moment, before which nothing that is sent from here on arrives.
+                self._advance_all(min(now_us + hop_us, self._report_us))
+                if give_up(self):
+                    return True
+        for lane in lanes:
+            lane.advance(float("inf"))
+        self._tell_ends(NEVER_US)
+        return False
+
+    def _advance(self, until_us: float) -> None:
+        """Bring every engine that may have an answer to end before `until_us` there, or to the turn that follows."""
+        for lane in self.lanes:
+            until_us = min(until_us, self._next_us())
+            if lane.quiet_until_us < until_us or self._eager:
+                lane.advance(until_us)
+
+    def _advance_all(self, until_us: float) -> None:
+        for lane in self.lanes:
+            lane.advance(until_us)
+
+    def _catch_up(self, now_us: int) -> None:
+        """Have every end happen that the router would have seen by now. What is sent now comes one hop later.
+
+        Nobody runs past the moment of its next report.
+        """
+        seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
+        for lane in self.lanes:
+            if lane.quiet_until_us < seen_us:
+                lane.advance(until_us)
+
+    def _route(self) -> None:
+        event = self.arrivals.take(self._max_new_tokens)
+        assert type(event) is RequestArrived
+        turn = self.arrivals.open_turns[event.request_id]
+        prefix: tuple[int, ...] = ()
+        if self._by_prefix:
+            assert type(event.prompt) is TokenRuns
+            ids = prompt_ids(event.prompt.runs)
+            prefix = prefix_keys(ids, self.router.config.block_tokens, event.tenant)
+        session = ""
+        if self._by_session:
+            session = turn.label if turn.after is None else self._sessions[turn.after]
+            self._sessions[turn.index] = session
+        offered = RequestOffered(
+            time_us=event.time_us,
+            request_id=event.request_id,
+            prompt_tokens=turn.prompt_tokens,
+            prefix=prefix,
+            session=session,
+            tenant=event.tenant if self._dispatcher is not None else "",
+            priority=event.priority if self._by_priority else None,
+            room=room_of(self._seed, event.request_id) if self._by_room else None,
+        )
+        self._held[event.request_id] = event
+        self._decide(offered)
+
+    def _decide(self, fact: RouterFact) -> None:
+        """Tell the router a fact, write it down, and do what it decided."""
+        if self._dispatcher is None:
+            routed = self.router.step(fact)
+            self._journal.append(fact, routed, self.router.digest)
+            if routed is not None:
+                self._carry_out(routed, fact.time_us)
+        else:
+            decided = self._dispatcher.step(fact)
+            label = ""
+            if isinstance(fact, RequestOffered):
+                label = label_key(self._held[fact.request_id].label, fact.tenant)
+            self._journal.append_decided(fact, decided, self._dispatcher.digest, label)
+            for each in decided:
+                self._carry_out(each, fact.time_us)
+
+    def _carry_out(self, routed: RequestRouted, now_us: int) -> None:
+        """Send a request where it was routed, or turn it away; nothing if it waits."""
+        if routed.reason == "waits":
+            return
+        event = self._held.pop(routed.request_id)
+        self.routed_by_reason[routed.reason] += 1
+        if self._on_route is not None:
+            self._on_route(routed)
+        waited_us = now_us - event.time_us
+        if routed.engine is None:
+            turn = self.arrivals.open_turns[event.request_id]
+            self.refused.append(
+                RefusedRequest(event.request_id, event.time_us, now_us, turn.prompt_tokens, turn.label, event.tenant)
+            )
+            self.arrivals.broke_off(event.request_id, now_us)
+            return
+        if waited_us:
+            self.waited_us[event.request_id] = waited_us
+        if self._dispatcher is not None:
+            event = self._numbered(event)
+        if waited_us or self._hop_us:
+            event = msgspec.structs.replace(event, time_us=now_us + self._hop_us)
+        self.lanes[routed.engine].send(event)
+
+    def _numbered(self, event: RequestArrived) -> RequestArrived:
+        """The request under a number that increases in the order of sending, as engines want it."""
+        number = len(self.sent)
+        self.sent.append(event.request_id)
+        self._sent_turns[number] = self.arrivals.open_turns[event.request_id]
+        return msgspec.structs.replace(event, request_id=number)
+
+    # ------------------------------------------------------------------------------------ what happens beside arrivals
+
+    def _next_us(self) -> int:
+        """When the router is told something next, as far as is known: ends only where they make somebody go."""
+        next_us = self.arrivals.next_us
+        if self._held and self._ended:
+            next_us = min(next_us, self._ended[0][0])
+        if self._scaler is None and not self._report_interval_us:
+            return next_us
+        if next_us == NEVER_US and not self.router.open and not self._held:
+            return NEVER_US
+        if self._scaler is not None:
+            next_us = min(next_us, self._scaler.next_us)
+        if self._reports:
+            next_us = min(next_us, self._reports[0].time_us)
+        return min(next_us, self._report_us)
+
+    def _look_after(self, now_us: int) -> None:
+        """Reports and replicas that are due. Before any request that comes at the same instant."""
+        if now_us == self._report_us:
+            self._report_us += self._report_interval_us
+            self._advance_all(now_us)  # what they have done by then, and nothing later
+            self._tell_ends(now_us)
+            due_us = now_us + self.setup.scenario.report_delay_us
+            self._reports.extend(
+                report_of(engine, lane.host.engine, now_us, due_us)
+                for engine, lane in enumerate(self.lanes)
+                if self.router.state[engine] != "down"
+            )
+        while self._reports and self._reports[0].time_us <= now_us:
+            self._decide(self._reports.popleft())
+        if self._scaler is not None and self._scaler.next_us <= now_us:
+            self._scale(self._scaler, now_us)
+
+    def _scale(self, scaler: Autoscaler, now_us: int) -> None:
+        """Let the autoscaler look at the load, and do what it says."""
+        router = self.router
+        waiting = [event for event in self._held.values() if event.request_id not in router.open]
+        observed = LoadObserved(
+            time_us=now_us,
+            open=tuple(router.open_requests),
+            open_tokens=sum(router.open_tokens)
+            + sum(self.arrivals.open_turns[event.request_id].prompt_tokens for event in waiting),
+            arrived=self.arrivals.arrived,
+            waiting=len(waiting),
+        )
+        for changed in scaler.step(observed):
+            engine = changed.engine
+            if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
+                self._flushes += 1  # another machine, whose cache is empty
+                self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
+            self._decide(changed)
+        paid = sum(state != "off" for state in scaler.state)
+        if not self._turns_on or self._turns_on[-1][1] != paid:
+            self._turns_on.append((now_us, paid))
+
+    def _on_end(self, engine: int, request_id: RequestId, now_us: int, answered: bool) -> None:
+        """A lane says that a request ended. The router and the client learn of it one hop later."""
+        seen_us = now_us + self._hop_us
+        if self._dispatcher is not None:
+            del self._sent_turns[request_id]
+            request_id = self.sent[request_id]
+        turn = self.arrivals.open_turns[request_id]  # which it leaves now
+        heappush(self._ended, (seen_us, engine, request_id, turn.samples * turn.output_tokens if answered else 0))
+        if answered:
+            self.arrivals.answered(request_id, seen_us)
+        else:
+            self.arrivals.broke_off(request_id, seen_us)
+        held_us = seen_us if self._held else NEVER_US  # somebody goes then
+        self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
+        self._ended_count += 1
+        if self._on_finish is not None:
+            self._on_finish(self._ended_count)
+
+    def _tell_ends(self, before_us: int) -> None:
+        """Tell the router what it has seen end before a moment."""
+        while self._ended and self._ended[0][0] < before_us:
+            time_us, _, request_id, output_tokens = heappop(self._ended)
+            at = self.router.open.get(request_id)
+            self._last_end_us = time_us
+            self._decide(RequestEnded(time_us=time_us, request_id=request_id, output_tokens=output_tokens))
+            scaler = self._scaler
+            if scaler is not None and at is not None and scaler.state[at.engine] == "draining":
+                if not self.router.open_requests[at.engine]:
+                    self._scale(scaler, time_us)
+
+    def describe_scaling(self) -> dict[str, Any] | None:
+        """What replicas cost: paid for from their start until they were given back, or until the last answer."""
+        scaler, setup = self._scaler, self.setup
+        if scaler is None:
+            return None
+        until_us = max(self._last_end_us, scaler.now_us)
+        paid_us, gpus = scaler.paid_us(until_us), setup.engines[0].split.gpus
+        hour_us = 3_600e6
+        return {
+            "replica_hours": round(paid_us / hour_us, 6),
+            "gpu_hours": round(paid_us / hour_us * gpus, 6),
+            "replica_hours_fixed": round(until_us * len(setup.engines) / hour_us, 6),
+            "replicas_mean": round(paid_us / until_us, 6) if until_us else float(scaler.config.minimum),
+            "replicas_max": scaler.most,
+            "starts": scaler.starts,
+            "replicas_by_time": [list(pair) for pair in self._turns_on],
+        }
+
+    def describe_admission(self) -> dict[str, Any] | None:
+        """Who waited at the router, and for how long."""
+        if self._dispatcher is None:
+            return None
+        waits_us = sorted(self.waited_us.values())
+        return {
+            "waited": len(waits_us),
+            "refused": len(self.refused),
+            "wait_us_max": waits_us[-1] if waits_us else 0,
+            "wait_us_mean": round(sum(waits_us) / len(waits_us), 3) if waits_us else None,
+        }
+
+    def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
+        """Measure it."""
+        slos = self.setup.scenario.base.slos
+        datas = [
+            with_stages(metrics.result(slos), lane.host) for metrics, lane in zip(self.metrics, self.lanes, strict=True)
+        ]
+        data = combine(
+            datas, hop_us=self._hop_us, slos=slos, waited_us=self.waited_us, refused=self.refused, sent=self.sent
+        )
+        cpu_s = time.process_time() - began_s
+        return ClusterRun(
+            setup=self.setup,
+            engines=tuple(
+                Run(
+                    setup=one,
+                    data=measured,
+                    batches=lane.host.batches,
+                    clamped=lane.host.clamped,
+                    rejected=lane.host.rejected,
+                    never_sent=0,
+                    interrupted=self._stop_requested,
+                    cpu_s=cpu_s / len(self.lanes),
+                )
+                for one, measured, lane in zip(self.setup.engines, datas, self.lanes, strict=True)
+            ),
+            data=data,
+            routed_by_reason=dict(sorted(self.routed_by_reason.items())),
+            never_sent=self.arrivals.never_sent,
+            interrupted=self._stop_requested,
+            stopped_early=stopped_early,
+            cpu_s=cpu_s,
+            autoscale=self.describe_scaling(),
+            admission=self.describe_admission(),
+            sent=self.sent,
+        )
+
+
+def room_of(seed: int, request_id: RequestId) -> int:
+    """The room a router in front of prefill and decode engines draws for a request: 63 bits, as in SGLang's."""
+    return int.from_bytes(blake2b(f"{seed} {request_id}".encode(), digest_size=8).digest(), "big") >> 1

@@ -1,0 +1,89 @@
+"""Shapes of batch plans, which the cost of a batch depends on: tokens, pairs, adapters, state copies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
+
+from lockstep.core.contract.commands import (
+    BatchPlan,
+    Int32s,
+)
+from lockstep.core.kv.adapters import NO_SLOT
+from lockstep.sim.cost import BatchShape
+
+if TYPE_CHECKING:
+    pass
+
+
+def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
+    """New tokens of a plan that run on adapters, of a plan of several steps those of one; and different adapters.
+
+    Args:
+        slots: of each row, NO_SLOT for the model alone.
+    """
+    on = slots >= 0
+    if not on.any():
+        return 0, 0
+    counts = np.ones(len(slots), np.int64)
+    extending = plan.extend_rows
+    counts[:extending] = plan.stops[:extending] - plan.starts[:extending]
+    if plan.speculation is not None:
+        counts[extending:] += plan.speculation.draft_lengths
+    return int(counts[on].sum()), len(np.unique(slots[on]))
+
+
+class RowAdapters:
+    """Which rows run on which adapters, by the plans that took them; for hosts that price plans as they come."""
+
+    def __init__(self) -> None:
+        self._slots = np.full(1, NO_SLOT, np.int32)  # by row, for as many as were ever taken
+
+    def take_rows(self, plan: BatchPlan) -> None:
+        """Note whose rows are taken with a plan; of every plan, in the order of launches."""
+        for taken in plan.rows_taken:
+            if taken.row >= len(self._slots):
+                more = np.full(2 * taken.row + 1 - len(self._slots), NO_SLOT, np.int32)
+                self._slots = np.concatenate((self._slots, more))
+            self._slots[taken.row] = taken.adapter_slot
+
+    def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
+        """The shape of a plan, with what runs on adapters."""
+        tokens, adapters = adapters_of(plan, self._slots[plan.rows])
+        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
+
+
+def state_copies(plan: BatchPlan) -> float:
+    """States that are copied with a plan: to start from, and to be left behind. What a transfer brought stays.
+
+    Half of one for each draft, behind which a state is written, and none read.
+    """
+    copies, changes = 0.0, plan.hybrid
+    if changes is not None:
+        copied = (changes.state_sources >= 0) & (changes.state_sources != changes.state_slots)
+        copies += int(np.count_nonzero(copied)) + len(changes.checkpoint_slots)
+    if plan.speculation is not None:
+        copies += int(plan.speculation.drafted().sum()) / 2.0
+    return copies
+
+
+def extend_shape_of(plan: BatchPlan) -> BatchShape:
+    """The shape of a plan with rows that extend first, and perhaps rows that decode behind them."""
+    extending = plan.extend_rows
+    tokens = context_tokens = pairs = 0
+    for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):
+        new = stop - start
+        tokens += new
+        context_tokens += start
+        pairs += new * start + new * (new + 1) // 2
+    return BatchShape(
+        extend_rows=extending,
+        extend_tokens=tokens,
+        extend_context_tokens=context_tokens,
+        extend_pairs=pairs,
+        decode_rows=len(plan.rows) - extending,
+        decode_context_tokens=int(np.add.reduce(plan.starts[extending:])) if extending < len(plan.rows) else 0,
+        sampled_rows=len(plan.sample_rows),
+    )

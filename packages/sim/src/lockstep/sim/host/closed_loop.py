@@ -1,0 +1,192 @@
+"""A closed loop: so many sessions at a time, whatever the server does. Where one ends, the next one begins.
+
+The load is the number of sessions in progress, `concurrency`; arrival times of the workload play no part. A session is
+in progress from its first turn until its last answer, its users' pauses included; a request that belongs to no session
+is one of a single turn, and the loop is then the usual one of a fixed number of clients. A session that breaks off, say
+because its context has outgrown the model's, is followed by another one all the same.
+
+**The beginning.** A service that has been running for long is not at the start of all its sessions. So the first ones
+are under way: each stands at a moment drawn uniformly from the time of all sessions together, by their recorded pauses
+and SERVICE_US for each answer, up to where they break off, and goes on from there. Requests come at the pace of the
+steady state from the first second; what is not steady yet is the cache, which is empty. That is what
+`Scenario.warm_up` leaves out.
+
+**No end.** Sessions follow in an order drawn from the seed. When all have been played they are played again as other
+people's: with the same lengths and pauses, sharing the same among each other, and nothing with those before.
+
+**The end.** After `requests` arrivals nobody sends any more, and what is under way ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+
+import numpy as np
+from simpy import Environment, Event
+
+from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.sim.host.arrivals import arrival_of
+from lockstep.sim.host.ports import NEVER_US
+from lockstep.sim.workload.token_runs import TOKEN_IDS
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Int64s, Turn, Turns, WorkloadError
+
+SERVICE_US = 1_000_000  # of one answer; only for where sessions stand in the beginning
+CONCURRENCY_MAX = 1_000_000
+
+
+class ConcurrentSessions:
+    """Turns to come of a closed loop; what `host.Arrivals` is to an open one.
+
+    Args:
+        concurrency: sessions in progress at any time.
+        requests: that arrive in all.
+        seed: of the order of sessions, and of where the first ones stand.
+        prompt_tokens_max: a session with a longer prompt will break off there; only for where the first ones stand.
+    Raises: WorkloadError if a turn has several that wait for it: such a session has no one turn to stand at.
+    """
+
+    settled_until_us = NEVER_US  # nobody else sends any
+    never_sent = 0  # whoever has not sent by the end has not broken off
+
+    def __init__(
+        self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
+    ) -> None:
+        self.expected = requests
+        self.arrived = 0  # each sample as one; also the next request id
+        self._sent = 0
+        self.open_turns: dict[RequestId, Turn] = {}
+        self.next_us = NEVER_US
+        self._turns = turns
+        self._rows = _rows_by_session(turns)
+        self._stride = _stop_of_tokens(turns)  # from the tokens of a copy to those of the next
+        self._copies = max((TOKEN_IDS - 1) // self._stride, 1)  # after which contents repeat
+        self._to_come: list[tuple[int, int, Turn]] = []  # heap: when, session, turn
+        self._session_of: dict[RequestId, tuple[int, int]] = {}  # number of the session, and of its copy
+        self._copy_of: dict[int, int] = {}  # by number of a session in progress
+        random = np.random.Generator(np.random.Philox(seed))
+        self._numbers = count()
+        first_copy = self._begin_under_way(concurrency, prompt_tokens_max, random)
+        self._line = self._sessions_without_end(first_copy, random)
+        self._look_ahead()
+
+    def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
+        """Put the first sessions where they stand. Returns the first copy of the workload that nobody has used."""
+        rows = np.concatenate([self._until_too_long(session, prompt_tokens_max) for session in self._rows])
+        takes_us = self._turns.think_us[rows] * (self._turns.after[rows] >= 0) + SERVICE_US
+        stops_us = np.cumsum(takes_us)
+        session_of_row = self._session_of_turn()[rows]
+        used = np.zeros(len(self._rows), np.int64)
+        for moment_us in random.integers(0, int(stops_us[-1]), concurrency).tolist():
+            place = int(np.searchsorted(stops_us, moment_us, side="right"))
+            left_us = max(int(stops_us[place]) - SERVICE_US - moment_us, 0)  # of the pause before this turn
+            session = int(session_of_row[place])
+            self._send_later(left_us, next(self._numbers), int(used[session]), int(rows[place]), opens=True)
+            used[session] += 1
+        return int(used.max())
+
+    def _until_too_long(self, rows: Int64s, prompt_tokens_max: int) -> Int64s:
+        """The turns of a session up to the one that is turned away, which is sent like any other."""
+        too_long = self._turns.prompt_tokens[rows] > prompt_tokens_max
+        return rows[: int(np.argmax(too_long)) + 1] if too_long.any() else rows
+
+    def _session_of_turn(self) -> Int64s:
+        sessions = np.empty(len(self._turns), np.int64)
+        for number, rows in enumerate(self._rows):
+            sessions[rows] = number
+        return sessions
+
+    def _sessions_without_end(self, first_copy: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:
+        """Copy of the workload and session in it, in the order in which they are played."""
+        for copy in count(first_copy):
+            for session in random.permutation(len(self._rows)).tolist():
+                yield copy, session
+
+    def _send_later(self, time_us: int, number: int, copy: int, row: int, *, opens: bool) -> None:
+        turn = self._turns[row]
+        shift = (copy % self._copies) * self._stride
+        if shift or copy or opens or turn.session:
+            first_tokens = (token + shift for token in turn.prompt[::2])
+            turn = replace(
+                turn,
+                index=turn.index + copy * len(self._turns),
+                prompt=tuple(v for run in zip(first_tokens, turn.prompt[1::2], strict=True) for v in run),
+                output_first_token=turn.output_first_token + shift,
+                samples_first_token=turn.samples_first_token + shift,
+                label=f"{turn.label}#{copy + 1}" if copy else turn.label,
+                session=f"{turn.session}#{number}" if turn.session else "",
+                session_kept=0 if opens else turn.session_kept,
+                after=None if opens or turn.after is None else turn.after + copy * len(self._turns),
+            )
+        self._copy_of[number] = copy
+        heappush(self._to_come, (time_us, number, turn))
+
+    def _look_ahead(self) -> None:
+        self.next_us = self._to_come[0][0] if self._to_come and self.awaits_answers else NEVER_US
+
+    def take(self, max_new_tokens: int | None) -> RequestArrived:
+        """The next turn, due at `next_us`. At one instant, sessions that began earlier go first."""
+        time_us, number, turn = heappop(self._to_come)
+        request_id = self.arrived
+        self.arrived += turn.samples
+        self._sent += 1
+        self.open_turns[request_id] = turn
+        self._session_of[request_id] = number, self._copy_of[number]
+        self._look_ahead()
+        return arrival_of(turn, time_us, request_id, max_new_tokens)
+
+    def answered(self, request_id: RequestId, now_us: int) -> None:
+        """An answer ended: its user begins to think about the next turn, or a next session begins."""
+        turn = self.open_turns.pop(request_id)
+        number, copy = self._session_of.pop(request_id)
+        follow_ups = self._turns.follow_ups(turn.index - copy * len(self._turns))
+        if follow_ups:
+            row = follow_ups[0]
+            self._send_later(now_us + int(self._turns.think_us[row]), number, copy, row, opens=False)
+            self._look_ahead()
+        else:
+            self._begin_next(number, now_us)
+
+    def broke_off(self, request_id: RequestId, now_us: int) -> None:
+        """A request was rejected: its session does not go on, and the next one begins."""
+        del self.open_turns[request_id]
+        number, _ = self._session_of.pop(request_id)
+        self._begin_next(number, now_us)
+
+    def _begin_next(self, ended: int, now_us: int) -> None:
+        del self._copy_of[ended]
+        copy, session = next(self._line)
+        self._send_later(now_us, next(self._numbers), copy, int(self._rows[session][0]), opens=True)
+        self._look_ahead()
+
+    @property
+    def awaits_answers(self) -> bool:
+        """Whether turns are still to come."""
+        return self._sent < self.expected
+
+    def more(self, env: Environment) -> Event | None:
+        """What to wait for when nothing is due any more; None: nothing will come."""
+        return None
+
+
+def _rows_by_session(turns: Turns) -> list[Int64s]:
+    """For each session the rows of its turns, in order."""
+    waited_for = turns.after[turns.after >= 0]
+    if len(np.unique(waited_for)) < len(waited_for):
+        problem = "a closed loop needs sessions of one turn after another, and here several wait for the same answer"
+        raise WorkloadError("concurrency", problem, "leave out --concurrency")
+    root = turns.root()
+    order = np.argsort(root, kind="stable")  # a turn stands behind the one it waits for
+    return np.split(order, np.flatnonzero(np.diff(root[order])) + 1)
+
+
+def _stop_of_tokens(turns: Turns) -> int:
+    """One more than the largest token id of any prompt or answer."""
+    prompts = int((turns.run_first_token.astype(np.int64) + turns.run_tokens).max(initial=1))
+    answers = int((turns.output_first_token.astype(np.int64) + turns.output_tokens).max(initial=1))
+    if turns.samples is not None and turns.samples_first_token is not None:
+        further = (turns.samples.astype(np.int64) - 1) * turns.output_tokens
+        answers = max(answers, int((turns.samples_first_token + further).max(initial=1)))
+    return min(max(prompts, answers), TOKEN_IDS - 1)

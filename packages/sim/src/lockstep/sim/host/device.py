@@ -1,0 +1,288 @@
+"""The device lane: runs batches one after another and samples their tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from lockstep.core.contract.commands import (
+    NO_ROWS,
+    BatchPlan,
+    Int32s,
+)
+from lockstep.core.contract.commands import Speculation as PlannedSpeculation
+from lockstep.core.contract.events import (
+    BatchId,
+)
+from lockstep.core.kv.adapters import NO_SLOT
+from lockstep.core.requests.delivery import step_numbers
+from lockstep.sim.cost import BatchShape, CostModel
+from lockstep.sim.host.batch_shapes import adapters_of, extend_shape_of, state_copies
+from lockstep.sim.host.speculation import SpeculationModel
+from lockstep.sim.workload.samples import sample_first_token
+from lockstep.sim.workload.token_runs import TOKEN_IDS
+from lockstep.sim.workload.turns import Turn
+
+if TYPE_CHECKING:
+    from lockstep.sim.host.stages import StageNotes, Stages
+
+EOS_TOKEN_ID = TOKEN_IDS - 1
+"""What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
+OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its drafts are right by another draw
+
+
+class Running(Struct, frozen=True, gc=False):
+    """A batch the device has, with its outcome."""
+
+    batch_id: BatchId
+    generation: int
+    rows: int
+    started_us: int
+    finished_us: int
+    tokens: bytes  # int32, one per sampling row, or as many as `accepted` says
+    accepted: bytes = b""  # int32 per sampling row, of a batch that verifies drafts
+
+
+class Untimed(NamedTuple):
+    """A batch whose end is not known yet: it waits to be sampled, or stands behind one that does."""
+
+    plan: BatchPlan
+    handed_over_us: int
+    forward_us: float
+    sampling_us: float
+    tokens: bytes
+    sampled_us: int | None  # not before this time; None: not known yet
+    accepted: bytes = b""
+
+
+class Device:
+    """The GPU lane: runs batches in the order of their launches, each as long as the cost model says."""
+
+    def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
+        self._cost = cost
+        self.speculation: SpeculationModel | None = None  # of an engine that verifies drafts
+        self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
+        self.stages: Stages | None = None  # of a pipeline
+        self.notes: StageNotes | None = None  # when each batch was in each of these ...
+        self.notes_times = False  # ... whether that is kept
+        self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
+        self._seed = seed
+        self._name = name
+        self._early_eos = early_eos
+        self._free_us = 0  # when the last batch handed over will have finished
+        self.queue: deque[Running] = deque()
+        self.untimed: deque[Untimed] = deque()  # behind those in the queue
+        # By row: what to add to a position to get the token sampled there, and the position of the last one.
+        self._token_base = np.zeros(rows_max, np.int32)
+        self._last_position = np.zeros(rows_max, np.int32)
+        # The last decode. The engine passes the same array of rows for as long as the same requests decode together.
+        self._decode_rows = NO_ROWS
+        self._decode_token_base = NO_ROWS
+        self._decode_context_tokens = 0
+        self._decode_adapters = (0, 0)  # of that decode: rows on adapters, and different adapters
+        # By row, the slot of its adapter; None: of an engine without any.
+        self.adapter_slots: Int32s | None = None
+
+    def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
+        """A row now belongs to this answer of a turn, whose token i is sampled at position prompt_tokens + i."""
+        if self.adapter_slots is not None:
+            self.adapter_slots[row] = adapter_slot
+        self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
+        self._last_position[row] = turn.prompt_tokens + turn.output_tokens - 1
+        if self.speculation is not None:
+            self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
+
+    def shape_of(self, plan: BatchPlan) -> BatchShape:
+        """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        if self.adapter_slots is None:
+            return self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            on_adapters = self._decode_adapters
+        else:
+            on_adapters = adapters_of(plan, self.adapter_slots[plan.rows])
+        shape = self._shape_of(plan)
+        if plan.rows is self._decode_rows:
+            self._decode_adapters = on_adapters
+        tokens, adapters = on_adapters
+        return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
+
+    def _shape_of(self, plan: BatchPlan) -> BatchShape:
+        """The same, whatever rows run on."""
+        if self.speculation is not None:
+            return self._verify(plan, self.speculation)
+        if plan.speculation is not None:
+            return self._jump(plan, plan.speculation)
+        if plan.mode != "decode":
+            if plan.extend_rows < len(plan.rows):
+                self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
+            return extend_shape_of(plan)
+        rows = plan.rows
+        if rows is self._decode_rows:
+            self._decode_context_tokens += len(rows) * plan.steps  # each went so many positions further
+        else:
+            self._decode_rows = rows
+            self._decode_token_base = self._token_base[rows]
+            self._decode_context_tokens = int(np.add.reduce(plan.starts))
+        return BatchShape(
+            decode_rows=len(rows), decode_context_tokens=self._decode_context_tokens, sampled_rows=len(rows)
+        )
+
+    def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
+        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        expected = self._cost.batch_us(shape)
+        took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} {self._name} {plan.batch_id}")
+        if self.state_copy_us:
+            states_us = self.state_copy_us * state_copies(plan)
+            took_us, expected_us = took_us + states_us, expected_us + states_us
+        if self.speculation is not None:
+            draft_us = self.speculation.draft_us(plan, shape)
+            took_us, expected_us = took_us + draft_us, expected_us + draft_us
+        tokens = self._sample(plan).tobytes()
+        accepted = b"" if plan.speculation is None else self._accepted(plan)
+        if plan.sample_after is not None or self.untimed:
+            sampling_us = expected_us - self._cost.batch_us(replace(shape, sampled_rows=0)).mean_us
+            sampled_us = 0 if plan.sample_after is None else None
+            forward_us = took_us - sampling_us
+            untimed = Untimed(plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted)
+            self.untimed.append(untimed)
+            return
+        started_us = self._free_us if self._free_us > handed_over_us else handed_over_us
+        self._free_us = finished_us = started_us + max(1, round(took_us))
+        self.queue.append(
+            Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
+        )
+
+    def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
+        """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
+        expected_us = 0.0
+        for further in range(plan.steps):
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            expected_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        return expected_us
+
+    @property
+    def free_us(self) -> int:
+        """When all that was handed over will have run, as far as that is known."""
+        return self._free_us
+
+    def hold_until(self, us: int) -> None:
+        """No batch that is handed over from now on begins before `us`."""
+        self._free_us = max(self._free_us, us)
+
+    @property
+    def encoder_free_us(self) -> int:
+        """When the GPUs that encode are through with what was handed over; NEVER_US: not known yet."""
+        return self.free_us
+
+    def encode_until(self, us: int) -> None:
+        """The GPUs that encode do nothing else before `us`, of what is handed over from now on."""
+        self.hold_until(us)
+
+    def sample(self, batch_id: BatchId, at_us: int) -> None:
+        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
+        self.untimed = deque(untimed)
+        while self.untimed and self.untimed[0].sampled_us is not None:
+            plan, handed_over_us, forward_us, sampling_us, tokens, sampled_us, accepted = self.untimed.popleft()
+            started_us = max(self._free_us, handed_over_us)
+            ready_us = max(started_us + forward_us, sampled_us or 0)
+            self._free_us = finished_us = max(started_us + 1, round(ready_us + sampling_us))
+            self.queue.append(
+                Running(plan.batch_id, plan.generation, len(plan.rows), started_us, finished_us, tokens, accepted)
+            )
+
+    def _sample(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan's sampling rows."""
+        if plan.speculation is not None:
+            return self._sample_runs(plan)
+        if plan.steps > 1:
+            return self._sample_steps(plan)
+        if not plan.sample_rows.size:
+            return NO_ROWS
+        stops = plan.stops
+        if plan.rows is self._decode_rows:
+            rows, tokens = plan.rows, self._decode_token_base + stops
+        else:
+            rows, stops = plan.rows[plan.sample_rows], stops[plan.sample_rows]
+            tokens = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+    def _verify(self, plan: BatchPlan, speculation: SpeculationModel) -> BatchShape:
+        """The shape of a plan of an engine that verifies drafts, which is where its rows stand by then."""
+        extending = plan.extend_rows
+        speculation.extended(plan.rows[:extending], plan.stops[:extending])
+        shape = extend_shape_of(plan)
+        if plan.speculation is None:
+            return shape
+        drafts = plan.speculation.draft_lengths
+        self._verified = speculation.verify(plan.rows[extending:], drafts, plan.speculation.forced_lengths)
+        draft_tokens = int(drafts.sum())
+        return replace(
+            shape,
+            decode_context_tokens=int(self._verified[0].sum()),
+            sampled_rows=shape.sampled_rows + draft_tokens,
+            draft_tokens=draft_tokens,
+        )
+
+    def _jump(self, plan: BatchPlan, jumps: PlannedSpeculation) -> BatchShape:
+        """The shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
+        starts, forced = plan.starts[plan.extend_rows :], jumps.forced_lengths
+        self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
+        self._verified = (starts, forced + np.int32(1))
+        shape, tokens = extend_shape_of(plan), int(forced.sum())
+        return replace(
+            shape,
+            decode_context_tokens=int(starts.sum()),
+            sampled_rows=shape.sampled_rows + tokens,
+            draft_tokens=tokens,
+        )
+
+    def _accepted(self, plan: BatchPlan) -> bytes:
+        """How many tokens each sampling row of a plan gets that verifies drafts, or forced tokens."""
+        accepted = np.ones(len(plan.sample_rows), np.int32)
+        accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
+        return accepted.tobytes()
+
+    def _sample_runs(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan that verifies drafts: those of each row end to end."""
+        counts = np.frombuffer(self._accepted(plan), np.int32)
+        first = plan.stops[plan.sample_rows]
+        first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
+        rows = plan.rows[plan.sample_rows].repeat(counts)
+        stops = first.repeat(counts) + step_numbers(counts)
+        tokens: Int32s = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+    def tokens_of(self, row: int, start: int, stop: int) -> Int32s:
+        """What a row will sample at these positions, but for its last token, which ends its answer."""
+        stop = min(stop, int(self._last_position[row]))
+        tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
+        return tokens
+
+    def _sample_steps(self, plan: BatchPlan) -> Int32s:
+        """The tokens of a plan that decodes several times: those of each row end to end."""
+        counts = plan.stops - plan.starts
+        rows = plan.rows.repeat(counts)
+        stops = plan.starts.repeat(counts) + step_numbers(counts) + np.int32(1)
+        tokens: Int32s = self._token_base[rows] + stops
+        if self._early_eos:
+            tokens[stops == self._last_position[rows]] = EOS_TOKEN_ID
+        return tokens
+
+
+def standard_normal(key: str) -> float:
+    """A draw that depends on nothing but the key."""
+    bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
+    return NormalDist().inv_cdf((bits + 0.5) / 2**64)

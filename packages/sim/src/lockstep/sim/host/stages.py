@@ -1,0 +1,80 @@
+"""Stages of a pipeline: when each is free, how busy it was, which batch it ran when."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.contract.commands import BatchPlan
+from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.host.hybrid_memory import state_copies_us
+from lockstep.sim.metrics.stages import StageTimes
+
+
+class Stages:
+    """The stages of a pipeline: batches go through them in the order of their launches."""
+
+    def __init__(self, cost: PipelineModel) -> None:
+        self.cost = cost
+        self.free_us = [0.0] * len(cost.stages)
+        self.busy_us = [0.0] * len(cost.stages)
+        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # of the state of one request
+
+    def with_copies(self, times_us: Sequence[float], copies: float) -> Sequence[float]:
+        """Times in each stage, with those of so many copies of states, each stage its own layers' part."""
+        if not copies:
+            return times_us
+        return [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
+
+    def run(
+        self, now_us: float, times_us: Sequence[float], send_us: float, held_us: float = 0.0
+    ) -> tuple[float, float, list[int]]:
+        """A batch goes through all of them, that long in each; in none it begins before `held_us`.
+
+        Returns: when it entered the first and left the last; start and stop in each, rounded.
+        """
+        started_us, spans = -1.0, list[int]()
+        for stage, took_us in enumerate(times_us):
+            now_us = max(now_us + (send_us if stage else 0.0), self.free_us[stage], held_us)
+            started_us = started_us if stage else now_us
+            now_us += took_us
+            self.free_us[stage] = now_us
+            self.busy_us[stage] += took_us
+            spans += (round(now_us - took_us), round(now_us))
+        return started_us, now_us, spans
+
+    def sampled(self, at_us: float, sampling_us: float) -> None:
+        """The last stage waited with sampling what left it, and is through with that."""
+        self.free_us[-1] = at_us
+        self.busy_us[-1] += sampling_us
+
+    def describe(self, busy_us: int | None) -> dict[str, Any]:
+        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
+        used_us = sum(self.busy_us)  # of stages; a batch that waits between two uses none
+        there_us = len(self.busy_us) * (busy_us or 0)
+        return {
+            "stages": len(self.busy_us),
+            "stage_busy_us": [round(us) for us in self.busy_us],
+            "stage_busy_share": round(used_us / there_us, 6) if there_us else None,
+            "pipeline_bubble_us": max(0, round(there_us - used_us)),
+        }
+
+
+class StageNotes:
+    """When each batch was in each stage; the wait for grammars before it samples is not in it."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
+
+    def add(self, plan: BatchPlan, send_us: float, spans: Sequence[int]) -> None:
+        """A batch went through all stages."""
+        self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
+
+    def times(self) -> StageTimes:
+        """All of it, as columns."""
+        noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * self._stages)
+        return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])

@@ -1,0 +1,43 @@
+"""Intervals around the answers of a run: from a run with faster batches to one with slower batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.sim.metrics.columns import Summary
+
+LATENCIES = tuple(
+    f"{metric}_us_{statistic}"
+    for metric in ("ttft", "tpot", "itl", "e2e")
+    for statistic in ("mean", "p50", "p90", "p95", "p99")
+)
+RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_requests_per_s")
+Answers = dict[str, tuple[float, float] | None]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """For each answer what it lies between."""
+
+    calibration: str  # its title
+    coverage: float
+    factors: tuple[float, float]  # (true time) / (predicted time), at the ends
+    ttft_factors: tuple[float, float]
+    answers: Answers
+
+    def describe(self) -> dict[str, Any]:
+        """Return everything; for metrics.json."""
+        return {
+            "calibration": self.calibration,
+            "coverage": self.coverage,
+            "time_factors": list(self.factors),
+            "ttft_factors": list(self.ttft_factors),
+            "answers": {name: None if ends is None else list(ends) for name, ends in self.answers.items()},
+        }
+
+
+def answers_of(summary: Summary) -> dict[str, float | None]:
+    """Return the latencies and rates of a run that get an interval."""
+    found = {name: summary["latency"][name] for name in LATENCIES}
+    return found | {name: summary["throughput"][name] for name in RATES}

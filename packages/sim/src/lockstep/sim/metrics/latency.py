@@ -1,0 +1,78 @@
+"""Definitions of the latencies, and whether requests and runs meet SLOs. Reasons: docs/metrics.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.core.contract.commands import (
+    Int32s,
+    Int64s,
+)
+from lockstep.sim.metrics.columns import Bools, Float64s, Requests
+from lockstep.sim.metrics.slo import Slo, SloMetric
+from lockstep.sim.metrics.value_counts import ValueCounts
+
+
+def ttft_us(arrival_us: Int64s, first_us: Int64s) -> Int64s:
+    """Time to first token: from arrival to the first message with output. -1 where none came."""
+    return np.where(first_us < 0, -1, first_us - arrival_us)
+
+
+def tpot_us(first_us: Int64s, last_us: Int64s, output_tokens: Int64s) -> Float64s:
+    """Time per output token: (last - first) / (n - 1). NaN for answers that came in one message: no time to divide."""
+    tokens = np.where(last_us > first_us, output_tokens - 1, 0)
+    tpot: Float64s = np.divide(last_us - first_us, tokens, out=np.full(len(tokens), np.nan), where=tokens > 0)
+    return tpot
+
+
+def gaps_us(message_us: Int64s, before_us: Int64s, new_tokens: Int64s | Int32s) -> Float64s:
+    """Inter-token latency, per message: the time since the request's previous message, shared by its new tokens.
+
+    A message of n tokens after a wait of g gives n gaps of g / n. NaN for a request's first message, whose `before_us`
+    is -1.
+    """
+    return np.where(before_us < 0, np.nan, (message_us - before_us) / new_tokens)
+
+
+def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
+    """Which requests completed within every bound. A percentile's bound serves as each request's own.
+
+    For ITL it is the request's longest gap that counts. What a request does not have, such as the TPOT of one token,
+    misses no bound.
+    """
+    good = requests.completed.copy()
+    for slo in slos:
+        good &= ~(per_request(slo.metric, requests) > slo.bound_us)
+    return good
+
+
+def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
+    """See RunData.measured_us."""
+    failures = int(requests.failed.sum())
+    if slo.metric == "itl" and slo.percentile is not None:
+        values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
+    else:
+        known = per_request(slo.metric, requests)[requests.completed]
+        values = ValueCounts.of(known[~np.isnan(known)])
+    count = values.size + failures
+    if count == 0:
+        return None
+    percentile = 100.0 if slo.percentile is None else slo.percentile
+    rank = (count - 1) * percentile / 100  # as in numpy's "linear"; the failures stand behind the last value
+    if math.ceil(rank) >= values.size:
+        return math.inf
+    low, high = values.at((math.floor(rank), math.ceil(rank))).tolist()
+    return float(low + (high - low) * (rank - math.floor(rank)))
+
+
+def per_request(metric: SloMetric, requests: Requests) -> Float64s:
+    """One value per request, NaN where there is none."""
+    if metric == "tpot":
+        return requests.tpot_us
+    if metric == "itl":
+        return requests.itl_us_max
+    column = requests.ttft_us if metric == "ttft" else requests.e2e_us
+    return np.where(column < 0, np.nan, column)

@@ -1,0 +1,112 @@
+"""KV pages of an engine: what weights, activations, adapters, encoders and drafters leave of the GPUs' memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.sim.catalogue import load_model
+from lockstep.sim.cost import (
+    CapacityError,
+    GpuSpec,
+    KvCapacity,
+    ModelSpec,
+    kv_capacity,
+)
+from lockstep.sim.cost.capacity import StageBytes
+from lockstep.sim.cost.models import check_split, checked_weights_dtype
+from lockstep.sim.cost.stages import Stage, stages_of
+from lockstep.sim.host.hybrid_memory import (
+    shared_out,
+)
+from lockstep.sim.run.adapters import lora_of
+from lockstep.sim.run.encoding import beside_encoder
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import hybrid_shares
+
+if TYPE_CHECKING:
+    pass
+
+
+def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
+    """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
+    shares = hybrid_shares(scenario.tiers)
+    capacity = partial(
+        kv_capacity,
+        model,
+        gpu,
+        scenario.parallelism,
+        mem_fraction=scenario.mem_fraction,
+        page_tokens=config.page_size,
+        kv_dtype=scenario.kv_dtype,
+        weights_dtype=scenario.weights_dtype,
+        chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
+        sampled_rows=config.max_running_requests,
+        state_rows=0 if shares.on else config.max_running_requests,
+        lora=lora_of(scenario, config),
+    )
+    drafts, several = _has_drafter(config), scenario.pp > 1
+    drafter = _last_stage_drafter(scenario, model) if drafts and several else (0, 0)
+    if drafts and several and not shares.on:
+        capacity = partial(capacity, last_stage=StageBytes(drafter[0], kv_per_token=drafter[1]))
+    if scenario.media is None:
+        kv = capacity()
+    else:
+        kv = beside_encoder(lambda besides: capacity(first_stage=besides), scenario, gpu, config)
+    if shares.on:
+        if drafts and not several:
+            drafter = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
+        return shared_out(kv, model, scenario.parallelism, scenario.kv_dtype, shares, drafter)
+    return _beside_drafter(kv, scenario, model) if drafts and not several else kv
+
+
+def _has_drafter(config: SchedConfig) -> bool:
+    return config.speculative_method not in (msgspec.UNSET, "ngram")
+
+
+def _drafter_bytes(weights: int, kv_per_token: int, scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """Bytes of a drafter's weights, and of its KV of a token. A head is taken as an average layer of these of a model.
+
+    It is on the GPUs of one stage.
+    """
+    if scenario.draft_model is None:
+        return weights // model.layers, kv_per_token // max(model.attention_layers, 1)
+    split, small = replace(scenario.parallelism, pp=1), load_model(scenario.draft_model)
+    check_split(small, split)
+    weights = stages_of(small, split)[0].weights_bytes(checked_weights_dtype(small, None), split)
+    return weights, small.kv_bytes_per_token(scenario.kv_dtype, split)
+
+
+def _last_stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
+    """The same of the last of several stages: a head there needs an embedding of its own, unless that is tied."""
+    split, dtype = replace(scenario.parallelism, pp=1), checked_weights_dtype(model, scenario.weights_dtype)
+    whole = Stage(model, True, True).weights_bytes(dtype, split)
+    drafter, kv_per_token = _drafter_bytes(whole, model.kv_bytes_per_token(scenario.kv_dtype, split), scenario, model)
+    if scenario.draft_model is None:
+        drafter += whole - Stage(model, False, True).weights_bytes(dtype, split)
+    return drafter, kv_per_token
+
+
+def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
+    """What the drafter's weights leave, its KV being in the same pages."""
+    weights, per_token = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
+    kv_bytes = max(kv.kv_bytes - weights, 0)
+    per_token += kv.kv_bytes_per_token
+    pages = kv_bytes // (per_token * kv.page_tokens) * kv.shards
+    if pages < 1:
+        raise CapacityError(
+            f"{model.name} leaves {kv.kv_bytes / 1e9:.1f} GB for KV; its drafter takes {weights / 1e9:.1f} GB of them\n"
+            "hint: raise --tp, or choose a smaller --draft-model"
+        )
+    return replace(
+        kv,
+        pages=pages,
+        tokens=pages * kv.page_tokens,
+        weights_bytes=kv.weights_bytes + weights,
+        kv_bytes=kv_bytes,
+        kv_bytes_per_token=per_token,
+    )

@@ -1,0 +1,85 @@
+"""Which simulations may take the fast path, and what it reads of a setup.
+
+`unsupported_by` names the first thing of a setup that only the core can do. A setting may have any value if the kernel
+follows it (FOLLOWED), or if nothing that it decides can happen in such a run (NEVER_READ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.requests.table import VERSION_MARK
+from lockstep.sim.fast import kernel as kernel
+from lockstep.sim.fast.fast_path import FastEngine, FastLoad, FastRun
+from lockstep.sim.host.device import Device
+from lockstep.sim.host.pipeline import device_type_of
+from lockstep.sim.metrics.fold import MetricsFold
+
+if TYPE_CHECKING:
+    from lockstep.sim.run.setup import Setup
+
+# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in a plain run.
+FOLLOWED = frozenset(
+    "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
+    "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
+    "prefill_max_requests truncation_align_size prefill_decode_interval overlap_depth".split()
+)
+NEVER_READ = frozenset(
+    "retracted_requeue retracted_kv retraction_policy force_stream_interval schedule_seed "
+    "schedule_low_priority_values_first default_priority_value bypass_limit session_kv max_sessions "
+    "grammar_timeout_us max_input_tokens truncate_input isolate_tenants encoder_cache_tokens "
+    "priority_preemption_threshold waiting_prefix_refresh prefix_deduplication".split()
+)
+
+
+def unsupported_by(setup: Setup) -> str:
+    """What of one engine's setup only the core can do, in a word or two; empty: nothing that is known in advance."""
+    config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
+    plain = SchedConfig()
+    for name in config.__struct_fields__:
+        if name not in FOLLOWED and name not in NEVER_READ and getattr(config, name) != getattr(plain, name):
+            return name
+    beside = {
+        "early ends": scenario.max_new_tokens is not None,
+        "receive_interval": scenario.receive_interval != 1,
+        "closed loop": scenario.concurrency is not None or bool((turns.after >= 0).any()),
+        "server sessions": scenario.server_sessions,
+        "drafts": setup.drafting is not None or setup.forcing is not None,
+        "media": setup.encoding is not None or turns.media is not None,
+        "adapters": setup.lora is not None or turns.adapter is not None,
+        "samples": turns.samples is not None,
+        "grammars": any(turns.grammars[code] for code in np.unique(turns.grammar)),
+        "debugging": bool(setup.debug),
+        "tenants": any(VERSION_MARK in name for name in turns.tenants),
+        "stages": device_type_of(setup.cost) is not Device,
+        "no requests": not len(turns),
+    }
+    for name, is_there in beside.items():
+        if is_there:
+            return name
+    prompts, outputs = turns.prompt_tokens.astype(np.int64), turns.output_tokens.astype(np.int64)
+    if not outputs.min() or not prompts.min():
+        return "empty prompts or answers"
+    if prompts.max() > config.prompt_tokens_max(True) or (prompts + outputs).max() > config.request_tokens_max:
+        return "prompts that do not fit"
+    firsts = turns.run_first_token[turns.run_starts]
+    if config.radix_cache and len(np.unique(firsts)) < len(firsts):
+        return "shared prefixes"
+    return ""
+
+
+def fast_run_of(
+    setups: Sequence[Setup], metrics: Sequence[MetricsFold], on_finish: Callable[[int], None] | None = None
+) -> FastRun:
+    """Return the fast path of one engine, or of several of one workload. `unsupported_by` of each setup was empty."""
+    scenario = setups[0].scenario
+    return FastRun(
+        FastLoad(setups[0].workload.turns, scenario.seed, scenario.warm_up),
+        [FastEngine(one.config, one.cost, one.cpu, round(one.calibration.correction.frontend_us)) for one in setups],
+        metrics,
+        on_finish,
+    )

@@ -1,0 +1,273 @@
+"""A scenario with everything it names loaded, checked and worked out; what its run folder records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.journal.records import JournalHeader
+from lockstep.sim.cost import (
+    UNCALIBRATED,
+    Calibration,
+    CapacityError,
+    CostModel,
+    CpuModel,
+    GpuSpec,
+    KvCapacity,
+    ModelSpec,
+)
+from lockstep.sim.cost.expert_balance import spread_of
+from lockstep.sim.cost.lora import LoraSpec, slot_bytes
+from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.stages import stages_of
+from lockstep.sim.host.adapters import AdapterLane, adapter_link, describe_loads
+from lockstep.sim.host.cache_tiers import TierLinks
+from lockstep.sim.host.forcing import Forcing
+from lockstep.sim.host.hybrid_memory import (
+    block_bytes,
+    state_copy_us,
+    window_tokens_of,
+)
+from lockstep.sim.host.page_bytes import PageBytes
+from lockstep.sim.host.speculation import Drafting
+from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.run.capacity import _capacity
+from lockstep.sim.run.encoding import EncoderSetup
+from lockstep.sim.run.load import describe_load
+from lockstep.sim.run.ranks import config_of_engine
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import NO_TIERS, HostTiers
+from lockstep.sim.workload.adapters import adapters_in
+from lockstep.sim.workload.workload import Workload
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A scenario with everything it names loaded, checked and worked out."""
+
+    scenario: Scenario
+    model: ModelSpec
+    gpu: GpuSpec
+    workload: Workload
+    cost: CostModel
+    cpu: CpuModel
+    config: SchedConfig
+    kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
+    tiers: HostTiers = NO_TIERS  # what lies below the device
+    calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
+    debug: int = 0  # how much of each step to print, see watch.py
+    overridden: tuple[str, ...] = ()  # settings that the environment decided
+    drafting: Drafting | None = None  # where drafts are verified
+    forcing: Forcing | None = None  # where tokens that grammars force are computed together
+    encoding: EncoderSetup | None = None  # where requests have media
+    lora: LoraSpec | None = None  # where requests run on adapters
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.name} on {self.hardware}"
+
+    @property
+    def split(self) -> Parallelism:
+        return self.scenario.parallelism
+
+    @property
+    def host_page_bytes(self) -> int | None:
+        """What a page of KV weighs on the host; None if nothing is kept there."""
+        return self._page_bytes.on_host if self.tiers.host_cache_gb else None
+
+    @property
+    def _page_bytes(self) -> PageBytes:
+        return self._host_bytes[0]
+
+    @property
+    def _host_bytes(self) -> tuple[PageBytes, dict[str, PageBytes]]:
+        """What a page of KV weighs below the device, and what it has beside it there."""
+        page_size, kv_dtype = self.config.page_size, self.scenario.kv_dtype
+        if self.config.hybrid is msgspec.UNSET:
+            return PageBytes.of(self.model, self.split, kv_dtype, page_size), {}
+        return block_bytes(self.model, self.split, kv_dtype, page_size)
+
+    @property
+    def host_block_bytes(self) -> dict[str, int]:
+        """What a window page and a state weigh on the host, by kind, where the model has any."""
+        return {kind: one.on_host for kind, one in self._host_bytes[1].items()}
+
+    def tier_links(self) -> TierLinks | None:
+        """Fresh lanes to the tiers below the device; None if there are none."""
+        return (
+            TierLinks(self.tiers, self._page_bytes, self.gpu, self._host_bytes[1]) if self.tiers.host_cache_gb else None
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot for adapters weighs on one GPU, of the stage that has most; 0 where no request runs on any."""
+        if self.lora is None:
+            return 0
+        one = replace(self.split, pp=1)
+        return max(slot_bytes(stage.model, one, self.lora) for stage in stages_of(self.model, self.split))
+
+    def adapter_lane(self, tiers: TierLinks | None) -> AdapterLane | None:
+        """What brings adapters to one engine, over its cache tiers' link; None if no request runs on any."""
+        if self.lora is None:
+            return None
+        link = adapter_link(self.gpu) if tiers is None else tiers.up
+        return AdapterLane(adapters_in(self.workload.turns), self.slot_bytes, link)
+
+    @property
+    def state_copy_us(self) -> float:
+        """What a copy of one request's recurrent state takes; 0 where there are none to copy."""
+        return state_copy_us(self.model, self.gpu, self.split) if self.config.hybrid is not msgspec.UNSET else 0.0
+
+    @property
+    def hardware(self) -> str:
+        """`8 x H200-SXM`, with how it is laid out where that is not tensor parallelism alone."""
+        layout = "" if self.split.is_plain else f" ({self.split})"
+        return f"{self.split.gpus} x {self.gpu.name}{layout}"
+
+    def slowed(self, factor: float) -> Setup:
+        """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
+        drafting = self.drafting.slowed(factor) if self.drafting is not None else None
+        encoding = self.encoding.slowed(factor) if self.encoding is not None else None
+        cost = UNCALIBRATED.cost_model(self.cost, factor)
+        return replace(self, cost=cost, drafting=drafting, encoding=encoding, debug=0)
+
+    def doubts(self, *, has_intervals: bool = True) -> list[str]:
+        """Settings beyond what the model and the GPU are: simulated as asked, and said."""
+        lines = []
+        asked, context = self.config.context_tokens_max, self.model.context_tokens_max
+        if asked > context:
+            lines.append(f"context_tokens_max {asked:,} is beyond the model's {context:,}; simulated all the same")
+        if self.kv is None:
+            try:
+                fits = _capacity(self.scenario, self.model, self.gpu, config_of_engine(self.config)).pages
+            except CapacityError:
+                fits = 0
+            if config_of_engine(self.config).pages > fits:
+                lines.append(f"{self.config.pages:,} KV pages do not fit this GPU, {fits:,} do; simulated all the same")
+        if self.config.hybrid is msgspec.UNSET and (window_tokens_of(self.model) or self.model.delta is not None):
+            lines.append(
+                f"{self.model.name} has layers without full attention; --hybrid-memory on gives them own pools"
+            )
+        lines += self._layout_doubts()
+        if self.encoding is not None:
+            lines += self.encoding.doubts(self.config)
+        if self.lora is not None:
+            lines.append(
+                "adapters: their products are uncalibrated; passes with any are launched kernel by kernel, as in this "
+                "runtime, where others may replay CUDA graphs"
+            )
+        depth = self.config.overlap_depth
+        more = self.calibration.doubts(self.model.name, self.gpu.name, depth, self.split, has_intervals=has_intervals)
+        return lines + more
+
+    def _layout_doubts(self) -> list[str]:
+        """What is taken for granted about rows, experts and stages."""
+        split, lines = self.split, []
+        if self.config.shares_passes:
+            lines.append(
+                f"attention_dp {split.attention_dp}: a scheduler and a prefix cache per rank, which share out the "
+                f"engine's limits; a request has to fit the {self.config.pool_tokens:,} tokens of a rank"
+            )
+        elif split.attention_dp > 1:
+            shard_tokens = self.config.pages // split.attention_dp * self.config.page_size
+            lines.append(
+                f"attention_dp {split.attention_dp}: rows are taken as spread evenly over shards, prefix caches as "
+                f"one; a request has to fit the {shard_tokens:,} tokens of a shard"
+            )
+        if split.ep > 1 and not split.expert_cv:
+            lines.append(f"ep {split.ep}: routing is even (--expert-cv 0), so ranks differ by chance alone")
+        if split.eplb and self.model.experts is not None:
+            spread = spread_of(self.model.experts, split)
+            lines.append(
+                f"eplb: in the long run the fullest rank has {spread.long_run:.2f} times its share, "
+                f"{spread.unbalanced:.2f} times without"
+            )
+        if split.pp > 1 and not self.config.pipelines:
+            depth = self.config.overlap_depth
+            lines.append(
+                f"pp {split.pp}: at most {depth + 1} batches are in the pipeline, and a row decodes again only when "
+                "its token is back; engines with a set of rows per stage keep stages busier"
+            )
+        if self.config.pipelines and self.config.overlap_depth:
+            lines.append(
+                f"overlap_depth {self.config.overlap_depth} with microbatches: where two batches of one follow each "
+                "other, the second keeps the first stage waiting for its tokens; pp_async_batch_depth does not"
+            )
+        return lines
+
+    def header(self) -> JournalHeader:
+        """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
+        return JournalHeader(
+            config=self.config,
+            seed=self.scenario.seed,
+            model_digest=blake2b(repr(asdict(self.model)).encode(), digest_size=16).hexdigest(),
+            host={
+                "kind": "simulator",
+                "model": self.model.name,
+                "gpu": self.gpu.name,
+                "tp": self.scenario.tp,
+                **self.split.describe(),
+                "cost": str(self.cost.describe()["kind"]),
+                "calibration": self.calibration.title,
+                "workload": self.workload.name,
+                "workload_digest": self.workload.digest,
+                **({} if self.scenario.media is None else {"media": self.scenario.media}),
+                **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
+                **({"server_sessions": "on"} if self.scenario.server_sessions else {}),
+                **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
+            },
+        )
+
+    def about(self) -> dict[str, Any]:
+        """All that is needed to get the run again, with the sources of every constant; for metrics.json."""
+        from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION
+
+        workload, scenario = self.workload, self.scenario
+        return {
+            "format": METRICS_FORMAT,
+            "format_version": METRICS_VERSION,
+            "command": scenario.command(),
+            "seed": scenario.seed,
+            "version": code_version(),
+            "commit": code_commit(),
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "tp": scenario.tp,
+            **self.split.describe(),
+            "workload": describe_load(scenario, workload),
+            "scheduler": msgspec.to_builtins(self.config),
+            "max_new_tokens": scenario.max_new_tokens,
+            "grammar_compile_us": scenario.grammar_compile_us,
+            "receive_interval": scenario.receive_interval,
+            "kv_capacity": self.kv.describe() if self.kv is not None else None,
+            "cost_model": self.cost.describe(),
+            "cpu_model": self.cpu.describe(),
+            "calibration": self.calibration.describe(),
+            **({} if self.drafting is None else {"speculation": self.drafting.describe()}),
+            **({} if self.forcing is None else {"grammar_forces": self.forcing.describe()}),
+            **({} if self.encoding is None else {"media": self.encoding.describe()}),
+            **({} if scenario.samples is None else {"samples": scenario.samples}),
+            **({"server_sessions": True} if scenario.server_sessions else {}),
+            **({} if self.lora is None else {"adapters": self._describe_adapters(self.lora)}),
+            **({"tiers": msgspec.to_builtins(self.tiers)} if self.tiers.host_cache_gb else {}),
+            **({"state_copy_us": self.state_copy_us} if self.state_copy_us else {}),
+        }
+
+    def _describe_adapters(self, lora: LoraSpec) -> dict[str, Any]:
+        """Room for adapters, and what a load takes."""
+        names = adapters_in(self.workload.turns)
+        return {
+            "asked": self.scenario.adapters,
+            "adapters": len(names),
+            "max_loras": lora.slots,
+            "max_lora_rank": lora.rank,
+            "lora_targets": list(lora.targets),
+            **describe_loads(self.slot_bytes, self.gpu),
+        }
