@@ -25,7 +25,15 @@ from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
-from lockstep.sim.cost import BatchShape, CapacityError, CatalogueError, CostModel, Duration, kv_capacity, roofline
+from lockstep.sim.cost import (
+    BatchShape,
+    CapacityError,
+    CatalogueError,
+    CostModel,
+    Duration,
+    kv_capacity,
+    roofline_model,
+)
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.tables import base_cost_model
@@ -154,7 +162,7 @@ def test_room_for_adapters_changes_no_pass_without_any(layout: dict[str, int]) -
 
 def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
     small = load_model("qwen3-0.6b")
-    cost = roofline(small, H200, lora=LoraSpec(4))
+    cost = roofline_model(small, H200, lora=LoraSpec(4))
     decode = BatchShape(decode_rows=1, decode_context_tokens=10, sampled_rows=1)
     on_one = msgspec.structs.replace(decode, adapter_tokens=1, adapters=1)
     assert cost.lora is not None
@@ -167,7 +175,7 @@ def test_a_decode_with_adapters_is_launched_kernel_by_kernel() -> None:
 
 def test_a_model_without_room_refuses_adapters() -> None:
     with pytest.raises(CapacityError, match="give it a LoraSpec"):
-        roofline(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
+        roofline_model(MODEL, H200).batch_us(BatchShape(decode_rows=1, adapter_tokens=1, adapters=1))
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "pp": 2}])

@@ -1,7 +1,7 @@
 """Calibrations: what measurements said about a cost model, in a file with its provenance.
 
 calibration = Calibration.load("vllm-h100.json")
-cost = calibration.cost_model(roofline(model, gpu))      # a CostModel: the roofline, corrected
+cost = calibration.cost_model(roofline_model(model, gpu))      # a CostModel: the roofline, corrected
 calibration.factors(200, seed=7, model=model.name)       # 200 draws of (true time) / (predicted time)
 calibration.interval("ttft", 0.9, model=model.name)      # the same ratio's central 90 %, for TTFT
 
@@ -28,6 +28,7 @@ from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.terms import LAUNCH, new_tokens
 
 Float64s = NDArray[np.float64]
 Metric = Literal["time", "ttft"]
@@ -42,7 +43,7 @@ FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 
 
 class SplitCostModel(CostModel, Protocol):
-    """A cost model that can say which part of a batch is communication between GPUs."""
+    """A cost model that is a sum of terms, with the communication between GPUs apart: `TermSum`."""
 
     collectives: int  # in one forward pass
 
@@ -50,8 +51,16 @@ class SplitCostModel(CostModel, Protocol):
         """Return the part of `batch_us` that is collectives, for a batch of so many tokens."""
         ...
 
+    def collective_terms_us(self, tokens: int) -> dict[str, float]:
+        """Return the time of each of these collectives."""
+        ...
+
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of kernels that take `us`: at least what launching them takes."""
+        ...
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time of a batch by term; the values sum to `batch_us`."""
         ...
 
 
@@ -260,7 +269,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"hint: calibrate again on `{kind}`, or simulate with `{self.base}`"
             )
         if not hasattr(base, "collectives_us") or not hasattr(base, "collectives"):
-            raise CalibrationError(f"the cost model `{kind}` cannot say what its collectives take: see SplitCostModel")
+            raise CalibrationError(f"the cost model `{kind}` has no `collectives_us`: see SplitCostModel")
         return CalibratedModel(base, self, factor)
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
@@ -374,6 +383,28 @@ class CalibratedModel:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
 
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the corrected time by term: the base's terms scaled, and what the correction adds, by its own names.
+
+        Every collective is scaled at an even spread of tokens over shards, as `collectives_us` takes it.
+        """
+        tokens = new_tokens(shape)
+        if not tokens:
+            return {}
+        c, rows = self.calibration.correction, shape.extend_rows + shape.decode_rows
+        terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
+        for name, us in self.base.collective_terms_us(tokens).items():
+            terms[name] += (self._collectives - self._kernels) * us
+        if self._may_undercut:
+            least_us = self._kernels * self.base.launched_us(shape, 0.0)
+            terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))
+        added_us = {
+            "step_us": c.step_us,
+            "row_us": c.row_us * rows,
+            "collective_us": c.collective_us * self.collectives,
+        }
+        return terms | {name: us * self.factor for name, us in added_us.items() if us}
+
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of so many tokens."""
         waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
@@ -396,7 +427,7 @@ def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, floa
 
     (At least that of launching, see `Correction`: of that a fit knows nothing.)
     """
-    tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
+    tokens = new_tokens(shape)
     collectives_us = base.collectives_us(tokens)
     kernels_us = base.batch_us(shape).mean_us - collectives_us
     return kernels_us, collectives_us, 1.0, float(shape.extend_rows + shape.decode_rows), float(base.collectives)
