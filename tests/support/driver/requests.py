@@ -85,7 +85,7 @@ class RequestPiece(Piece):
             held, grammar = request.request_id in engine.held, request.grammar
             if grammar is not None and request.request_id in engine.grammars.known[grammar.digest].waiting:
                 self.mark("grammar cancelled while compiling")
-            self.mark("cancelled while held" if held else f"cancelled while {request.state.name}")
+            self.mark("cancelled while waiting for prerequisites" if held else f"cancelled while {request.state.name}")
             self.left.add(request.request_id)
             self.subject.fold(RequestCancelled(self.subject.now_us, request.request_id))
 
@@ -179,7 +179,7 @@ class RequestPiece(Piece):
                 assert due is None or wakes <= due, f"{request.name} is due at {due} us, the engine wakes at {wakes}"
         for request in self.engine.held.values():
             if request.holds > 1:
-                self.mark("held for several things")
+                self.mark("several prerequisites")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.mark("turn waits for its media")
 

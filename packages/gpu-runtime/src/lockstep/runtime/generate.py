@@ -34,9 +34,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.host.adapters import named_folders
+from lockstep.host.engine_options import Numerics
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, LlmStats
 from lockstep.runtime.outputs import PendingRequest, RequestOutput

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -32,7 +31,6 @@ import msgspec
 import numpy as np
 
 from lockstep.core.admin.maintenance import MEMORY_TAGS
-from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.contract.events import (
     Control,
@@ -57,11 +55,10 @@ from lockstep.host.adapters import LORA_OFF, LORAS, AdapterRegistry, source_of
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
-from lockstep.host.grammar_compiler import CompileLimits, make_hands
-from lockstep.host.grammars import BackendName, choose_backend, make_grammar
+from lockstep.host.grammar_backends import choose_backend
+from lockstep.host.grammar_compiler import make_hands
+from lockstep.host.grammars import make_grammar
 from lockstep.host.loop import HostClock, RuntimeHost
-from lockstep.host.quantization import Fp8Activations
-from lockstep.host.startup import Keeper
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -75,10 +72,9 @@ from lockstep.host.weights import (
 )
 from lockstep.runtime import watchdog
 from lockstep.runtime.assembly import assemble, check_draft_model, choose_device, device_name
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.bubbles import BubbleTimer, DeviceTime
+from lockstep.runtime.engine_config import LORA_RANK_MAX, EngineConfig
 from lockstep.runtime.graphs import (
-    GraphMode,
     check_graph_mode,
 )
 from lockstep.runtime.live import LiveModel
@@ -102,11 +98,11 @@ from lockstep.runtime.params import (
     seed_of,
     token_ids_of,
 )
-from lockstep.runtime.pooling import PoolingMode, choose_pooling
+from lockstep.runtime.pooling import choose_pooling
 from lockstep.runtime.profiler import TorchProfiler, options_of
-from lockstep.runtime.quantized.activations import check_fp8_activations, choose_activations
+from lockstep.runtime.quantized.activations import choose_activations
 from lockstep.runtime.rank_wire import RankSettings
-from lockstep.runtime.ranks import GRACE_S, TIMEOUT_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
+from lockstep.runtime.ranks import GRACE_S, LeadAdapters, LeadModel, RankGroup, check_split, end_hard_at_exit
 from lockstep.runtime.sampling import (
     check_allowed,
     check_sampling,
@@ -118,8 +114,6 @@ from lockstep.runtime.weights_group import Backend
 log = logging.getLogger("lockstep.runtime")
 
 UpdateMode = Literal["wait", "retract", "cancel", "in_place"]
-LORA_RANK_MAX = 512
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 JOIN_S = 0.2  # between two looks at whether the engine's thread will ever end
 
 
@@ -138,103 +132,30 @@ class LLM:
 
     Args:
         model: a Hugging Face folder; None is the demo model.
-        device: cpu, cuda, cuda:1; auto takes a GPU if there is one.
-        dtype: of weights and KV: bfloat16, float16, float32; auto takes that of the folder, on the CPU float32. Of
-            quantised weights (docs/runtime.md) that of what they are multiplied with.
-        kv_cache_dtype: auto, that of the model; fp8_e4m3, with scales of the folder or 1: half the bytes or fewer.
-        fp8_activations: whether rows are rounded to fp8 where they meet fp8 weights: auto (as the checkpoint says,
-            where the GPU multiplies fp8 by fp8), on, off.
-        attention_backend, numerics: see `attention.choose`.
-        random_weights_seed: fill the model with small random values; only the folder's config.json is read.
-        mem_fraction: of a GPU's memory; what weights, activations and graphs leave of it is for KV.
-        cuda_graphs: whether decodes are replayed from CUDA graphs: auto, on, off, eager (graphs.GraphMode).
-        cuda_graph_max_batch: rows of the largest graph; None: max_running_requests, at most 512.
-        seed: what seeds of requests that name none follow from.
-        journal: a run folder, in which every fact and decision is recorded.
-        keeper: in place of `journal`, keeps one that the engine begins again from, with the settings it had.
-        start: whether the engine runs at once; else when `start` is called, after requests from before were taken up.
-        warm_up: run a few requests first, so that none waits for a kernel to be compiled; None: on a GPU.
-        pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder says (1_Pooling), or mean.
-        normalize: whether to scale that vector to length 1; None: as the folder says (modules.json), or not.
-        logit_processors: names of those of installed packages that requests may ask for: docs/sampling.md.
-        grammar_backend: what keeps answers to grammars: auto (llguidance, if installed), llguidance, xgrammar, none.
-        grammar_limits: what one grammar may take to compile.
-        text: the tokenizer; None: that of the folder, if it has one.
-        debug: check every plan, and verify the tag of every KV slot before it is read. Slow.
-        adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
-        max_lora_rank: of those; slots on the device have room for it.
-        tensor_parallel: over so many ranks the model is split: GPUs from `device` on, or processes on the CPU.
-        draft_model: folder of a small model of the same vocabulary, whose guesses are verified; stands for
-            `speculative_method="draft_model"`. Not with `tensor_parallel`.
-        batch_timeout_s: an engine whose oldest batch does not come back for so long has failed; 0: never. With ranks
-            the time is `rank_timeout_s`.
-        rank_timeout_s: a rank from which no batch comes back for so long has failed, and so has the engine.
-        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `adapters`, `max_loras`
-            is 8 unless given.
+        config: what the engine is made with.
+        options: fields of `EngineConfig`, and of SchedConfig, by name; they go before those of `config`.
     Raises: ConfigError; RankLost when another rank fails before it has begun.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        kv_cache_dtype: str = "auto",
-        fp8_activations: Fp8Activations = "auto",
-        attention_backend: str = "auto",
-        numerics: Numerics = "fast",
-        random_weights_seed: int | None = None,
-        mem_fraction: float = 0.9,
-        cuda_graphs: GraphMode = "auto",
-        cuda_graph_max_batch: int | None = None,
-        seed: int = 0,
-        journal: str | Path | None = None,
-        keeper: Keeper | None = None,
-        start: bool = True,
-        pooling: PoolingMode | None = None,
-        normalize: bool | None = None,
-        logit_processors: Sequence[str] = (),
-        grammar_backend: BackendName = "auto",
-        grammar_limits: CompileLimits | None = None,
-        text: Text | None = None,
-        warm_up: bool | None = None,
-        debug: bool = False,
-        adapters: Mapping[str, str | Path] | None = None,
-        max_lora_rank: int = 16,
-        tensor_parallel: int = 1,
-        draft_model: str | Path | None = None,
-        batch_timeout_s: float = watchdog.TIMEOUT_S,
-        rank_timeout_s: float = TIMEOUT_S,
-        **sched: Any,
-    ) -> None:
-        _refuse_unknown(sched)
-        for name, value in (
-            ("tensor_parallel", tensor_parallel),
-            ("seed", seed),
-            ("random_weights_seed", random_weights_seed),
-            ("cuda_graph_max_batch", cuda_graph_max_batch),
-            ("max_lora_rank", max_lora_rank),
-        ):
-            _check_whole(name, value, optional=name not in ("tensor_parallel", "seed", "max_lora_rank"))
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(KV_CACHE_DTYPES)}, got `{kv_cache_dtype}`")
-        check_fp8_activations(fp8_activations)
-        watchdog.check_timeout(batch_timeout_s)
-        if journal is not None and any((Path(journal) / "journal").glob("*.log")):  # before a model is loaded in vain
-            raise ConfigError(f"`journal`: {journal} already holds a journal\nhint: choose another run folder")
-        packages = processors.versions(logit_processors)
+    def __init__(self, model: str | Path | None = None, config: EngineConfig | None = None, **options: Any) -> None:
+        config = (EngineConfig() if config is None else config).with_options(options)
+        config.check()
+        keeper, journal, text, seed = config.keeper, config.journal, config.text, config.seed
+        tensor_parallel, draft_model = config.tensor_parallel, config.draft_model
+        fp8_activations = config.fp8_activations
+        sched = dict(config.sched)
+        packages = processors.versions(config.logit_processors)
         if draft_model is not None:
             sched = {"speculative_method": "draft_model"} | sched
         folder = demo_folder() if model is None else Path(model)
-        where = choose_device(device)
-        check_graph_mode(cuda_graphs, where, cuda_graph_max_batch)
-        self.pooling = choose_pooling(folder, pooling, normalize)
-        if not 1 <= max_lora_rank <= LORA_RANK_MAX:
-            raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{max_lora_rank}`")
-        if adapters:
+        where = choose_device(config.device)
+        check_graph_mode(config.cuda_graphs, where, config.cuda_graph_max_batch)
+        self.pooling = choose_pooling(folder, config.pooling, config.normalize)
+        if not 1 <= config.max_lora_rank <= LORA_RANK_MAX:
+            raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{config.max_lora_rank}`")
+        if config.adapters:
             sched.setdefault("max_loras", LORAS)
-        sources = {name: source_of(path) for name, path in (adapters or {}).items()}
+        sources = {name: source_of(path) for name, path in config.adapters.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
         if sources and not sched["max_loras"]:
@@ -243,23 +164,17 @@ class LLM:
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
+        shared = config.rank_options() | {
+            "logit_processors": tuple(config.logit_processors),
+            "draft_model": None if draft_model is None else str(Path(draft_model).resolve()),
+        }
         settings = RankSettings(
             model=str(folder.resolve()),
-            dtype=dtype,
-            attention_backend=attention_backend,
-            numerics=numerics,
-            random_weights_seed=random_weights_seed,
-            mem_fraction=mem_fraction,
-            cuda_graphs=cuda_graphs,
-            cuda_graph_max_batch=cuda_graph_max_batch,
-            logit_processors=tuple(logit_processors),
+            random_weights_seed=config.random_weights_seed,
             pooling=self.pooling,
-            debug=debug,
-            max_lora_rank=max_lora_rank,
+            debug=config.debug,
             sched=sched,
-            draft_model=None if draft_model is None else str(Path(draft_model).resolve()),
-            kv_cache_dtype=kv_cache_dtype,
-            fp8_activations=fp8_activations,
+            **shared,
         )
         self.text = Text(folder) if text is None and (folder / "tokenizer.json").is_file() else text
         self.seed = seed
@@ -274,20 +189,25 @@ class LLM:
             if tensor_parallel != 1:
                 check_split(read_settings(folder), tensor_parallel)
                 read_settings(folder, tensor_parallel)
-                self.group = RankGroup(tensor_parallel, where, settings, timeout_s=rank_timeout_s)
+                self.group = RankGroup(tensor_parallel, where, settings, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)
             self.model, self.config, self.memory = made.model, made.config, made.memory
             self.attention_backend, self.logit_processors = made.attention_backend, made.logit_processors
             self.grammars = None
-            if (named := choose_backend(grammar_backend)) and self.text is not None and self.model.settings.generates:
+            if (
+                (named := choose_backend(config.grammar_backend))
+                and self.text is not None
+                and self.model.settings.generates
+            ):
                 vocabulary, ends = self.model.settings.vocab, self.config.eos_token_ids
-                self.grammars = make_hands(named, folder / "tokenizer.json", vocabulary, ends, grammar_limits)
+                self.grammars = make_hands(named, folder / "tokenizer.json", vocabulary, ends, config.grammar_limits)
                 undo.callback(self.grammars.compiler.close)
                 made.executor.matchers = self.grammars.matchers
             executor = made.executor if self.group is None else self.group.lead(made.executor)
-            if self.model.settings.generates and (where.type == "cuda" if warm_up is None else warm_up):
+            warm_up = where.type == "cuda" if config.warm_up is None else config.warm_up
+            if self.model.settings.generates and warm_up:
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
             self._live = LiveModel(self.model, made.executor)
             hands = self._live if self.group is None else LeadModel(self._live, self.group)
@@ -297,8 +217,8 @@ class LLM:
                 host |= {"gpu": device_name(where), "tp": tensor_parallel}
                 if packages:
                     host["logit_processors"] = packages
-                if kv_cache_dtype != "auto":
-                    host["kv_cache_dtype"] = kv_cache_dtype
+                if config.kv_cache_dtype != "auto":
+                    host["kv_cache_dtype"] = config.kv_cache_dtype
                 if self.model.activations:
                     host["fp8_activations"] = self.model.activations
                 header = JournalHeader(config=self.config, seed=seed, host=host)
@@ -340,12 +260,12 @@ class LLM:
             if self.group is not None:
                 self.group.on_stuck = self.host.fail
             undo.pop_all()
-        own_limit_s = batch_timeout_s if self.group is None else 0  # a group watches itself
+        own_limit_s = config.batch_timeout_s if self.group is None else 0  # a group watches itself
         self._watchdog = watchdog.Watchdog(self.host.oldest_batch, self.host.fail, own_limit_s)
         self._requests = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="lockstep-host", daemon=True)
-        if start:
+        if config.start:
             self.start()
 
     def start(self) -> None:
@@ -783,22 +703,3 @@ def demo_folder() -> Path:
     from lockstep.runtime.demo_model import demo_model_folder
 
     return demo_model_folder()
-
-
-def _refuse_unknown(sched: dict[str, Any]) -> None:
-    """Raise ConfigError for a setting that SchedConfig does not have."""
-    names = [one.name for one in msgspec.structs.fields(SchedConfig)]
-    for name in sched:
-        refuse_simulated_only(name)
-        if name not in names:
-            near = get_close_matches(name, names)
-            hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"
-            raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
-
-
-def _check_whole(name: str, value: object, *, optional: bool) -> None:
-    """Raise ConfigError, naming the field and the type, for what is no whole number."""
-    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
-        return
-    expected = "a whole number" + (" or None" if optional else "")
-    raise ConfigError(f"`{name}` must be {expected}, got `{value}`, which is of type {type(value).__name__}")

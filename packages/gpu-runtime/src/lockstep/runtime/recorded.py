@@ -15,7 +15,9 @@ import torch
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers, choose_backend, make_backend
+from lockstep.host.engine_options import KvCacheDtype
+from lockstep.host.grammar_backends import choose_backend, make_backend
+from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
@@ -26,7 +28,7 @@ from lockstep.runtime.models import read_settings
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.pooling import choose_pooling
-from lockstep.runtime.quantized.fp8 import FP8
+from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
@@ -71,7 +73,7 @@ def make_runner(
     attention_backend: str = "auto",
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
     random_weights_seed: int | None = None,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     fp8_activations: Fp8Activations = "auto",
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
@@ -115,12 +117,8 @@ def make_runner(
             model=str(folder.resolve()),
             dtype=dtype,
             attention_backend=attention_backend,
-            numerics="fast",
             random_weights_seed=random_weights_seed,
-            mem_fraction=0.9,
             cuda_graphs=cuda_graphs,
-            cuda_graph_max_batch=None,
-            logit_processors=(),
             pooling=choose_pooling(folder),
             debug=False,
             max_lora_rank=LORA_RANK,

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lockstep.host.grammars import BackendName
+from lockstep.host.grammar_backends import BackendName
 from lockstep.host.options import Option
 from lockstep.host.quantization import Fp8Activations
 
