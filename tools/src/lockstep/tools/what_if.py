@@ -31,8 +31,8 @@ from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
 from lockstep.sim.cli.errors import refusals
-from lockstep.sim.cli.requested import requested_by_command
-from lockstep.sim.cli.simulate import progress_bar
+from lockstep.sim.cli.run_output import progress_bar
+from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cluster.routed import ClusterWatch
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario

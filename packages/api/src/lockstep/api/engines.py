@@ -397,8 +397,8 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
     with _config_errors("calibration"):
         from lockstep.api.observability.drift import DriftMeter
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+        from lockstep.sim.cost.base_model import base_cost_model
         from lockstep.sim.cost.lora import LoraSpec
-        from lockstep.sim.cost.tables import base_cost_model
         from lockstep.sim.host.batch_shapes import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
@@ -448,8 +448,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.observability.drift import DriftMeter
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
+    from lockstep.sim.cost.base_model import base_cost_model
     from lockstep.sim.cost.lora import slot_bytes
-    from lockstep.sim.cost.tables import base_cost_model
     from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
     from lockstep.sim.run.adapters import lora_of

@@ -207,9 +207,9 @@ def journal(
         from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
+        from lockstep.sim.cost.base_model import base_cost_model
         from lockstep.sim.cost.calibration import CalibrationSource
         from lockstep.sim.cost.stages import PipelineModel
-        from lockstep.sim.cost.tables import base_cost_model
         from lockstep.sim.results.batch_times import of_journal, read_batch_times
 
         date = _checked_date(date)
