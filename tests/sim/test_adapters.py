@@ -438,7 +438,7 @@ def test_the_command_runs_it_again() -> None:
         ({"lora_targets": "q_proj,lm_head"}, "`lm_head` is no target\nhint: all, or some of q_proj"),
         ({"lora_targets": "q_proj,q_proj"}, "`q_proj` is twice there"),
         ({"settings": {"max_loras": 0}}, "`max_loras` is none: no adapter has a place\nhint: --max-loras 8"),
-        ({"model": "deepseek-v3", "tp": 8, "gpu": "h200"}, "latent attention, whose matrices are none of"),
+        ({"model": "deepseek-v3", "tp": 8, "gpu": "h200"}, "latent attention, with other matrices than"),
         ({"model": "qwen3-30b-a3b", "lora_targets": "up_proj"}, "has no matrix that adapters of up_proj change"),
         ({"tp": 2, "attention_dp": 2, "model": "qwen3-30b-a3b"}, "`attention_dp` is 2: adapters of data-parallel"),
         ({"settings": {"max_loras": 4000}}, r"room for adapters (.|\n)*hint: lower --max-loras or"),

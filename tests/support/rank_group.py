@@ -627,7 +627,7 @@ def make_trouble(group: RankGroup, rng: random.Random, trouble: str) -> None:
         case "resume":
             group.control(member.rank, Resume())
         case "weights":
-            version = 1 + member.engine.maintenance.newest_version(member.engine)
+            version = 1 + member.engine.maintenance.newest_version()
             group.control(member.rank, UpdateWeights(version, "w", rng.choice(["wait", "retract", "in_place"])))
         case "grammar" if member.compiling:
             group.compiled(member, rng.randrange(100), "no such word")

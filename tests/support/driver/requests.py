@@ -192,7 +192,7 @@ class SamplePiece(Piece):
     """Parallel samples: which wait for the prompt of their leader, and which sample leads when the leader has left."""
 
     def before(self, event: Observed) -> None:
-        waiting = self.engine.followers.items()
+        waiting = self.engine.prerequisites.followers.items()
         self._waiting = {leader: [one.request_id for one in samples] for leader, samples in waiting}
 
     def joined_behind(self, step: Step) -> list[int]:
@@ -202,5 +202,5 @@ class SamplePiece(Piece):
 
     def checked(self, event: Observed, step: Step) -> None:
         if self._waiting:
-            for leader in self._waiting.keys() - self.engine.followers.keys():
+            for leader in self._waiting.keys() - self.engine.prerequisites.followers.keys():
                 self.mark("samples follow" if leader in self.engine.requests else "another sample leads")

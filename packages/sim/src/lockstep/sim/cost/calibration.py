@@ -1,4 +1,4 @@
-"""Calibrations: what measurements said about a cost model, in a file with its provenance.
+"""Calibrations: corrections of a cost model from measurements, in a file with its provenance.
 
 calibration = Calibration.load("vllm-h100.json")
 cost = calibration.cost_model(roofline_model(model, gpu))      # a CostModel: the roofline, corrected
@@ -36,7 +36,7 @@ Population = Literal["seen", "unseen"]
 
 FORMAT = "lockstep-calibration"
 VERSION = 1
-COVERAGE = 0.9  # of an interval, unless said otherwise: from the 5th to the 95th percentile
+COVERAGE = 0.9  # of an interval, by default: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch that a correction weighs, in the order of a row of `batch_features`."""
@@ -170,11 +170,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     format: str = FORMAT
     version: int = VERSION
-    engine: str  # whose times these are, such as "vllm"; "none" for no calibration
+    engine: str  # the engine that was measured, such as "vllm"; "none" for no calibration
     engine_version: str = ""
     gpu: str = ""  # catalogue name of the GPU it was measured on
     models: tuple[str, ...] = ()  # catalogue names, for those the fit has seen
-    date: str = ""  # given by whoever made it, such as "2026-11-22"
+    date: str = ""  # given by the caller, such as "2026-11-22"
     base: str = "roofline"  # kind of the cost model that is corrected
     cpu: Literal["separate", "included"] = "separate"  # included: the correction has the engine's CPU time in it
     correction: Correction = Correction()
@@ -248,7 +248,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
         """Return `base` corrected, and every time multiplied by `factor`, such as one of `factors`.
 
-        Raises: CalibrationError if `base` is of another kind than was calibrated, or cannot tell its collectives; or if
+        Raises: CalibrationError if `base` is of another kind than was calibrated, or reports no collectives; or if
             it has several stages, where only `factor` has a meaning.
         """
         if not 0.0 < factor < math.inf:
@@ -314,7 +314,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each.
 
-        `has_intervals`: its answers have some; otherwise nothing is said of intervals.
+        `has_intervals`: the answers have intervals; otherwise the sentences mention none.
         """
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
@@ -331,8 +331,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.gpu != gpu:
             lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: {elsewhere}")
         if self.models and model not in self.models:
-            whose = "; intervals are those of models it had not seen" if has_intervals else ""
-            lines.append(f"the calibration has not seen {model}{whose}")
+            intervals = "; intervals are those of models it had not seen" if has_intervals else ""
+            lines.append(f"the calibration has not seen {model}{intervals}")
         if self.cpu == "included" and overlap_depth != 1:
             lines.append(
                 f"the calibration has CPU time in its batches: what overlap_depth {overlap_depth} does is not seen"
@@ -425,7 +425,7 @@ class CalibratedModel:
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
     """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these.
 
-    (At least that of launching, see `Correction`: of that a fit knows nothing.)
+    The time is at least that of launching (see `Correction`), which is not part of a fit.
     """
     tokens = new_tokens(shape)
     collectives_us = base.collectives_us(tokens)
@@ -467,5 +467,5 @@ UNCALIBRATED = Calibration(
         ),
     ),
 )  # fmt: skip
-"""What holds without a calibration: engines took so much longer than the roofline says. Kept equal to
+"""What holds without a calibration: ratios of measured times to those of the roofline. Kept equal to
 benchmarks/results/serving_points.json by a test."""

@@ -123,7 +123,7 @@ class Exchange:
     def all_to_all_us(self, name: str, rows: int, tokens: int) -> float:
         """Return the time to dispatch or combine once, for `rows` rows of one rank and `tokens` of all.
 
-        The faster of two kernels: one sends a row once to every rank that wants it, the other, with less latency, once
+        The faster of two kernels: one sends a row once to every rank that needs it, the other, with less latency, once
         for every expert. Uneven routing makes the fullest rank receive so much more than it would if routing were even.
         """
         experts, split = self._experts, self._split

@@ -74,7 +74,8 @@ ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
 DECODE = ("attention_prefill_tflops", "attention_decode_latency_us")
 LATENT_DECODE = ("latent_decode_tflops", "latent_decode_latency_us")
 
-# Matrices by whose rows they see: those of a shard; with all-to-all, those of a rank; all others see the rows of all.
+# Matrices by the rows that they see: those of a shard; with all-to-all, those of a rank; all others see the rows of
+# all.
 OF_SHARD = frozenset(("qkv_a", "q_b", "kv_b", "qkv", "o", "delta_qkvz", "delta_ba", "delta_o"))
 OF_RANK = frozenset(("router", "shared_gate_up", "shared_down", "shared_gate"))
 
@@ -613,7 +614,8 @@ TERMS: tuple[Callable[[RooflineModel], Iterable[CostTerm]], ...] = (
 def long_row_tokens(shape: BatchShape) -> float:
     """Return the new tokens of the row that an average new token is in: those of each row if they are equally long.
 
-    Rows behind a context look longer, for sums do not tell contexts from lengths; at most one row has all tokens.
+    Rows behind a context look longer, because sums do not separate contexts from lengths; at most one row has all
+    tokens.
     """
     tokens = shape.extend_tokens
     squares = 2.0 * shape.extend_pairs - tokens  # without contexts, of the rows' lengths, summed

@@ -62,7 +62,7 @@ class Stage:
 
 
 def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
-    """Return the stages of `split.pp`, in order; each model says how it is laid out with `pp` 1.
+    """Return the stages of `split.pp`, in order; each as a model with `pp` 1.
 
     Raises: CapacityError for a split that is not possible.
     """

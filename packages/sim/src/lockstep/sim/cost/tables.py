@@ -3,12 +3,13 @@
 tables = read_operator_tables(Path("aic_ops"), gpu)          # the files of this GPU
 cost = MeasuredModel(roofline_model(model, gpu, tp), tables)       # a CostModel
 cost.batch_us(shape)
-cost.extrapolated                                            # operators asked for what was not measured
+cost.extrapolated                                            # operators with shapes that were not measured
 
-A table is never asked for a shape it does not have. Instead each of its rows says by which ratio the roofline of the
-same operator was off there; between rows the logarithm of that ratio is interpolated, by inverse squared distance among
-the NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
-from all rows the roofline's shape is kept. "Far" is said: FAR_OCTAVES from the nearest row, or outside the table.
+A table has times of its own shapes only. Each of its rows gives the ratio by which the roofline of the same operator
+was off there. Between rows the logarithm of that ratio is interpolated, by inverse squared distance among the
+NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
+from all rows the roofline's shape is kept. Such a shape is reported: it is FAR_OCTAVES from the nearest row, or outside
+the table.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Columns = dict[str, NDArray[Any]]
 NEIGHBOURS = 6
 FAR_OCTAVES = 1.0  # a factor of two in one dimension
 EXACT = 1e-6  # squared octaves: nearer than this is the row itself
-HINT = "hint: docs/cost-models.md, section 3, says what operator tables are"
+HINT = "hint: docs/cost-models.md, section 3, describes operator tables"
 MS = 1e3  # latencies in tables are milliseconds
 
 # Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
@@ -131,7 +132,7 @@ def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
 
 @cache
 def _read_folder(folder: Path, gpu: str, aliases: tuple[str, ...], _place: Path) -> OperatorTables:
-    """`folder` is for messages; where it is depends on the working folder, so `_place` is what tells it apart."""
+    """`folder` is for messages; where it is depends on the working folder, so `_place` distinguishes it."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith((".csv", ".csv.gz")))
@@ -265,7 +266,7 @@ RatiosOfTwo = Callable[[Float64s, Float64s], tuple[Float64s, Bools]]
 
 
 class Grid:
-    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is asked once per batch."""
+    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is read once per batch."""
 
     def __init__(self, ratio_of: RatiosOfTwo, x_max: int, y_max: int) -> None:
         x, y = np.meshgrid(np.arange(x_max + 1.0), np.arange(y_max + 1.0), indexing="ij")
@@ -582,7 +583,7 @@ BaseModel = RooflineModel | MeasuredModel
 
 @contextmanager
 def unnoted(cost: object) -> Iterator[None]:
-    """Let a cost model be asked what no batch of a run asks: where it was extrapolated is not noted."""
+    """Evaluate a cost model for shapes that are no batch of a run: their extrapolation is not recorded."""
     whole = cost if isinstance(cost, MeasuredModel) else getattr(cost, "base", cost)  # of a calibrated one
     models = [one for one in (whole, *getattr(whole, "stages", ())) if isinstance(one, MeasuredModel)]
     before = [model.extrapolated.copy() for model in models]

@@ -97,7 +97,7 @@ class Launching:
         return 0.0 if graph else self.eager_us
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of a batch whose terms sum to `us`."""
+        """Return the time of a batch with terms that sum to `us`."""
         return max(us, self.floor_us(shape)) + self.fixed_us
 
     def added_us(self, shape: BatchShape, us: float) -> float:
@@ -193,7 +193,7 @@ class TermSum:
         return terms
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of a batch whose terms sum to `us`: at least that of launching its kernels."""
+        """Return the time of a batch with terms that sum to `us`: at least that of launching its kernels."""
         return self.launching.launched_us(shape, us)
 
     def collectives_us(self, tokens: int) -> float:
