@@ -20,7 +20,7 @@ SOURCES = ("packages/sched-core/src/lockstep", "packages/sim/src/lockstep")
 CORE, SIM = "core", "sim"
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:packages|docs|tests)/[^`]+)`|\]\(([^)#]+)\)", PAGE))))
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:packages|docs|tests)/[^`: ]+)|\]\(([^)#]+)\)", PAGE))))
 def test_every_file_that_is_named_exists(path: tuple[str, str]) -> None:
     assert (ROOT / (path[0] or path[1])).exists()
 
@@ -76,6 +76,22 @@ def test_a_policy_that_is_not_named_in_the_settings_is_refused(copy: Path) -> No
     insert(copy / "lockstep" / CORE / "scheduler" / "ordering.py", '    "hrrn": hrrn,\n', '    "last": lof,\n')
     with pytest.raises(AssertionError, match="schedule_policy"):
         run(copy, ADMITTED)
+
+
+def test_a_resource_is_a_class_and_a_line(copy: Path) -> None:
+    """A resource that only the first request gets: the others wait, for the reason that it gives."""
+    admission = copy / "lockstep" / CORE / "scheduler" / "admission.py"
+    insert(
+        admission,
+        "RESOURCES: tuple[type[Resource], ...] = (\n",
+        "class OnePermit(Resource):\n"
+        "    def fits(self, share: ExtendShare) -> Deferral | None:\n"
+        "        return Deferral('rows', 1, 0) if share.request.request_id else None\n\n\n",
+    )
+    insert(admission, "    RunningLimit,\n", "    OnePermit,\n")
+    fcfs = ADMITTED.replace(', schedule_policy="last"', "")
+    out = run(copy, fcfs + "print([event.reason for event in step.decided if hasattr(event, 'reason')])")
+    assert out == "[0]\n['rows']\n"
 
 
 def test_an_option_of_the_simulator_is_one_field(copy: Path) -> None:
