@@ -148,15 +148,15 @@ def test_what_a_worker_had_open_goes_with_it() -> None:
 def test_a_session_is_its_engines_whatever_the_policy_says() -> None:
     board = Board("round_robin").both()
     mine, fork = session_key("mine"), session_key("fork")
-    home = board.offer(session=mine, what="open")
+    home = board.offer(session=mine, purpose="open")
     assert [board.offer(session=mine) for _ in range(3)] == [home] * 3
-    assert board.offer(session=fork, what="open", parent=mine) == home
+    assert board.offer(session=fork, purpose="open", parent=mine) == home
     assert not board.answers[-1].fresh or board.answers[-1].engine == home
     board.tell(EngineLost(home or 0, 1))
     assert board.offer(session=mine) == home  # which keeps it until it is back
     board.tell(EngineHere(home or 0, 1, 1000, (mine,), False))
     assert board.offer(session=mine) == home
-    assert board.offer(session=fork, what="close") == 0  # which says that there is none
+    assert board.offer(session=fork, purpose="close") == 0  # which says that there is none
     assert board.answers[-1].fresh
     board.tell(SessionOver(mine))
     assert {board.offer(session=mine) for _ in range(2)} == {0, 1}
@@ -294,7 +294,7 @@ def test_a_session_that_is_opened_waits_as_others_do() -> None:
     board = line_of()
     mine = session_key("mine")
     assert [board.offer() for _ in range(2)] == [0, 1]
-    assert board.offer(session=mine, what="open") is None
+    assert board.offer(session=mine, purpose="open") is None
     board.tell(OfferClosed(0, 1, 1))
     assert board.answers[-1] == Routed(0, 2, 1, True)
     assert board.offer(session=mine) == 1
@@ -723,8 +723,8 @@ def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: Li
 def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_turn: LiveServer) -> None:
     """The engine stands still from its first moment: it is stopped as soon as it is there."""
     children = in_turn.children()
-    nursery = children["nursery 1"]
-    forked = Path(f"/proc/{nursery}/task/{nursery}/children")
+    fork_server = children["fork_server 1"]
+    forked = Path(f"/proc/{fork_server}/task/{fork_server}/children")
     if not forked.exists():
         pytest.skip("this kernel does not list a process's children")
     os.kill(children["engine 1"], signal.SIGKILL)

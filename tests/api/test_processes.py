@@ -240,7 +240,7 @@ def test_nothing_of_an_emulated_server_needs_torch() -> None:
         "import lockstep.api.worker, lockstep.api.processes.launch, lockstep.api.serve\n"
         "from lockstep.api.engines import build_engine\n"
         "from lockstep.api.settings import ServeSettings\n"
-        "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).about.model)\n"
+        "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).info.model)\n"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert finished.stdout == "qwen3-8b\n", finished.stderr

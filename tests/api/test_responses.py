@@ -246,7 +246,7 @@ def test_an_answer_in_the_background_is_fetched_when_it_is_there(client: Any) ->
 def test_an_answer_in_the_background_is_ended_by(client: Any, emulated: LiveServer, how: str) -> None:
     begun = client.responses.create(**ENDLESS, background=True, extra_body={"ignore_eos": True})
     until(lambda: running(emulated) == 1 and client.responses.retrieve(begun.id).status == "in_progress")
-    with pytest.raises(openai.BadRequestError, match="is in_progress; only an answer goes on"):
+    with pytest.raises(openai.BadRequestError, match="is in_progress; only an answer can be continued"):
         client.responses.create(model=MODEL, input="a", previous_response_id=begun.id)
     ended = getattr(client.responses, how)(begun.id)
     until(lambda: running(emulated) == 0)
@@ -334,7 +334,7 @@ def test_an_answer_for_which_there_is_no_room_has_failed_and_says_which_limit(tm
 
     def status(name: str) -> str | None:
         found = store.get("a", name)
-        return None if found is None else found.said["status"]
+        return None if found is None else found.response["status"]
 
     for name in ("first", "large", "second"):
         assert not store.put("a", under_way(name), [], over=False)
@@ -344,8 +344,8 @@ def test_an_answer_for_which_there_is_no_room_has_failed_and_says_which_limit(tm
     store.change("a", under_way("large", "x" * 6000, "completed"), over=True)  # by itself
     found = store.get("a", "large")
     assert found is not None
-    assert (found.over, found.said["status"], found.said["output"]) == (True, "failed", [])
-    assert "limits.responses_bytes_max is 5000" in found.said["error"]["message"]
+    assert (found.over, found.response["status"], found.response["output"]) == (True, "failed", [])
+    assert "limits.responses_bytes_max is 5000" in found.response["error"]["message"]
     store.change("a", under_way("large", "x"), over=True)  # it has ended
     assert store.get("a", "large") == found
     for name in ("third", "fourth", "fifth"):
@@ -411,7 +411,7 @@ def test_what_was_under_way_in_a_worker_that_ended_has_failed(tmp_path: Path) ->
     assert not stored.put("", {"id": "mine", "status": "queued"}, [], over=False)
     found = stored.get("", "r")
     assert found is not None
-    assert (found.over, found.said["status"]) == (True, "failed")
+    assert (found.over, found.response["status"]) == (True, "failed")
     stored.change("", {"id": "r", "status": "completed"}, over=True)  # too late
     assert stored.get("", "r") == found
     assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in the place of what failed

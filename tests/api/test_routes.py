@@ -83,7 +83,7 @@ def in_process(folder: Path, routes: tuple[HttpRoute, ...], what: Any, **setting
 
     async def run() -> Any:
         bridge = Bridge(folder, 0)
-        bridge.about = ABOUT
+        bridge.info = ABOUT
         bridge.tickets[-1] = Ticket(-1, Submit(0, -1, REQUEST), [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
         settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)

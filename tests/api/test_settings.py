@@ -185,7 +185,7 @@ def test_what_is_not_there_is_said_before_anything_is_started(arguments: tuple[s
     ("host", "said"),
     [
         ("nobody.invalid", "`host`: nobody.invalid is not known: .*\nhint: 127.0.0.1, or an address"),
-        (f"{'a' * 70}..b", "`host`: a*..b is not known: it is no name of a host"),
+        (f"{'a' * 70}..b", "`host`: a*..b is not known: it is not a host name"),
         ("192.0.2.1", "`port`: 192.0.2.1:0 cannot be listened on: .*\nhint: the address must be one of this machine"),
     ],
 )

@@ -211,21 +211,21 @@ def template_options(
     options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
 ) -> dict[str, Any]:
     """Variables of a chat template besides messages and tools. Raises ApiError for variables that it does not read."""
-    asked: dict[str, tuple[str, Any]] = {}
+    requested: dict[str, tuple[str, Any]] = {}
     if options is not None:
         for name in options.model_extra or {}:
             known = ", ".join(TemplateOptions.model_fields)
             where = f"chat_template_kwargs.{name[:60]}"
-            raise ApiError(400, f"`{where}` is none of those that are taken: {known}", where)
+            raise ApiError(400, f"`{where}` is not supported; supported are {known}", where)
         for name in TemplateOptions.model_fields:
             if (value := getattr(options, name)) is not None:
-                asked[name] = f"chat_template_kwargs.{name}", value
+                requested[name] = f"chat_template_kwargs.{name}", value
     if effort is not None:
-        asked.setdefault(EFFORT, (effort_field, effort))
-    for name, (where, _) in asked.items():
+        requested.setdefault(EFFORT, (effort_field, effort))
+    for name, (where, _) in requested.items():
         if not reads(template or "", name):
             raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
-    return {name: value for name, (_, value) in asked.items()}
+    return {name: value for name, (_, value) in requested.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- parsed answers

@@ -203,7 +203,7 @@ class Offer(ToRouter, frozen=True):
     prompt_tokens: int
     prefix: tuple[int, ...] = ()  # `lockstep.core.cluster.router.prefix_keys`
     session: str = ""
-    what: Literal["request", "open", "close"] = "request"  # a request; opening a session; closing a session
+    purpose: Literal["request", "open", "close"] = "request"  # a request; opening a session; closing a session
     parent: str = ""  # session that a session is branched from
     tenant: str = ""  # of the request, for the waiting queue of the router
     label: str = ""  # name for cancellation, hashed with the tenant
@@ -356,7 +356,7 @@ class Welcome(ToWorker, frozen=True):
     """Answers Hello, once the engine can take requests."""
 
     protocol: int
-    about: EngineInfo
+    info: EngineInfo
     generation: int = 0
     adapters: KnownAdapters = KnownAdapters()
     gauges: Gauges | None = None  # recent; None: the engine reports them once it runs
@@ -497,11 +497,11 @@ def _for(worker: int, message: AnyToWorker) -> AnyToWorker:
     return message
 
 
-def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, who: str) -> Message:
+def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, receiver: str) -> Message:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"{who} got {_called(frame)}, which it cannot read: {error}") from error
+        raise WireError(f"{receiver} got {_called(frame)}, which it cannot read: {error}") from error
 
 
 def _called(frame: bytes) -> str:
@@ -512,4 +512,4 @@ def _called(frame: bytes) -> str:
                 return f"a message {name[:40]!r}"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    return f"{len(frame)} bytes that are no message ({frame[:16].hex()}...)"
+    return f"{len(frame)} bytes that are not a message ({frame[:16].hex()}...)"
