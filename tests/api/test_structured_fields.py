@@ -1,4 +1,4 @@
-"""From fields to a grammar: pure functions, so the limits can be tried exactly."""
+"""From fields to a grammar: pure functions, so limits can be tested exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_limits_hold_to_the_byte_and_to_the_level() -> None:
     assert "at most 100" in refusal({"json_schema": "[" * 101}).message
 
 
-def test_a_digest_is_of_what_is_meant() -> None:
+def test_equal_grammars_have_equal_digests() -> None:
     def digest(fields: dict[str, Any]) -> bytes:
         asked = requested_grammar(fields, LIMITS)
         assert asked is not None
@@ -64,7 +64,7 @@ def test_a_digest_is_of_what_is_meant() -> None:
 
 
 @pytest.mark.parametrize("field", READERS)
-def test_what_says_nothing_is_nothing_and_nonsense_is_refused(field: str) -> None:
+def test_empty_fields_count_as_absent_and_invalid_ones_are_refused(field: str) -> None:
     for nothing in (None, "", False, {}, []):
         assert requested_grammar({field: nothing}, LIMITS) is None
     for nonsense in (7, [3], {"type": "nothing"}):

@@ -105,7 +105,7 @@ class Script:
     """Prepared answers of an emulated model to certain prompts, for trying clients of tool calls and the like.
 
     [[answer]]
-    when = "weather"                       # of the rules whose text the prompt has, the one that it has last is
+    when = "weather"                       # of the rules with a text in the prompt, the one found last is
     used
     say = "<tool_call>..."
     """
@@ -171,7 +171,7 @@ class EmulatedExecutor:
         self._lengths = np.zeros(rows_max, np.int64)
         self._matchers = matchers
         self._under_grammar = np.zeros(rows_max, np.bool_)
-        self._unsampled: set[BatchId] = set()  # batches in the queue whose matchers have not moved yet
+        self._unsampled: set[BatchId] = set()  # batches in the queue with matchers that have not moved yet
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended, microseconds
         self.weights_version = 0  # other weights give other tokens

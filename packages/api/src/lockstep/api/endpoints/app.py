@@ -212,7 +212,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
 
 
 def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
-    """Raise RuntimeError for a route outside the tables, whose access is therefore not declared."""
+    """Raise RuntimeError for a route outside the tables, since its access is not declared."""
     known = {(route.method, route.path) for route in declared}
     for one in found:
         methods = (one.methods or set()) - {"HEAD"} if isinstance(one, StarletteRoute) else {"?"}

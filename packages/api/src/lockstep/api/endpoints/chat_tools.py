@@ -157,7 +157,7 @@ def tools_of(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
-    """Refuse a tool without a valid name, or whose arguments are not an object. Raises ApiError.
+    """Refuse a tool without a valid name, or with arguments that are not an object. Raises ApiError.
 
     Args:
         place: path of a tool in the client's body, with {} for its number.
@@ -297,7 +297,7 @@ def reading_of(
     Args:
         separate: whether thoughts are to be split off.
         grammar: grammar of the answer from its first token on: then there are no thoughts.
-        going_on: the answer continues a message, whose thoughts have ended unless they are open.
+        going_on: the answer continues a message; its thoughts have ended unless they are open.
     """
     form = PLAIN
     if tools.obliged:
@@ -325,7 +325,7 @@ def reading_of(
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer: thoughts, text, or a call, whose text is its arguments.
+    """A part of an answer: thoughts, text, or a call, with its arguments as the text.
 
     Args:
         number: position in the answer.

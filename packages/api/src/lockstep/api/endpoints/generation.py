@@ -35,7 +35,7 @@ AT_ONCE_CHARACTERS = 4096
 """Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
 
 REFUSED_WITHIN_S = 0.5
-"""The engine refuses within a step; a stream whose first token takes longer than this begins without it."""
+"""The engine refuses within a step; a stream begins without its first token if that takes longer."""
 
 COMPILED_WITHIN_S = 5.0
 """The same limit for a stream with a grammar, which is refused only after the grammar was compiled."""

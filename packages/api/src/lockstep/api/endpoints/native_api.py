@@ -104,7 +104,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
 
 
 def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
-    """The session whose next turn this is, if any, and the number of its tokens that stay. Raises ApiError."""
+    """The session that the request continues, if any, and the number of its tokens that stay. Raises ApiError."""
     params = body.session_params
     if params is None:
         return "", None
@@ -112,7 +112,7 @@ def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
     if body.sampling_params.n > 1 or (several and len(_prompts(body)[0]) > 1):
         raise ApiError(400, "`session_params`: a turn of a session has one prompt and one answer", "session_params")
     if body.logprob_start_len not in (None, -1):
-        message = "`logprob_start_len` counts from the front of the session, whose tokens are not sent; leave it out"
+        message = "`logprob_start_len` counts from the front of the session, and its tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
@@ -261,7 +261,7 @@ def _takes(engine: Bridge) -> bool:
 async def health_generate(server: Server, call: Call[None]) -> Response:
     """200 when each engine generated a token. A busy engine is judged by its answers, without a probe.
 
-    Concurrent calls share one probe, whose result is valid for a second.
+    Concurrent calls share one probe; its result is valid for a second.
     """
     bridge = server.bridge
     if bridge.gone or bridge.info is None or all(one.tickets or one.gone for one in bridge.engines):

@@ -401,7 +401,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
 
 
 def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
-    """Of each `drawn` answers to one prompt, the `kept` whose tokens have the highest mean logprob."""
+    """Of each `drawn` answers to one prompt, the `kept` with the highest mean logprob of their tokens."""
     if kept == drawn:
         return texts
 

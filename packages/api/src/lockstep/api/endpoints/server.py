@@ -119,7 +119,7 @@ class Server:
         Args:
             lora_path: SGLang's field for the name of an adapter.
         """
-        self.model(model)  # raises for an adapter that was just unloaded, whose name does not mean the model alone
+        self.model(model)  # raises for an adapter that was just unloaded: its name does not mean the model alone
         named = self._adapter_named(model)
         if not lora_path:
             return named

@@ -29,7 +29,7 @@ BUSY_S = 1.0  # longest wait for another worker that writes
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, ended_s REAL,
-    pid INTEGER NOT NULL, bytes INTEGER NOT NULL, said BLOB NOT NULL, input BLOB NOT NULL,
+    pid INTEGER NOT NULL, bytes INTEGER NOT NULL, response BLOB NOT NULL, input BLOB NOT NULL,
     UNIQUE (tenant, id)
 )
 """

@@ -81,7 +81,7 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
 
 
 def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
-    """The grammar that the fields of a request ask for; None for free text.
+    """The grammar that the fields of a request demand; None for free text.
 
     Args:
         fields: by name, those of READERS; null, false, empty texts, lists and objects count as absent.

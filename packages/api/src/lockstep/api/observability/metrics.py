@@ -58,7 +58,7 @@ NOT_VLLM = (
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
-"""Metrics whose names begin so have no vLLM equivalent; every other metric is also served under its vLLM name."""
+"""Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 
 class Metrics:
@@ -103,7 +103,7 @@ class Metrics:
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
         self._requests = counter("num_requests", "Answers requested.")
-        self._aborted = counter("num_aborted_requests", "Answers cancelled, or whose client left.")
+        self._aborted = counter("num_aborted_requests", "Answers cancelled, or left by their client.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 

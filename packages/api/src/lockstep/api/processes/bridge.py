@@ -83,7 +83,7 @@ class Reply:
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
-        """Take in tokens whose first is output number `offset`. Returns how many of them were received before."""
+        """Take in tokens from output number `offset` on. Returns how many of them were received before."""
         repeats = len(self.tokens) - offset
         if repeats < 0:
             raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
@@ -277,7 +277,7 @@ class Bridge:
         self._send(CancelLabel(self.worker, label, tenant))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request whose client left, and end its replies."""
+        """Cancel a request after its client left, and end its replies."""
         if ticket.number not in self.tickets:
             return
         ticket.cancelled()

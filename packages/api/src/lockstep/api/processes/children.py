@@ -16,7 +16,7 @@ from lockstep.api.settings import ServeSettings
 
 SETTINGS_FILE = "settings.json"
 EXIT_FOR_GOOD = 3
-"""Exit status of an engine whose successor would fail alike: impossible settings, or a journal that cannot be
+"""Exit status of an engine if its successor would fail alike: impossible settings, or a journal that cannot be
 continued.
 """
 

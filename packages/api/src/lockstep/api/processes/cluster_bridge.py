@@ -189,7 +189,7 @@ class ClusterBridge:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request whose client left, and end its replies."""
+        """Cancel a request after its client left, and end its replies."""
         number = self._numbers.get(ticket)
         if number is None:
             return
@@ -292,7 +292,7 @@ class ClusterBridge:
         return self._unrouted.pop(number, None)
 
     def _end_late(self, number: int) -> None:
-        """End a request whose time ran out while it waited for the router."""
+        """End a request at its deadline, while it waits for the router."""
         ticket = self._taken(number)
         if ticket is not None:
             start_by_ns = ticket.submit.start_by_ns

@@ -234,7 +234,7 @@ class EngineProcess:
             self._claims.workers.discard(message.worker)
 
     def cancel(self, message: Cancel) -> None:
-        """Cancel a request whose client left."""
+        """Cancel a request after its client left."""
         self._cancel(message.worker, message.ticket)
 
     def cancel_label(self, message: CancelLabel) -> None:

@@ -80,7 +80,7 @@ class _DiesBehindWrites:
         self._journal.append(event, digest)
 
     def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
+        """Record an event with a step that raised."""
         self._journal.append_unsealed(event)
 
     def flush(self) -> None:

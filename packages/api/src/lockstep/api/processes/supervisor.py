@@ -160,7 +160,7 @@ class Supervisor:
         return True
 
     def fork_server_ended(self) -> bool:
-        """Restart the fork server and the engine, whose reports have no other path; False if the engine is given up."""
+        """Restart the fork server and the engine, which cannot report without it; False if the engine is given up."""
         fork_server, current = self.fork_server, self.current
         assert fork_server is not None
         log.error("the fork server of %s ended with %s", self.name, status_text(fork_server.process.returncode))
@@ -231,7 +231,7 @@ class Supervisor:
 
 
 def end_orphan(pid: int) -> None:
-    """Kill an engine whose fork server has ended, and return when the engine has ended."""
+    """Kill an engine after its fork server has ended, and return when the engine has ended."""
     until_s = time.monotonic() + GRACE_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -101,7 +101,7 @@ PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f{'' if quote == chr(34) else c
 class Literal:
     """One value of a language, parsed as its text comes.
 
-    `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` tells
+    `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` is
     whether the current or last string is the name of a member. `pending` is text that was taken and is not certain yet:
     the beginning of a word or of an escape.
     """
@@ -240,7 +240,7 @@ def as_json(text: str, language: Language = JSON) -> str | None:
 
 
 class Members:
-    """A JSON object whose members are emitted one after the other.
+    """A JSON object, with its members emitted one after the other.
 
     After each `run`, `piece` is new JSON of the value of `key`, and `over` whether that value ended with it.
     """
