@@ -33,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lockstep.core import Engine, SchedConfig
 from lockstep.core.contract.events import Observed, ObservedEvent
 from lockstep.core.journal.snapshot import dump, restore
-from tests.support import fleet, rank_group
-from tests.support.driver import run_actions
+from tests.support import rank_group
+from tests.support.driver.run import run_actions
+from tests.support.fleet import histories
 from tests.swarm import history as swarm_history
 
 CHECKPOINT_STEPS = 50
@@ -100,7 +101,7 @@ def engines_of(seed: int) -> list[tuple[str, SchedConfig, Engine, Events]]:
         return [(f"rank {one.rank}", one.config, one.engine, one.events) for one in group.members]
     if seed % CYCLE == SEVERAL_AT:
         ranks, hybrid = number % 3 == 2, number % 3 != 2 and number % 4 == 1  # as tests/fleet_swarm.py draws them
-        engines = fleet.run_history(number, ranks=ranks, hybrid=hybrid)
+        engines = histories.run_history(number, ranks=ranks, hybrid=hybrid)
         return [(one.name, one.config, one.engine, one.events) for one in engines.members.values()]
     config, actions = swarm_history(seed)
     driver = run_actions(config, actions)

@@ -20,15 +20,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support import fleet, rank_group
+from tests.support import rank_group
+from tests.support.fleet import histories
+from tests.support.fleet.fleet import Fleet
 
 SEEDS_PER_TASK = 10
 TAME_STEPS = 200_000  # from which on a mark that is missing means that histories are too tame
 
 
-def _fleet_history(seed: int) -> fleet.Fleet:
+def _fleet_history(seed: int) -> Fleet:
     """Every third one of data-parallel ranks, and of the others every fourth with pools beside full attention."""
-    return fleet.run_history(seed, ranks=seed % 3 == 2, hybrid=seed % 3 != 2 and seed % 4 == 1)
+    return histories.run_history(seed, ranks=seed % 3 == 2, hybrid=seed % 3 != 2 and seed % 4 == 1)
 
 
 def run_seeds(first: int, ranks: bool) -> tuple[int, Counter[str], tuple[int, str] | None]:
@@ -55,7 +57,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
     options = parser.parse_args()
-    expected = rank_group.EXPECTED_MARKS if options.ranks else fleet.EXPECTED_MARKS
+    expected = rank_group.EXPECTED_MARKS if options.ranks else histories.EXPECTED_MARKS
     if options.seed is not None:
         one = rank_group.run_history if options.ranks else _fleet_history
         print(f"seed {options.seed}: {one(options.seed).steps:,} steps, all well")

@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.driver import (
-    Action,
+from tests.support.driver.actions import Action
+from tests.support.driver.draw import (
     crowded_actions,
     crowded_config,
     pipelined,
@@ -36,10 +36,9 @@ from tests.support.driver import (
     pressed_config,
     random_actions,
     random_config,
-    run_actions,
-    shrunk,
     under_grammars,
 )
+from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
 from tests.support.scenario import run_file

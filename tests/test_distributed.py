@@ -1,7 +1,7 @@
 """Prefill and decode on different engines: stories in which others broke, equivalence, random histories with faults.
 
 Every engine's invariants are checked after every event, every cell that is read is checked against its prefix, and
-every part that moves against what both engines keep (`tests/support/fleet.py`).
+every part that moves against what both engines keep (`tests/support/fleet/`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.core.contract.events import (
     TransferAdvanced,
     UpdateWeights,
 )
-from tests.support.fleet import Fleet
+from tests.support.fleet.fleet import Fleet
 from tests.support.handover import SMALL, asked, fleet, free_pages, hear, state, to_receiving
 from tests.support.served import Answer, Asked, serve
 

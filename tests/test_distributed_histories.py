@@ -17,7 +17,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features import disaggregation
 from lockstep.core.kv.memory import Memory
-from tests.support.fleet import run_history
+from tests.support.fleet.histories import run_history
 from tests.support.handover import asked, fleet, hear, offer, ranks, state, to_receiving
 
 

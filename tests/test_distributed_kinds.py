@@ -26,7 +26,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.scheduler.engine import Engine
-from tests.support.fleet import Fleet
+from tests.support.fleet.fleet import Fleet
 from tests.support.handover import SMALL, asked, fleet, samples, state
 from tests.support.served import Answer, Asked
 

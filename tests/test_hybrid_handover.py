@@ -2,7 +2,7 @@
 
 Pages have two tokens, a window is five: behind a prompt of 11 tokens, whose last page boundary is 10, positions from 6
 on may be seen. Every cell and state that is read is checked, as are invariants after every event, and what moves
-against what both engines keep (`tests/support/fleet.py`).
+against what both engines keep (`tests/support/fleet/`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import ClockAdvanced, Pause, Resume, UpdateWeights
 from lockstep.core.kv.hybrid import NONE, Coming, Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import Memory
-from tests.support.fleet import Fleet, run_history
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.histories import run_history
 from tests.support.served import Asked
 from tests.support.tagged_hybrid import HybridError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.core.contract.commands import FinishRequest, RejectRequest, Step
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
@@ -32,7 +32,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import CONTROLS, Action, Driver, run_actions
+from tests.support.driver.actions import CONTROLS, Action
+from tests.support.driver.driver import Driver
+from tests.support.driver.run import run_actions
 
 README = Path(__file__).parent / "README.md"
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -63,7 +65,7 @@ def test_every_size_within_two_pages_of_the_edge_ends_or_is_rejected(settings: d
     for prompt, together in ((p, t) for p in range(1, pool + 5) for t in edge if t > p):
         asked = together - prompt
         driver = run_actions(config, [("arrive", 1, prompt, asked, {}), ("arrive", 100, 4, 4, {})])
-        large, small = driver.stories.values()
+        large, small = driver.records.values()
         room = pool + 1 - prompt  # the last token is never fed back
         assert large.ended == ("length" if room >= 1 else "rejected"), f"prompt {prompt}, {asked} output tokens"
         assert len(large.sent) == max(0, min(asked, room)), f"prompt {prompt}, {asked} output tokens"
@@ -133,10 +135,7 @@ class Recorder(Driver):
     def __init__(self, config: SchedConfig) -> None:
         super().__init__(config)
         self.retracted: list[RequestRetracted] = []
-
-    def _mark(self, step: Step, chunked: int | None) -> None:
-        super()._mark(step, chunked)
-        self.retracted += [event for event in step.decided if isinstance(event, RequestRetracted)]
+        self._decided[RequestRetracted].append(lambda event, step: self.retracted.append(event))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["resumed at once", "resumed late"])
@@ -163,7 +162,7 @@ def test_exactly_the_tokens_in_flight_are_discarded(cause: str, in_flight: int, 
         elif cause == "restart" and len(driver.kv.stream) == in_flight:
             driver.do(("restart",))
         else:
-            driver.ready()
+            driver.batches.ready()
     assert {event.reason for event in driver.retracted} == {cause}
     assert [event.tokens_discarded for event in driver.retracted] == [in_flight] * len(driver.retracted)
     if late:
@@ -171,7 +170,7 @@ def test_exactly_the_tokens_in_flight_are_discarded(cause: str, in_flight: int, 
     driver.do(("control", RESUME))
     driver.settle()
     driver.replayed()
-    assert [(story.ended, len(story.sent)) for story in driver.stories.values()] == [("length", 10)] * 2
+    assert [(story.ended, len(story.sent)) for story in driver.records.values()] == [("length", 10)] * 2
     if cause != "restart":  # results of before a restart never come
         assert driver.engine.tokens_discarded == sum(event.tokens_discarded for event in driver.retracted)
 
@@ -179,9 +178,9 @@ def test_exactly_the_tokens_in_flight_are_discarded(cause: str, in_flight: int, 
 def decode_with(driver: Driver, in_flight: int) -> None:
     """Launch if nothing is in flight, and deliver results until so many batches are."""
     if not driver.kv.stream:
-        driver.ready()
+        driver.batches.ready()
     while len(driver.kv.stream) > in_flight:
-        driver.finish()
+        driver.batches.finish()
 
 
 # ------------------------------------------------------------------------------------------------- what is left behind

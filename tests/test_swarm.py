@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import Batching
-from tests.support.driver import run_actions
+from tests.support.driver.run import run_actions
 from tests.support.plants import PLANTS
 from tests.swarm import campaign, commit, history, hunt
 

@@ -36,7 +36,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.memory import Memory
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import CONTROLS, Action, Driver
+from tests.support.driver.actions import CONTROLS, Action
+from tests.support.driver.driver import Driver
 from tests.support.tagged_kv import KvError
 
 CONFIG = SchedConfig(
@@ -93,7 +94,7 @@ ASKED: tuple[Control, ...] = (
 def driver_in(state: str) -> Driver:
     """A driver with session s open and everything that the state says behind it."""
     driver = Driver(CONFIG)
-    driver.ask(OpenSession("s", 60))
+    driver.control.ask(OpenSession("s", 60))
     for action in STATES[state]:
         driver.do(action)
     return driver
@@ -102,9 +103,9 @@ def driver_in(state: str) -> Driver:
 def ask(driver: Driver, control: Control) -> None:
     """Ask it; weights in a version above all others."""
     if control in CONTROLS:
-        driver.control(CONTROLS.index(control))
+        driver.control.control(CONTROLS.index(control))
     else:
-        driver.ask(control)
+        driver.control.ask(control)
 
 
 @pytest.mark.parametrize("first", ASKED, ids=str)
@@ -126,9 +127,9 @@ def test_a_restart_between_two_controls_loses_no_answer(first: Control) -> None:
     for state, second in product(STATES, ASKED):
         driver = driver_in(state)
         ask(driver, first)
-        driver.restart()
+        driver.recovery.restart()
         ask(driver, second)
-        driver.order_done()
+        driver.control.order_done()
         driver.settle()
         driver.replayed()
 
@@ -176,10 +177,10 @@ def test_kv_of_older_weights_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -
     """With the version left out of the key, the next request reads what the one that runs left: the device says so."""
     monkeypatch.setattr(Memory, "keyed", lambda memory, namespace: namespace)
     driver = driver_in("running")
-    driver.ask(UpdateWeights(1, "w", "in_place"))
-    driver.finish()
-    driver.order_done()
+    driver.control.ask(UpdateWeights(1, "w", "in_place"))
+    driver.batches.finish()
+    driver.control.order_done()
     driver.do(SHORT)
-    driver.ready()
+    driver.batches.ready()
     with pytest.raises(KvError, match="reads"):
         driver.settle()

@@ -256,12 +256,12 @@ def test_every_request_is_in_one_place(
         open_on = {request: place for request, place in where.items() if isinstance(place, int)}
         assert {request: at.engine for request, at in router.open.items()} == open_on
         waiting = sorted(request for request, place in where.items() if place == "waits")
-        in_lines = [offer.request_id for line in dispatcher.lines.values() for offer in line]
+        in_lines = [offer.request_id for line in dispatcher.queues.values() for offer in line]
         assert sorted(in_lines) == waiting
         assert dispatcher.waiting == len(waiting) <= config.waiting_max
         if waiting:
             assert dispatcher.room <= 0
-        for tenant, line in dispatcher.lines.items():
+        for tenant, line in dispatcher.queues.items():
             assert line
             assert all(offer.tenant == tenant for offer in line)
             if config.order == "priority":
@@ -364,7 +364,7 @@ def test_tenants_that_wait_all_the_time_are_given_alike(
             given_to[tenant] += cost
             most[tenant] = max(most[tenant], cost)
         for one, other in combinations(TENANTS, 2):
-            if one in dispatcher.lines and other in dispatcher.lines:
+            if one in dispatcher.queues and other in dispatcher.queues:
                 before = since.setdefault((one, other), (given_to[one], given_to[other]))
                 apart = (given_to[one] - before[0]) - (given_to[other] - before[1])
                 assert abs(apart) <= most[one] + most[other] + 1e-6

@@ -36,7 +36,8 @@ from lockstep.host import durable
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.recovery import Probation, recover
 from lockstep.host.startup import Keeper
-from tests.support.driver import Driver, pressed_actions, pressed_config
+from tests.support.driver.draw import pressed_actions, pressed_config
+from tests.support.driver.driver import Driver
 
 
 def record(run: Path, seed: int, actions: int = 150, bytes_max: int = 1 << 30, every: int = 25) -> list[bytes]:

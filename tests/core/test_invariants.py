@@ -17,7 +17,7 @@ from lockstep.core.kv.block_tiers import HostPool
 from lockstep.core.kv.hybrid import StatePool, WindowPool
 from lockstep.core.kv.radix import RadixCache, RadixNode
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import Driver
+from tests.support.driver.driver import Driver
 
 Damage = Callable[[Engine], None]
 
@@ -27,16 +27,16 @@ def engine_at_work() -> Engine:
     driver = Driver(SchedConfig(page_size=2, pages=32, max_running_requests=1))
     arrivals = [(1, 8, 4), (500, 6, 1), (1, 10, 8), (900, 4, 4)]
     for base, tokens, max_new in arrivals[:2]:
-        driver.arrive(base, tokens, max_new, {})
+        driver.requests.arrive(base, tokens, max_new, {})
         for _ in range(max_new):
-            driver.ready()
-            driver.finish()
+            driver.batches.ready()
+            driver.batches.finish()
     for base, tokens, max_new in arrivals[2:]:
-        driver.arrive(base, tokens, max_new, {})
+        driver.requests.arrive(base, tokens, max_new, {})
     for _ in range(2):
-        driver.ready()
-        driver.finish()
-    driver.ready()
+        driver.batches.ready()
+        driver.batches.finish()
+    driver.batches.ready()
     return driver.engine
 
 
@@ -229,10 +229,10 @@ def engine_with_blocks() -> Engine:
     hybrid = HybridMemory(window_tokens=5, window_pages=30, state_slots=9, checkpoint_tokens=2)
     driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid))
     for base, tokens, max_new in ((500, 7, 1), (1, 9, 30), (900, 5, 30)):
-        driver.arrive(base, tokens, max_new, {})
+        driver.requests.arrive(base, tokens, max_new, {})
         for _ in range(4):
-            driver.ready()
-            driver.finish()
+            driver.batches.ready()
+            driver.batches.finish()
     invariants.check(driver.engine)
     return driver.engine
 
@@ -316,13 +316,13 @@ def engine_storing_blocks() -> Engine:
     hybrid = HybridMemory(state_slots=9, checkpoint_tokens=2)
     tiers = CacheTiers(host_pages=20, storage=True, prefetch_tokens_min=1, prefetch_policy="wait_complete")
     driver = Driver(SchedConfig(page_size=2, pages=40, hybrid=hybrid, tiers=tiers))
-    driver.arrive(500, 7, 1, {})
-    driver.move(0)
+    driver.requests.arrive(500, 7, 1, {})
+    driver.moves.move(0)
     for _ in range(4):
-        driver.ready()
-        driver.finish()
-    driver.move(0)
-    driver.arrive(900, 7, 1, {})
+        driver.batches.ready()
+        driver.batches.finish()
+    driver.moves.move(0)
+    driver.requests.arrive(900, 7, 1, {})
     assert driver.engine.memory.tiers is not None
     assert [one.kind for one in driver.engine.memory.tiers.operations.values()] == ["store", "prefetch"]
     invariants.check(driver.engine)

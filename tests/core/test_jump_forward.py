@@ -24,7 +24,8 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import run_actions, under_grammars
+from tests.support.driver.draw import under_grammars
+from tests.support.driver.run import run_actions
 
 GRAMMAR = Grammar("regex", "g", b"g")
 

@@ -32,7 +32,10 @@ from lockstep.core.contract.events import (
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import ExtendLatency
-from tests.support.driver import Action, Driver, pipelined, random_actions, random_config, run_actions
+from tests.support.driver.actions import Action
+from tests.support.driver.draw import pipelined, random_actions, random_config
+from tests.support.driver.driver import Driver
+from tests.support.driver.run import run_actions
 
 TWO: dict[str, Any] = {"page_size": 2, "pages": 64, "overlap_depth": 0, "pp_size": 2}
 
@@ -302,7 +305,7 @@ def test_tokens_are_those_of_one_running_batch() -> None:
             driver.do(("ready",))
         driver.settle()
         drivers.append(driver)
-    told = [{i: (story.sent, story.ended) for i, story in driver.stories.items()} for driver in drivers]
+    told = [{i: (story.sent, story.ended) for i, story in driver.records.items()} for driver in drivers]
     assert told[0] == told[1] == told[2]
     assert "every microbatch in flight" in drivers[2].marks
 

@@ -30,7 +30,8 @@ from lockstep.core.scheduler import ordering
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.ordering import LPM_FALLBACK_WAITING, POLICIES, Policy, WaitingQueue
 from tests.support import guide
-from tests.support.driver import CONTROLS, Action, run_actions
+from tests.support.driver.actions import CONTROLS, Action
+from tests.support.driver.run import run_actions
 
 
 def waiting_engine(count: int, **settings_: object) -> Engine:

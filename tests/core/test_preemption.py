@@ -11,7 +11,8 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.preemption import fewest
-from tests.support.driver import Driver, pressed_actions
+from tests.support.driver.draw import pressed_actions
+from tests.support.driver.driver import Driver
 
 
 def test_fewest_takes_the_shortest_beginning_and_spares_whom_it_can() -> None:

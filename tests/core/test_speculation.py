@@ -19,7 +19,7 @@ from lockstep.core.features.speculation import Chances
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
-from tests.support.driver import run_actions
+from tests.support.driver.run import run_actions
 from tests.support.served import Asked, Moment, serve
 
 SEEDS = 25
@@ -209,7 +209,7 @@ def test_several_decodes_of_one_launch_are_refused() -> None:
         SchedConfig(speculative_method="medusa")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`num_speculative_tokens` must be a whole number from 1 to 64, got `0`"):
         SchedConfig(speculative_method="mtp", num_speculative_tokens=0)
-    with pytest.raises(ConfigError, match="`num_speculative_tokens` is 5, but nobody drafts"):
+    with pytest.raises(ConfigError, match="`num_speculative_tokens` is 5, but there are no drafts"):
         SchedConfig(num_speculative_tokens=5)
     with pytest.raises(ConfigError, match="`speculative_min_chance` must be above 0 and below 1"):
         SchedConfig(speculative_method="mtp", speculative_min_chance=1.0)

@@ -21,7 +21,8 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import Driver, pressed_actions, pressed_config
+from tests.support.driver.draw import pressed_actions, pressed_config
+from tests.support.driver.driver import Driver
 
 STALLED_US = 20_000_000
 SECOND_US = 1_000_000
@@ -92,5 +93,5 @@ def test_counts_survive_a_snapshot_and_an_answer_is_not_changed_by_what_follows(
     after = stats(driver.engine)
     assert after.idle
     ended = sum(after.counts.finished.values()) + sum(after.counts.rejected.values())
-    assert ended == len(driver.stories)
+    assert ended == len(driver.records)
     assert after.pages_free + after.pages_cached == after.pages

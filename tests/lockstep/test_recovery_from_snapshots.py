@@ -12,7 +12,8 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.core.journal.replay import replay
 from lockstep.core.journal.writer import JournalWriter
-from tests.support.driver import Driver, pressed_actions, pressed_config
+from tests.support.driver.draw import pressed_actions, pressed_config
+from tests.support.driver.driver import Driver
 
 
 def record(folder: Path, seed: int, snapshots_at: tuple[int, ...]) -> int:

@@ -31,7 +31,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.kv import block_tiers, tiers
 from lockstep.core.kv.block_tiers import HostBlocks, Kind, Moved, in_storage
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import Action, run_actions
+from tests.support.driver.actions import Action
+from tests.support.driver.run import run_actions
 from tests.support.hybrids import hybrid, hybrid_history
 from tests.support.tagged_hybrid import HybridError
 from tests.support.tagged_kv import KvError

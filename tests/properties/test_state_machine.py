@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from lockstep.core.contract.events import PromptSpan
-from tests.support.driver import CONTROLS, SESSIONS, STOP_TOKEN, Driver, random_config
+from tests.support.driver.actions import CONTROLS, SESSIONS, STOP_TOKEN
+from tests.support.driver.draw import random_config
+from tests.support.driver.driver import Driver
 
 small = st.integers(min_value=0, max_value=25)
 

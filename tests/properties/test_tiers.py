@@ -32,7 +32,9 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import Action, random_actions, random_config, run_actions
+from tests.support.driver.actions import Action
+from tests.support.driver.draw import random_actions, random_config
+from tests.support.driver.run import run_actions
 from tests.support.tiered import moving, returning, tiered
 
 SEEDS = 36

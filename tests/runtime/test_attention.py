@@ -143,7 +143,7 @@ def test_auto_with_invariant_numerics_takes_triton(machine):
         ({"installed": {"flashinfer", "triton"}}, "it compiles its kernels with nvcc, which is not on PATH"),
     ],
 )
-def test_a_forced_backend_that_cannot_run_says_why_and_what_can(machine, change, why):
+def test_a_forced_backend_that_cannot_run_reports_why_and_what_can(machine, change, why):
     vars(machine).update(change)
     with pytest.raises(ConfigError, match=f"`attention_backend` flashinfer cannot run here: {why}") as failed:
         choose("flashinfer", CUDA, torch.bfloat16, 128, 16)
@@ -276,7 +276,7 @@ def flashinfer(monkeypatch):
     return module
 
 
-def test_flashinfer_is_told_the_scales_of_kv_in_fp8(flashinfer):
+def test_flashinfer_receives_the_scales_of_kv_in_fp8(flashinfer):
     made, twin = (make_pass([(3, 9), (37, 38)], extend_rows=1, page_size=16) for _ in range(2))
     for one in (made, twin):
         old = one.pool
@@ -304,7 +304,7 @@ def test_kv_in_fp8_is_tried_and_has_a_gpu_that_can(trial, machine, flashinfer, m
 
 
 @pytest.mark.parametrize(("extend_rows", "page_size"), [(0, 16), (2, 1), (2, 16), (4, 64)])
-def test_flashinfer_is_told_the_pages_of_each_row(flashinfer, extend_rows, page_size):
+def test_flashinfer_receives_the_pages_of_each_row(flashinfer, extend_rows, page_size):
     spans = [(0, 5), (16, 32), (63, 64), (0, 1)]
     spans = [span if row < extend_rows else (span[1] - 1, span[1]) for row, span in enumerate(spans)]
     made, twin = (make_pass(spans, extend_rows=extend_rows, page_size=page_size) for _ in range(2))
@@ -448,7 +448,7 @@ def test_a_flashinfer_that_computes_nonsense_is_passed_over(trial, machine, flas
     )
 
 
-def test_what_is_not_asked_for_is_not_tried(machine, monkeypatch):
+def test_what_is_not_requested_is_not_tried(machine, monkeypatch):
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: pytest.fail("it may compile for minutes"))
     assert choose("triton", CUDA, torch.bfloat16, 128, 16).name == "triton"
     assert choose("auto", CUDA, torch.bfloat16, 128, 16, numerics="invariant").name == "triton"

@@ -43,7 +43,7 @@ class Run:
         self.timer.fold(BatchFinished(noticed_us, 0, b"", started_us, finished_us), Step(decided=decided))
 
 
-def test_time_without_a_batch_while_somebody_waits_is_a_bubble() -> None:
+def test_time_without_a_batch_while_a_request_waits_is_a_bubble() -> None:
     run = Run()
     run.arrive(100)  # 100 .. 150 and 200 .. 230 idle
     run.ran(150, 200, 205)
@@ -86,7 +86,7 @@ def test_nothing_but_rejections_is_no_work() -> None:
 
 
 @pytest.mark.parametrize("overlap_depth", [0, 2])
-def test_it_says_what_the_metrics_say(overlap_depth: int) -> None:
+def test_it_agrees_with_the_metrics(overlap_depth: int) -> None:
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     from tests.support.small_runtime import SmallRuntime
 

@@ -162,7 +162,7 @@ def test_no_folder(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere").problems == ("there is no such folder",)
 
 
-def test_what_is_wrong_with_the_files_of_an_index_is_said_at_once(tmp_path: Path) -> None:
+def test_what_is_wrong_with_the_files_of_an_index_is_reported_at_once(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     folder = write_sharded(tmp_path, tensors)
     (folder / "model-00001-of-00003.safetensors").unlink()

@@ -213,7 +213,7 @@ def test_logprobs_and_hidden_states_are_those_without_drafts(depth: int) -> None
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_batch_that_fails_ends_its_own_and_nobody_elses_text_changes(depth: int, run_at: Any) -> None:
+def test_a_batch_that_fails_ends_its_own_and_no_other_text_changes(depth: int, run_at: Any) -> None:
     runtime = SmallRuntime(run_at=run_at, overlap_depth=depth, max_running_requests=2, drafter=Foreseeing, **NGRAM)
     asked = random_requests(5, 9)
     failing = iter([7, 15])
@@ -352,7 +352,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_real_model_says_what_it_says_without_drafts(kind: str) -> None:
+def test_a_real_model_answers_as_without_drafts(kind: str) -> None:
     """Drawn tokens too: each is drawn by its seed and position, and a draft is right if it is that token."""
     plain, none = said(KINDS[kind])
     assert not none.verifications
@@ -365,7 +365,7 @@ def test_a_real_model_says_what_it_says_without_drafts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_model_that_drafts_for_itself_is_right_and_one_that_says_something_else_does_no_harm(
+def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_else_does_no_harm(
     depth: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"overlap_depth": depth, "retract_every": 5}

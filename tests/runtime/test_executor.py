@@ -274,7 +274,7 @@ def test_a_prefix_that_is_shared_is_found_in_order() -> None:
 
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
-def test_a_page_of_somebody_else_is_found_at_the_first_read(run_at: WhenToRun) -> None:
+def test_a_page_of_another_request_is_found_at_the_first_read(run_at: WhenToRun) -> None:
     device = executor(run_at)
     wrong = replace(SHARED, deltas=deltas((0, 0, [2]), (0, 1, [31])))
     with pytest.raises(CanaryError, match="r2 in row 0 reads position 0, in page 0 of its table, which is not"):
@@ -289,7 +289,7 @@ def test_a_page_given_to_a_second_writer_is_found_when_the_first_reads_again() -
         run(device, EXTEND, writer, reader)
 
 
-def test_what_a_failed_batch_wrote_may_be_read_only_by_who_could_not_know() -> None:
+def test_what_a_failed_batch_wrote_may_be_read_only_by_requests_launched_before() -> None:
     device = executor("collection")
     device.model.fail_at = lambda batch: RuntimeError("no") if batch.count == 2 else None  # type: ignore[attr-defined]
     told = contexts_of(ARRIVALS)

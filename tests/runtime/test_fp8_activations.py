@@ -193,7 +193,7 @@ def test_a_static_checkpoint_without_its_scales_is_refused_where_they_are_wanted
 # ---------------------------------------------------------------------------------------------------------- who decides
 
 
-def test_what_checkpoints_say_of_their_activations() -> None:
+def test_what_checkpoints_report_of_their_activations() -> None:
     def said(settings: Any) -> str:
         problems: list[str] = []
         found = read_weight_format({"quantization_config": settings}, problems)
@@ -230,7 +230,7 @@ def test_the_rule(setting: Any, said: Any, tensor_cores: bool, rounds: bool) -> 
     assert rounds_rows(setting, said, tensor_cores) is rounds
 
 
-def test_a_gpu_without_fp8_widens_and_says_so(
+def test_a_gpu_without_fp8_widens_and_reports_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

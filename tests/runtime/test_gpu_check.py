@@ -178,7 +178,7 @@ def test_a_backend_that_cannot_run_here_is_skipped_and_one_that_errs_has_failed(
     assert [(check.name, check.ok) for check in one.checks] == [(case.name, False)]
 
 
-def test_targets_are_said_to_be_met_or_missed(tmp_path: Path) -> None:
+def test_targets_are_reported_to_be_met_or_missed(tmp_path: Path) -> None:
     decode = section("decode", tmp_path)
     decode.put("targets", {"64": {"ratio": 1.2, "by": "triton, graphs on", "target": 1.25, "met": True}})
     bubbles = section("bubbles", tmp_path)
@@ -293,7 +293,7 @@ def test_the_command_gathers_sections(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"no section magic; there are {', '.join(SECTIONS)}\n")
 
 
-def test_what_lacks_is_said_before_anything_runs(tmp_path: Path) -> None:
+def test_what_lacks_is_reported_before_anything_runs(tmp_path: Path) -> None:
     """In one message, with how to carry it; also where a package is there and cannot be loaded."""
     (tmp_path / "msgspec.py").write_text("raise ImportError('msgspec._core is of another Python')")
     (tmp_path / "tokenizers.py").write_text("import no_such_thing")
@@ -311,7 +311,7 @@ def test_what_lacks_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_packages_that_are_asked_for_are_those_that_are_imported() -> None:
+def test_the_packages_that_are_requested_are_those_that_are_imported() -> None:
     """All of the sections, in a Python of their own; what is installed beside them is not counted."""
     from benchmarks.gpu_check import needs
 

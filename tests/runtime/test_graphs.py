@@ -180,7 +180,7 @@ def test_a_page_table_that_grew_ends_the_graphs(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_capture_that_fails_says_what_to_do() -> None:
+def test_a_capture_that_fails_reports_what_to_do() -> None:
     class Full:
         """Has room for two."""
 
@@ -269,7 +269,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_llm_says_the_same_and_decides_the_same(folder: Path, tmp_path: Path) -> None:
+def test_an_llm_gives_the_same_and_decides_the_same(folder: Path, tmp_path: Path) -> None:
     """Sampled and greedy, with retractions, every KV slot verified; both runs replay."""
     prompts = [[3 + n, 17, 9, n] for n in range(9)]
     params = [Params(max_new_tokens=6 + n, temperature=n % 2 * 0.8, seed=n, ignore_eos=True) for n in range(9)]
@@ -375,7 +375,7 @@ def test_requests_are_answered_in_time_by_a_lane_that_runs_at_collection() -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_captured_decodes_say_the_same_on_a_gpu() -> None:
+def test_captured_decodes_report_the_same_on_a_gpu() -> None:
     """The demo model in float32 by Triton's kernels, every slot verified."""
 
     def run(mode: Any) -> tuple[list[list[int]], Any]:

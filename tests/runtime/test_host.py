@@ -153,7 +153,7 @@ def test_a_clock_that_fell_is_in_the_journal() -> None:
 
 
 @pytest.mark.parametrize("run_at", ["launch", "collection"])
-def test_a_cancel_in_flight_ends_the_stream_and_nobody_else_notices(run_at: Any) -> None:
+def test_a_cancel_in_flight_ends_the_stream_and_no_other_request_is_affected(run_at: Any) -> None:
     runtime = SmallRuntime(run_at=run_at, overlap_depth=2)
     leaving, staying = runtime.submit([1, 2, 3], 40), runtime.submit([4, 5, 6, 7, 8], 40)
     leaves_at = 5
@@ -226,7 +226,7 @@ def test_what_is_no_number_ends_its_request() -> None:
     assert broken in alone([2, 7, 1, 8], 3) or other.tokens == alone([2, 7, 1, 8], 3)
 
 
-def test_a_lost_device_ends_the_engine_and_tells_everybody() -> None:
+def test_a_lost_device_ends_the_engine_and_ends_all_requests() -> None:
     runtime = SmallRuntime(overlap_depth=2)
     runtime.model.fail_at = lambda batch: DeviceLost("the device is gone") if batch.longest > 6 else None
     answers = [runtime.submit([1, 2, 3], 20), runtime.submit([4, 5], 20)]
@@ -250,7 +250,7 @@ def test_a_journal_that_cannot_be_written_ends_the_engine_before_anything_is_sen
     assert "no space left" in answer.reason
 
 
-def test_ctrl_c_tells_everybody_and_is_passed_on() -> None:
+def test_ctrl_c_ends_all_requests_and_is_passed_on() -> None:
     runtime = SmallRuntime()
 
     def interrupt(batch: Any) -> None:
@@ -281,7 +281,7 @@ def test_a_thread_of_its_own_serves_others_until_it_is_drained_and_stopped() -> 
         runtime.submit([1], 1)
 
 
-def test_a_stop_leaves_nobody_waiting() -> None:
+def test_a_stop_leaves_no_request_waiting() -> None:
     runtime = SmallRuntime()
     answer, asked = runtime.submit([1, 2, 3], 50), runtime.host.ask(GetState())
     runtime.host.stop()
@@ -516,7 +516,7 @@ def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_sink_that_raises_loses_its_own_request_and_nobody_elses(depth: int, caplog: Any) -> None:
+def test_a_sink_that_raises_loses_its_own_request_and_no_others(depth: int, caplog: Any) -> None:
     runtime = SmallRuntime(overlap_depth=depth, max_running_requests=3)
     broken, other, deaf, refused = runtime.submit([1, 2, 3], 20), runtime.submit([1, 2, 4], 20), Answer(), Answer()
 
@@ -540,7 +540,7 @@ def test_a_sink_that_raises_loses_its_own_request_and_nobody_elses(depth: int, c
     assert "failed when it was rejected" in caplog.text
 
 
-def test_everybody_is_told_of_the_end_although_one_cannot_be() -> None:
+def test_all_requests_are_informed_of_the_end_although_one_cannot_be() -> None:
     runtime = SmallRuntime()
     first, second = Ends(Answer()), Answer()
 
@@ -613,7 +613,7 @@ def test_no_hidden_states_come_of_positions_behind_the_end(steps: int) -> None:
     assert sorted(answer.extras.hidden_states) == list(range(len(prompt) + len(expected) - 1))
 
 
-def test_an_engine_that_is_ended_from_outside_tells_everybody_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_ended_from_outside_ends_all_requests_once(caplog: pytest.LogCaptureFixture) -> None:
     """A watcher ends it in the midst of requests that come and go in the engine's own thread."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -379,7 +379,7 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     assert (host.weights.version, host.weights.source) == (4, "newer")
 
 
-def test_an_engine_whose_weights_nobody_knows_ends() -> None:
+def test_an_engine_whose_weights_are_unknown_ends() -> None:
     runtime = SmallRuntime(host_options={"hands": Doubles()})
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
     with pytest.raises(RuntimeError, match="nobody knows"):

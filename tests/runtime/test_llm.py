@@ -186,7 +186,7 @@ def test_a_stream_adds_up_to_the_answer(llm: LLM) -> None:
     assert whole.text
 
 
-def test_an_end_token_that_the_model_does_not_have_fails_nobody(
+def test_an_end_token_that_the_model_does_not_have_fails_no_request(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
@@ -245,7 +245,7 @@ def test_end_tokens_are_those_of_both_files(folder: Path, tmp_path: Path) -> Non
         LLM(tmp_path, random_weights_seed=3, **SMALL)
 
 
-def test_a_request_says_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_request_reports_which_tokens_may_be_drawn(trained: tuple[Path, Any], tmp_path: Path) -> None:
     """Over chunks and retractions, beside rows that say nothing of it."""
     path, model = trained
     allowed, prompts = list(range(40, 60)), [[9, 8, 7, 10 + n] * 6 for n in range(4)]
@@ -421,7 +421,7 @@ def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_p
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 2, "retract_every": 2}])
-def test_labels_are_as_likely_as_the_reference_says(trained: tuple[Path, Any], settings: dict[str, Any]) -> None:
+def test_labels_are_as_likely_as_the_reference_reports(trained: tuple[Path, Any], settings: dict[str, Any]) -> None:
     path, model = trained
     prompts = [[9, 8, 7, 6] * 8 + [10 + n] * (n + 1) for n in range(3)] + [[5]]
     labels: dict[str, Any] = {"of one token each": [[17], 30, 4], "some longer": [[17], [30, 31, 32], [4, 5]]}
@@ -445,7 +445,7 @@ def test_labels_are_as_likely_as_the_reference_says(trained: tuple[Path, Any], s
                 assert logprob == pytest.approx(sum(each), abs=3e-4)
 
 
-def test_labels_that_cannot_be_are_said_by_name(llm: LLM) -> None:
+def test_labels_that_cannot_be_are_reported_by_name(llm: LLM) -> None:
     (text,) = llm.score("the quick", [" dog", "s"])
     assert llm.text is not None
     ids = [llm.text.encode(label, special=False) for label in (" dog", "s")]
@@ -504,7 +504,7 @@ def test_logprobs_of_a_row_that_ends_before_the_last_step_of_a_launch(folder: Pa
     assert not both[1].logprobs
 
 
-def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_reported_by_name(llm: LLM, folder: Path, tmp_path: Path) -> None:
     too_long, wrong, fine = llm.generate(
         [[5] * 200, [5], [5, 6]], [Params(), Params(top_p=2.0), Params(max_new_tokens=1)]
     )
@@ -532,7 +532,7 @@ def test_what_cannot_be_is_said_by_name(llm: LLM, folder: Path, tmp_path: Path) 
         assert "need a tokenizer" in stops.error
 
 
-def test_an_engine_that_fails_tells_who_waits(folder: Path) -> None:
+def test_an_engine_that_fails_ends_the_waiting_requests(folder: Path) -> None:
     llm = LLM(folder, random_weights_seed=3, **SMALL)
 
     def fail(*_: Any) -> None:
@@ -735,7 +735,7 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
     assert spoiled == [True]
 
 
-def test_text_is_written_by_who_waits_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_written_by_the_waiting_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the engine's thread, where every other request would wait as well."""
     threads = set()
     stream = Text.stream
@@ -832,7 +832,7 @@ def test_one_prompt_is_answered_as_text(folder: Path, tmp_path: Path) -> None:
     assert replay(tmp_path / "run").batches == 8
 
 
-def test_an_answer_that_failed_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_failed_reports_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that raises is no empty answer with exit status 0."""
 
     def fail(self: Any, *_: Any) -> Any:
@@ -859,7 +859,7 @@ def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Pat
     assert str(result.exception) == f"`journal`: {tmp_path} already holds a journal\nhint: choose another run folder"
 
 
-def test_a_journal_that_cannot_be_written_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_a_journal_that_cannot_be_written_is_reported_in_one_line(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run(folder, "--prompt", "the dog", "--journal", str(tmp_path / "file"))
     assert result.return_value == 1
@@ -882,7 +882,7 @@ def test_the_input_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch
     assert "is a folder" in str(a_folder)
 
 
-def test_the_log_says_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
+def test_the_log_reports_what_runs_unless_it_shall_be_quiet(folder: Path) -> None:
     one = ("--prompt", "the dog", "--max-new-tokens", "1", "--warm-up", "--set", "chunked_prefill_size=16")
     assert run(folder, *one).stderr == "", "a text on a terminal"
     assert "warm-up: " in run(folder, *one, *one).stderr

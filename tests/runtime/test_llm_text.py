@@ -45,7 +45,7 @@ def test_a_conversation_is_written_as_transformers_writes_it(folder: Path) -> No
     assert Text(folder).chat(messages) == said
 
 
-def test_a_template_may_mark_what_the_model_says(folder: Path, tmp_path: Path) -> None:
+def test_a_template_may_mark_what_the_model_reports(folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the reference implementation is not installed")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())

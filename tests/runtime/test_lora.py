@@ -75,7 +75,7 @@ def expected(adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return said
 
 
-def test_adapters_say_what_merged_models_say_alone_and_in_one_batch(
+def test_adapters_report_what_merged_models_report_alone_and_in_one_batch(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], tmp_path: Path
 ) -> None:
     with LLM(adapters=adapters, journal=tmp_path, max_loras=4, chunked_prefill_size=16, debug=True, **CPU) as llm:
@@ -92,7 +92,7 @@ def test_adapters_say_what_merged_models_say_alone_and_in_one_batch(
     assert replay(tmp_path).steps
 
 
-def test_sixteen_adapters_in_four_slots_answer_like_merged_models_and_nobody_starves(tmp_path: Path) -> None:
+def test_sixteen_adapters_in_four_slots_answer_like_merged_models_and_no_request_starves(tmp_path: Path) -> None:
     folders = {f"a{n:02}": write_adapter(tmp_path / f"a{n:02}", n, rank=1 + n % 6) for n in range(16)}
     asked = [(f"a{(7 * n) % 16:02}", PROMPTS[n % 4]) for n in range(200)]
     passed_at_most = 24
@@ -160,7 +160,7 @@ def test_adapters_come_and_go_while_others_stream(
             llm.unload_adapter("few")
 
 
-def test_a_load_holds_up_nobody_but_who_waits_for_it(
+def test_a_load_holds_up_only_requests_that_wait_for_it(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
@@ -227,7 +227,7 @@ def test_slots_weigh_what_the_simulator_takes_off_the_pages() -> None:
     assert launches == LoraCost(priced, load_gpu("h200"), alone, spec).kernels
 
 
-def test_a_newer_version_is_for_those_who_come_later(
+def test_a_newer_version_is_for_later_requests(
     adapters: dict[str, Path], expected: dict[str, list[RequestOutput]]
 ) -> None:
     with LLM(adapters={"tone": adapters["all"]}, max_loras=3, **CPU) as llm:

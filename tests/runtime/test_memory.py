@@ -44,7 +44,7 @@ def test_a_pool_too_small_for_one_request_is_refused_with_the_numbers() -> None:
         fitted(USE, 16_000 * MIB, 0.9, 2 * MIB, 1, "cuda:0")
 
 
-def test_pages_that_were_asked_for_are_accounted_for() -> None:
+def test_pages_that_were_requested_are_accounted_for() -> None:
     budget = as_asked(USE, 100_000 * MIB, 2 * MIB, 1_023, "cuda:0")
     assert budget.pages == 1_023
     assert "KV pages             2,048 MiB" in budget.table()
@@ -84,7 +84,7 @@ def test_so_is_whatever_else_speaks_of_memory(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("shape", [(10**14,), (10**9, 10**9, 10**9)])
-def test_what_torch_says_on_a_cpu_is_known(shape: tuple[int, ...]) -> None:
+def test_what_torch_reports_on_a_cpu_is_known(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="there is no room for it"), explained("it", CPU, "less"):
         torch.zeros(shape)
 

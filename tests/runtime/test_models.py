@@ -241,7 +241,7 @@ def test_a_model_in_bfloat16_gives_float32_logits() -> None:
     assert (logits - close).abs().max() <= 0.05 * close.abs().max()
 
 
-def test_everything_wrong_with_a_config_is_said_at_once() -> None:
+def test_everything_wrong_with_a_config_is_reported_at_once() -> None:
     config = SMALL | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "hidden_act": "gelu",

@@ -68,7 +68,7 @@ def served(off: float, *, looks_us: int | None, hours: int = 3) -> list[tuple[in
 
 
 @pytest.mark.parametrize("off", [50e-6, -50e-6])
-def test_times_do_not_drift_though_nobody_ever_waits(off: float) -> None:
+def test_times_do_not_drift_though_there_is_no_wait(off: float) -> None:
     for begun_us, ended_us, started_us, finished_us in served(off, looks_us=200):
         assert ended_us - 200 <= finished_us <= ended_us + 300
         assert abs((finished_us - started_us) - (ended_us - begun_us)) <= 3
@@ -87,7 +87,7 @@ def test_a_clock_that_is_right_is_believed() -> None:
     )
 
 
-def test_a_device_that_is_lost_says_so_when_it_is_looked_at() -> None:
+def test_a_device_that_is_lost_reports_it_when_it_is_looked_at() -> None:
     class Broken(Event):
         def query(self) -> bool:
             raise RuntimeError("CUDA error: unspecified launch failure\nmore of it")

@@ -42,7 +42,7 @@ def batches(path: Path) -> list[str]:
     return [span["name"].partition(" b")[0] for span in sorted(spans, key=lambda span: span["ts"])]
 
 
-def test_a_profile_records_the_launches_that_were_asked_for(llm: LLM, tmp_path: Path) -> None:
+def test_a_profile_records_the_launches_that_were_requested(llm: LLM, tmp_path: Path) -> None:
     llm.start_profile(tmp_path, start_step=1, steps=2, record_shapes=True, with_stack=True)
     llm.generate([[5, 6, 7]], FOUR)
     (path,) = llm.stop_profile()
@@ -83,7 +83,7 @@ def test_a_profile_by_stage_that_is_over_makes_room_for_the_next(llm: LLM, tmp_p
     assert len(list((tmp_path / "a").iterdir())) == 2
 
 
-def test_what_cannot_be_recorded_is_said_by_name(llm: LLM, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_reported_by_name(llm: LLM, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"start_step": -1}, "`start_step` must be at least 0, got `-1`"),
         ({"steps": 0}, "`steps` must be at least 1, got `0`"),
@@ -126,7 +126,7 @@ def test_a_host_without_a_profiler_answers_and_goes_on(caplog: pytest.LogCapture
     assert caplog.text.count("started without a profiler") == 2
 
 
-def test_the_command_says_where_traces_are_and_how_long_the_device_waited(tmp_path: Path) -> None:
+def test_the_command_reports_where_traces_are_and_how_long_the_device_waited(tmp_path: Path) -> None:
     common = ["--set", "pages=64", "--max-new-tokens", "5", "--ignore-eos", "--prompt", "def", "--prompt", "import"]
     profile = ["--profile", str(tmp_path), "--profile-steps", "2", "--profile-by-stage"]
     result = CliRunner().invoke(generate, [*common, *profile], standalone_mode=False)

@@ -116,7 +116,7 @@ def test_modules_that_are_kept(kind: str, dense: Path, tmp_path: Path) -> None:
     assert isinstance(layers[1].mlp.down.weight, torch.nn.Parameter)
 
 
-def test_an_older_folder_of_modelopt_says_it_in_a_file_of_its_own(dense: Path, tmp_path: Path) -> None:
+def test_an_older_folder_of_modelopt_reports_it_in_a_file_of_its_own(dense: Path, tmp_path: Path) -> None:
     write(dense, "modelopt", tmp_path / "stored", widened=tmp_path / "widened", kept=("layers.1.mlp.down_proj",))
     config = json.loads((tmp_path / "stored" / "config.json").read_text())
     del config["quantization_config"]

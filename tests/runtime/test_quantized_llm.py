@@ -44,7 +44,7 @@ def said(model: Path, prompts: list[str] = PROMPTS, params: Params = GREEDY, **m
 
 
 @pytest.mark.parametrize("kind", ["fp8", "awq", "gptq"])
-def test_32_requests_say_what_the_widened_model_says(kind: str, folders: Folders, tmp_path: Path) -> None:
+def test_32_requests_answer_as_the_widened_model(kind: str, folders: Folders, tmp_path: Path) -> None:
     stored, widened = folders[kind]
     expected = said(widened)
     assert len({tuple(one) for one in expected}) > 16
@@ -53,7 +53,7 @@ def test_32_requests_say_what_the_widened_model_says(kind: str, folders: Folders
     assert "kv_cache_dtype" not in read_journal(tmp_path / "run").header.host
 
 
-def test_two_ranks_say_what_one_says(folders: Folders) -> None:
+def test_two_ranks_give_what_one_gives(folders: Folders) -> None:
     stored, widened = folders["awq"]
     assert said(stored, PROMPTS[:4], tensor_parallel=2) == said(widened, PROMPTS[:4])
 

@@ -32,6 +32,7 @@ from lockstep.sim.cost import BatchShape, CpuModel, Duration  # noqa: E402
 from lockstep.sim.host.arrivals import Arrivals  # noqa: E402
 from lockstep.sim.host.device import EOS_TOKEN_ID  # noqa: E402
 from lockstep.sim.host.engine_host import EngineHost  # noqa: E402
+from lockstep.sim.host.host_options import HostOptions  # noqa: E402
 from lockstep.sim.workload.generate import generate, parse_spec  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -88,7 +89,7 @@ def simulated(folder: Path, spec: str = CHAT, **settings: Any) -> SchedConfig:
         turns = generate(parse_spec(spec), seed=4)
         arrivals = Arrivals(turns)
         host = EngineHost(
-            env, Engine(config), arrivals, SomeTime(), CpuModel(), journal, Unmeasured(), max_new_tokens=16
+            env, Engine(config), arrivals, SomeTime(), CpuModel(), journal, Unmeasured(), HostOptions(max_new_tokens=16)
         )
         env.process(host.run())
         env.run()
@@ -134,7 +135,7 @@ def test_plans_of_a_simulator_answer_every_request_as_if_it_were_alone(name: str
     assert sum(len(answer.tokens) for answer in answers) > 100
 
 
-def test_the_executor_is_told_what_it_was_told_when_the_journal_was_written(tmp_path: Path) -> None:
+def test_the_executor_is_reported_what_it_was_told_when_the_journal_was_written(tmp_path: Path) -> None:
     """Samples, turns of a session, prompts that were cut, end tokens that are banned at first, output that was kept."""
     config = small_config(truncate_input="left", max_input_tokens=20, eos_token_ids=(5,), retract_every=4)
     with JournalWriter.create(tmp_path, JournalHeader(config=config, host={"kind": "runtime"})) as journal:

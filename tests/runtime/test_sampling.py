@@ -417,7 +417,7 @@ def test_the_ban_gives_way_where_nothing_else_is_allowed() -> None:
 # ------------------------------------------------------------------------------------------------------ extreme logits
 
 
-def test_a_nan_is_told_and_touches_no_other_row() -> None:
+def test_a_nan_is_reported_and_touches_no_other_row() -> None:
     table = SamplingTable(4, VOCAB, "cpu")
     for row in range(4):
         table.take_row(row, SamplingParams(temperature=row % 2, top_k=5 * (row % 2), top_p=0.9, top_logprobs=2))
@@ -489,7 +489,7 @@ def log_softmax(logits: Any) -> Any:
     return logits - np.log(np.sum(np.exp(logits - logits.max()))) - logits.max()
 
 
-def test_logprobs_are_the_models_own_and_come_to_who_asked() -> None:
+def test_logprobs_are_the_models_own_and_reach_the_requesting_rows() -> None:
     table = SamplingTable(4, VOCAB, "cpu")
     table.take_row(
         0, SamplingParams(temperature=0.4, top_k=2, logit_bias=((3, 9.0),), presence_penalty=1), logprobs=True
@@ -561,7 +561,7 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
     assert len(table.columns.seen) <= 4, "slots that were given back are used again"
 
 
-def test_slots_are_told_apart_however_many_there_are() -> None:
+def test_slots_are_distinguished_however_many_there_are() -> None:
     """Rows with edits and penalties of their own, taken over time, so that every table has to grow."""
     table = SamplingTable(20, VOCAB, "cpu")
     logits = torch.zeros(VOCAB)
@@ -675,7 +675,7 @@ class OnlyOdd:
         return logits.masked_fill(self.even, -INF)
 
 
-def test_processors_are_found_by_name_and_reach_only_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_are_found_by_name_and_reach_only_requesting_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("only-odd", "tests_processors:OnlyOdd", registry.GROUP)
     broken = EntryPoint("broken", "json:no_such_name", registry.GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry, broken])

@@ -322,7 +322,7 @@ def worker_of(llm: LLM) -> int:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_two_ranks_say_what_one_says(engines: Engines, name: str) -> None:
+def test_two_ranks_give_what_one_gives(engines: Engines, name: str) -> None:
     with LLM(**engines.options(name)) as single:
         expected, pages = answered(single), single.config.pages
     llm = engines(name)
@@ -416,7 +416,7 @@ def test_a_killed_worker_ends_the_command_with_one_sentence(shells: list[subproc
     assert re.search(r" with (batch \d+ in flight|batches \d+ to \d+ in flight|nothing to do)\n$", said.decode())
 
 
-def test_who_waits_is_told_although_rank_0_is_held(shells: list[subprocess.Popen[bytes]]) -> None:
+def test_waiting_requests_are_informed_although_rank_0_is_held(shells: list[subprocess.Popen[bytes]]) -> None:
     out, said = shells[2].communicate(b"", timeout=300)
     assert out.startswith(b"the engine failed: rank 1 (process ")
     assert b" was ended by SIGKILL" in out
@@ -452,7 +452,7 @@ def test_a_lost_device_ends_the_command_with_one_sentence(
     assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
 
 
-def test_a_worker_that_cannot_begin_says_why(engines: Engines, experts: Path) -> None:
+def test_a_worker_that_cannot_begin_reports_why(engines: Engines, experts: Path) -> None:
     """Rank 0 is fine, so that what is said must come from the worker."""
     with pytest.raises(
         RankLost, match=r"rank 1 \(process \d+\) failed while loading the model: OSError: planted"
@@ -646,7 +646,7 @@ class Counting(Alternating):
         return following if token % 3 == 0 and token + 2 < VOCABULARY and all(n % 10 for n in following) else []
 
 
-def test_workers_are_told_what_is_forced() -> None:
+def test_workers_are_given_what_is_forced() -> None:
     runtime = SmallRuntime(
         jump_forward_tokens=4,
         overlap_depth=0,

@@ -82,7 +82,7 @@ def test_it_leaves_nothing_behind(seen: dict[str, list[Any]], tmp_path: Path) ->
     assert after.batches == replay(tmp_path).batches == launched
 
 
-def test_nothing_runs_first_on_the_cpu_unless_it_is_asked_for(seen: dict[str, list[Any]]) -> None:
+def test_nothing_runs_first_on_the_cpu_unless_it_is_requested(seen: dict[str, list[Any]]) -> None:
     with LLM(**SETTINGS):
         pass
     assert seen["plans"] == []

@@ -93,7 +93,7 @@ def test_batches_that_come_back_in_time_may_go_on_for_longer_than_one_may_take(
     assert not reports
 
 
-def test_an_llm_whose_device_hangs_says_so_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_llm_whose_device_hangs_reports_it_and_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm_module, "GRACE_S", 0.2)
     left: list[str] = []
     monkeypatch.setattr(llm_module, "end_hard_at_exit", left.append)

@@ -54,7 +54,7 @@ def test_the_model_is_off_where_requests_differ() -> None:
     assert predicted_length(seen, fitted_rates(seen)) == seen.accepted_length == 2.5
 
 
-def test_the_command_says_it_to_people_and_machines(tmp_path: Path) -> None:
+def test_the_command_reports_it_to_people_and_machines(tmp_path: Path) -> None:
     settings = {"speculative_method": "ngram", "num_speculative_tokens": 2}
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, seed=6, settings=settings)
     simulate(assemble(scenario, environ={}), folder=tmp_path)

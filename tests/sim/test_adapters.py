@@ -301,8 +301,8 @@ class Expecting:
 
 
 def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
-    cost, witness = Noting(setup.cost), Expecting()
-    return simulate(replace(setup, cost=cost), witness=witness), cost, witness
+    cost, observer = Noting(setup.cost), Expecting()
+    return simulate(replace(setup, cost=cost), observer=observer), cost, observer
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -314,26 +314,26 @@ def noted(setup: Setup) -> tuple[Run, Noting, Expecting]:
         {"speculative_method": "ngram", "num_speculative_tokens": 2},
     ],
 )
-def test_passes_cost_by_who_is_in_them(seed: int, settings: dict[str, Any]) -> None:
+def test_passes_cost_by_the_rows_in_them(seed: int, settings: dict[str, Any]) -> None:
     share = random.Random(seed).choice(["", "0.5x", "0.9x"])
     setup = assemble(asked(f"{share}5", seed=seed, settings=settings), {})
-    _, cost, witness = noted(setup)
+    _, cost, observer = noted(setup)
     launches = [(shape.adapter_tokens, shape.adapters) for shape in cost.asked]
     if "speculative_method" in settings:  # a drafter asks for itself as well
-        launches = [pair for pair in launches if pair in set(witness.expected)]
-    assert Counter(launches) >= Counter(witness.expected)
+        launches = [pair for pair in launches if pair in set(observer.expected)]
+    assert Counter(launches) >= Counter(observer.expected)
     assert max(adapters for _, adapters in launches) <= 3
-    assert witness.registered == sorted(set(witness.arrived.values()) - {""})
+    assert observer.registered == sorted(set(observer.arrived.values()) - {""})
 
 
 def test_loads_go_one_after_the_other_beside_what_runs() -> None:
     setup = assemble(asked("6", workload="gen:n=40,rate=400,input=fixed:20,output=fixed:60"), {})
-    run, _, witness = noted(setup)
+    run, _, observer = noted(setup)
     load_us = setup.slot_bytes / (H200.datasheet["pcie_gbs"].value * 0.85e3)
-    assert len(witness.loads) == len(witness.loaded) == run.data.summary["adapters"]["loads"] >= 6
-    assert [name for _, name in witness.loads] == [name for _, name in witness.loaded]
-    ends = [time_us for time_us, _ in witness.loaded]
-    for (began_us, _), (end_us, _) in zip(witness.loads, witness.loaded, strict=True):
+    assert len(observer.loads) == len(observer.loaded) == run.data.summary["adapters"]["loads"] >= 6
+    assert [name for _, name in observer.loads] == [name for _, name in observer.loaded]
+    ends = [time_us for time_us, _ in observer.loaded]
+    for (began_us, _), (end_us, _) in zip(observer.loads, observer.loaded, strict=True):
         assert end_us - began_us >= int(load_us)
     assert all(later - earlier >= int(load_us) - 1 for earlier, later in pairwise(ends))
     told = run.data.summary["adapters"]
@@ -352,7 +352,7 @@ def test_as_many_slots_as_adapters_load_each_once() -> None:
     assert tight["adapters"]["requests_waited"] > told["requests_waited"]
 
 
-def test_without_adapters_nothing_is_said_of_them(tmp_path: Path) -> None:
+def test_without_adapters_nothing_is_reported_of_them(tmp_path: Path) -> None:
     plain = ran(None)
     assert "adapters" not in plain.metrics()
     assert "adapters" not in plain.about()
@@ -401,7 +401,7 @@ def test_a_closed_loop_a_cluster_and_engines_by_role_have_adapters_too() -> None
     assert told["loads"] >= 12  # each engine for itself
 
 
-def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
+def test_a_plan_prices_adapters_and_reports_how_they_are_served() -> None:
     words = "--model qwen3-8b --gpus h200 --slo ttft_p99=2s --rate 4 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--adapters", "5", "--max-lora-rank", "32"]
     done = CliRunner().invoke(plan, words)
@@ -409,9 +409,10 @@ def test_a_plan_prices_adapters_and_says_how_they_are_served() -> None:
     assert "--lora NAME=ADAPTER_FOLDER --max-lora-rank 32" in done.output
     assert "the time of what adapters add to products" in done.output
     assert "--adapters 5" in done.output
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1)
-    assert b"lora" not in msgspec.json.encode(one)
-    assert msgspec.structs.replace(one, adapters="5", max_lora_rank=8).scenario().base.max_lora_rank == 8
+    base = Scenario(model="m", gpu="g", workload="w", rate=1.0, limit=1, seed=1)
+    assert not any("lora" in name for name in Trial(base=base, replicas=1).record())
+    several = Trial(base=replace(base, adapters="5", max_lora_rank=8), replicas=1)
+    assert several.scenario().base.max_lora_rank == several.record()["max_lora_rank"] == 8
 
 
 def test_the_command_runs_it_again() -> None:

@@ -122,7 +122,7 @@ def test_gpu_aliases_ignore_case(alias: str, name: str) -> None:
     assert load_gpu(alias).name == name
 
 
-def test_unknown_names_say_what_is_known_and_what_is_close() -> None:
+def test_unknown_names_report_what_is_known_and_what_is_close() -> None:
     with pytest.raises(CatalogueError, match=r"known: .*qwen3-8b") as caught:
         load_model("qwen3-9b")
     assert "did you mean `qwen3-8b`" in str(caught.value) or "did you mean `qwen3-4b`" in str(caught.value)

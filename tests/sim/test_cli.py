@@ -24,7 +24,8 @@ from lockstep.core.journal.records import EndRecord
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli import demo as demo_module
 from lockstep.sim.cli.demo import answer, demo
-from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, simulate
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
 
 BASE = ["--model", "qwen3-0.6b", "--gpu", "h200"]
 SMALL = [*BASE, "--workload", "gen:n=20,rate=50,input=fixed:64,output=fixed:8"]
@@ -271,7 +272,7 @@ def test_a_malformed_environment_variable_is_refused(variable: str, value: str) 
     )
 
 
-def test_an_override_by_the_environment_is_said_and_bounded() -> None:
+def test_an_override_by_the_environment_is_reported_and_bounded() -> None:
     assert "LOCKSTEP_OVERLAP must be 0, 1 or 2, got `3`" in refused(*SMALL, env={"LOCKSTEP_OVERLAP": "3"})
     assert "overlap_depth is 2, as the environment says" in run(*SMALL, env={"LOCKSTEP_OVERLAP": "2"}).stderr
 
@@ -281,7 +282,7 @@ def test_a_seed_that_no_journal_can_hold_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_beyond_model_and_gpu_are_said() -> None:
+def test_settings_beyond_model_and_gpu_are_reported() -> None:
     shown = run(*SMALL, "--pages", "100000000", "--context-tokens-max", "1000000").stdout
     assert "KV pages do not fit this GPU" in shown
     assert "beyond the model's" in shown
@@ -427,7 +428,7 @@ def test_the_answer_stops_at_the_first_rate_that_fails() -> None:
         ((0.8, 1.2), {(24, 1.2): True, (32, 0.8): True, (36, 0.8): False}, "; 90 % interval 24 to 32 req/s"),
     ],
 )
-def test_the_demo_says_between_what_its_answer_lies(
+def test_the_demo_reports_between_what_its_answer_lies(
     monkeypatch: pytest.MonkeyPatch,
     factors: tuple[float, float],
     met_at_ends: dict[tuple[int, float], bool],

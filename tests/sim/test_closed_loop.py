@@ -61,7 +61,7 @@ def played(loop: ConcurrentSessions, service_us: int, *, breaks_off: int = 0) ->
 
 @pytest.mark.parametrize("breaks_off", [0, 3])
 @pytest.mark.parametrize("spec", [CHAT, SINGLE])
-def test_as_many_sessions_are_in_progress_as_were_asked_for(spec: str, breaks_off: int) -> None:
+def test_as_many_sessions_are_in_progress_as_were_requested(spec: str, breaks_off: int) -> None:
     arrivals, in_progress = played(ConcurrentSessions(turns_of(spec), 12, 400, 3), 50_000, breaks_off=breaks_off)
     assert len(arrivals) == 400
     assert [event.request_id for event in arrivals] == list(range(400))

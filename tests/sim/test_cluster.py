@@ -22,7 +22,6 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines
@@ -36,6 +35,7 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))
@@ -203,7 +203,7 @@ def test_a_hop_delays_the_first_token_by_two_and_each_gap_by_nothing() -> None:
     assert far.tpot_us[0] == near.tpot_us[0]
 
 
-def test_a_stronger_engine_gets_more_unless_told_otherwise() -> None:
+def test_a_stronger_engine_gets_more_unless_set_otherwise() -> None:
     groups = (EngineGroup(count=1, gpu="h100"), EngineGroup(count=1, gpu="h100", tp=4))
     scenario = replace(BASE, gpu="")
     setup = assemble_cluster(ClusterScenario(base=scenario, engines=groups))
@@ -318,7 +318,7 @@ def test_the_spec_of_engines_reads_back() -> None:
         ("2xh100:page_size=big", "`page_size` cannot be `big`"),
     ],
 )
-def test_a_spec_that_cannot_be_read_says_where(text: str, message: str) -> None:
+def test_a_spec_that_cannot_be_read_reports_where(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_engines(text, parse_setting)
 
@@ -373,7 +373,7 @@ def test_a_report_of_very_many_engines_shows_the_fullest_and_the_emptiest(tmp_pa
     assert "Of 40 engines, 16 are shown" in page
 
 
-def test_commands_say_numbers_that_options_take() -> None:
+def test_commands_report_numbers_that_options_take() -> None:
     router = RouterConfig(policy="session_sticky", sessions_max=1_000_000, load_bound=1.2345678)
     groups = (EngineGroup(count=2, gpu="h100", weight=1.2345678),)
     words = ClusterScenario(base=replace(BASE, gpu=""), engines=groups, router=router).command().split()

@@ -149,7 +149,7 @@ def test_a_replica_that_comes_back_has_an_empty_cache_and_replays(tmp_path: Path
 # ------------------------------------------------------------------------------------------------------- reports, waits
 
 
-def test_reports_say_what_engines_had_when_they_were_made(tmp_path: Path) -> None:
+def test_reports_report_what_engines_had_when_they_were_made(tmp_path: Path) -> None:
     router = RouterConfig(policy="total_requests")
     run(replicas=3, folder=tmp_path, router=router, report_interval_us=40_000, report_delay_us=90_000)
     reports = facts(tmp_path, "LoadReported")
@@ -177,7 +177,7 @@ def test_reports_say_what_engines_had_when_they_were_made(tmp_path: Path) -> Non
     assert exact > 0.9 * len(reports)
 
 
-def test_who_waits_at_the_router_waits_for_its_first_token_and_shares_are_kept() -> None:
+def test_a_waiting_request_at_the_router_waits_for_its_first_token_and_shares_are_kept() -> None:
     lengths = "input=fixed:400,output=fixed:40"
     mixed = mix_of((f"flood=gen:n=90,{lengths}@2000", f"calm=gen:n=8,{lengths}@10"))
     fair = run(replace(BASE, workload=mixed, slos=()), replicas=2, dispatch=parse_admission("open=6"))
@@ -239,7 +239,7 @@ def test_specs_read_back() -> None:
         (parse_admission, "open=2,open=3", "`admission` has `open=3` twice"),
     ],
 )
-def test_a_spec_that_cannot_be_read_says_where(parse: Any, text: str, message: str) -> None:
+def test_a_spec_that_cannot_be_read_reports_where(parse: Any, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(text)
 
@@ -277,7 +277,7 @@ def test_options_that_do_nothing_here_are_refused() -> None:
             assemble_cluster(ClusterScenario(base=BASE, **cluster))
 
 
-def test_the_command_line_says_what_replicas_cost_and_its_command_repeats_it(tmp_path: Path) -> None:
+def test_the_command_line_reports_what_replicas_cost_and_its_command_repeats_it(tmp_path: Path) -> None:
     from lockstep.sim.cli.simulate import simulate as command
 
     arguments = [

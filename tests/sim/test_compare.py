@@ -192,7 +192,7 @@ def test_requests_without_labels_are_matched_by_id_and_only_if_their_prompts_are
     assert (pairs.matched_by, pairs.matched) == ("request_id", 39)
 
 
-def test_the_csv_says_the_same_as_the_parquet(folder: Path, tmp_path: Path) -> None:
+def test_the_csv_gives_the_same_as_the_parquet(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "narrow", tmp_path / "narrow")
     (tmp_path / "narrow" / "requests.parquet").unlink()
     from_csv, from_parquet = read_run(tmp_path / "narrow").requests, read_run(folder / "narrow").requests
@@ -202,7 +202,7 @@ def test_the_csv_says_the_same_as_the_parquet(folder: Path, tmp_path: Path) -> N
         np.testing.assert_array_equal(from_csv[name], column)
 
 
-def test_intervals_stand_side_by_side_and_it_is_said_whether_they_overlap(folder: Path) -> None:
+def test_intervals_stand_side_by_side_and_it_is_reported_whether_they_overlap(folder: Path) -> None:
     comparison = found(folder, "base", "narrow")
     row = next(row for row in comparison.intervals if row.name == "ttft_us_p99")
     first, other = row.intervals
@@ -234,7 +234,7 @@ def test_a_verdict_is_not_sure_if_the_limit_lies_within_the_interval(folder: Pat
     assert "not sure: " not in lines(folder, "base", "narrow")
 
 
-def test_runs_without_intervals_say_so(folder: Path) -> None:
+def test_runs_without_intervals_report_so(folder: Path) -> None:
     (folder / "loose2").exists() or shutil.copytree(folder / "loose", folder / "loose2")
     assert "unknown" in found(folder, "loose", "loose2").intervals_note
 
@@ -252,7 +252,7 @@ def test_runs_without_intervals_say_so(folder: Path) -> None:
         (("base", "refusing"), ("not equally many requests were completed",)),
     ],
 )
-def test_what_is_not_fair_is_said(folder: Path, names: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_what_is_not_fair_is_reported(folder: Path, names: tuple[str, ...], words: tuple[str, ...]) -> None:
     warnings = "\n".join(found(folder, *names).warnings)
     for word in words:
         assert word in warnings
@@ -268,7 +268,7 @@ def test_what_is_not_fair_is_said(folder: Path, names: tuple[str, ...], words: t
         (("interrupted",), True, "base-edited was interrupted"),
     ],
 )
-def test_other_hardware_limits_and_interruptions_are_said(
+def test_other_hardware_limits_and_interruptions_are_reported(
     folder: Path, path: tuple[str, ...], value: object, words: str
 ) -> None:
     def edit(metrics: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def test_other_hardware_limits_and_interruptions_are_said(
     assert words in "\n".join(found(folder, "base", "base-edited").warnings)
 
 
-def test_another_workload_is_not_paired_and_a_run_without_requests_says_why(folder: Path) -> None:
+def test_another_workload_is_not_paired_and_a_run_without_requests_reports_why(folder: Path) -> None:
     assert found(folder, "base", "sessions").pairs == (None,)
     comparison = found(folder, "base", "loose")
     assert comparison.pairs == (None,)
@@ -310,14 +310,14 @@ def test_another_workload_is_not_paired_and_a_run_without_requests_says_why(fold
         (5.0, None, "us", "lower", "nothing measured here", "unknown"),
     ],
 )  # fmt: skip
-def test_changes_are_said_in_words(
+def test_changes_are_reported_in_words(
     first: float | None, other: float | None, kind: Any, better: str, words: str, verdict: str
 ) -> None:
     moved = change(first, other, kind, better)
     assert (moved.words, moved.verdict) == (words, verdict)
 
 
-def test_settings_are_said_as_on_a_command_line() -> None:
+def test_settings_are_reported_as_on_a_command_line() -> None:
     values: tuple[object, ...] = (None, "", [], True, [7, 8], 0, "fcfs")
     assert [setting(value) for value in values] == ["none", "none", "none", "true", "7,8", "0", "fcfs"]
 
@@ -329,7 +329,7 @@ def test_ranges_name_their_unit_once() -> None:
 
 
 @pytest.mark.parametrize("names", [("base", "narrow"), ("base", "refusing"), tuple(RUNS)])
-def test_text_is_at_most_100_columns_wide_and_says_no_nan(folder: Path, names: tuple[str, ...]) -> None:
+def test_text_is_at_most_100_columns_wide_and_reports_no_nan(folder: Path, names: tuple[str, ...]) -> None:
     text = lines(folder, *names)
     assert all(len(line) <= COLUMNS for line in text.splitlines())
     assert not re.search(r"\b(nan|inf|None)\b", text)
@@ -345,7 +345,7 @@ def test_headline_of_two_runs_has_both_values_and_the_change(folder: Path) -> No
     assert "x higher" in said
 
 
-def test_headline_of_many_runs_counts_who_meets_the_slos(folder: Path) -> None:
+def test_headline_of_many_runs_counts_runs_that_meet_the_slos(folder: Path) -> None:
     assert "1 of 3 runs meet their SLOs (base)" in headline(found(folder, "base", "narrow", "refusing"))
 
 
@@ -456,7 +456,7 @@ def test_files_are_written_once_and_hold_what_was_found(folder: Path, tmp_path: 
     assert (tmp_path / "c.html").read_bytes() == before
 
 
-def test_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "narrow", tmp_path / "base")
     names = [each.name for each in read_runs([folder / "base", tmp_path / "base"])]
     assert len(set(names)) == 2
@@ -466,7 +466,7 @@ def test_runs_of_one_name_are_told_apart(folder: Path, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- the page
 
 
-def test_page_says_it_all_loads_nothing_and_keeps_words_words(folder: Path) -> None:
+def test_page_reports_it_all_loads_nothing_and_keeps_words_words(folder: Path) -> None:
     def edit(metrics: dict[str, Any]) -> None:
         metrics["about"]["command"] = EVIL
         metrics["about"]["scheduler"]["schedule_policy"] = EVIL

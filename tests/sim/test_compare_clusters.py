@@ -64,7 +64,7 @@ def test_a_cluster_of_one_is_compared_with_the_engine_alone_and_is_the_same(fold
     assert "engine  " not in lines(folder, "alone", "cluster-of-one")
 
 
-def test_two_routers_are_told_apart_and_their_engines_stand_side_by_side(folder: Path) -> None:
+def test_two_routers_are_distinguished_and_their_engines_stand_side_by_side(folder: Path) -> None:
     comparison = found(folder, "in-turn", "by-prefix")
     assert settings(comparison) == {
         "router": ("round_robin", "prefix_affinity"),  # and no settings of prefix_affinity: the other has none
@@ -102,7 +102,7 @@ def test_balance_follows_from_the_engines(folder: Path) -> None:
     assert figure.values == (1.0, metrics["balance"]["requests_imbalance"])
 
 
-def test_engines_of_several_kinds_say_whose_setting_it_is(folder: Path) -> None:
+def test_engines_of_several_kinds_report_whose_setting_it_is(folder: Path) -> None:
     comparison = found(folder, "in-turn", "two-kinds")
     differing = settings(comparison)
     assert differing["gpu"] == ("H100-SXM", "engines 0 to 1: H100-SXM, engine 2: H200-SXM")

@@ -257,7 +257,7 @@ def test_models_that_were_not_seen_have_residuals_of_their_own() -> None:
     assert len(found.doubts("qwen3-32b", "H100-SXM", overlap_depth=1)) == 2
 
 
-def test_nothing_is_said_of_intervals_where_there_are_none() -> None:
+def test_nothing_is_reported_of_intervals_where_there_are_none() -> None:
     found, split = calibration(cpu="included"), Parallelism(tp=2, ep=2)
     said = [found.doubts("qwen3-32b", "H100-SXM", 0, split, has_intervals=both) for both in (True, False)]
     assert [len(lines) for lines in said] == [4, 4]  # what a correction does not cover is said all the same
@@ -387,7 +387,7 @@ def test_a_result_names_its_calibration_and_what_its_answers_lie_between(tmp_pat
     assert "intervals" not in metrics_of(*SMALL, "--no-intervals")
 
 
-def test_tables_and_report_say_the_same(tmp_path: Path) -> None:
+def test_tables_and_report_report_the_same(tmp_path: Path) -> None:
     calibration().save(tmp_path / "c.json")
     result = run(simulate, *SMALL, "--calibration", str(tmp_path / "c.json"), "--out", str(tmp_path / "run"))
     assert result.exit_code == 0, result.output
@@ -493,7 +493,7 @@ def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
     assert found.spread == pytest.approx(0.05, rel=0.2)
 
 
-def test_what_a_journal_does_not_say_must_be_given(tmp_path: Path) -> None:
+def test_what_a_journal_does_not_report_must_be_given(tmp_path: Path) -> None:
     result = run(calibrate, "journal", str(tmp_path), "--date", "2026-11-22", "--out", str(tmp_path / "c.json"))
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr

@@ -67,7 +67,7 @@ def base() -> RooflineModel:
     return roofline(load_model("qwen3-8b"), GPU)
 
 
-def test_every_operator_takes_what_its_table_says(tmp_path: Path, base: RooflineModel) -> None:
+def test_every_operator_takes_what_its_table_reports(tmp_path: Path, base: RooflineModel) -> None:
     measured = MeasuredModel(base, read_operator_tables(write_tables(tmp_path, base), GPU))
     for shape in (decode_shape(32, 1000), decode_shape(7, 300)):
         before, after = base.terms_us(shape), measured.terms_us(shape)
@@ -82,7 +82,7 @@ def test_every_operator_takes_what_its_table_says(tmp_path: Path, base: Roofline
     assert measured.describe()["kind"] == "measured"
 
 
-def test_what_lies_beyond_the_tables_is_said(tmp_path: Path, base: RooflineModel) -> None:
+def test_what_lies_beyond_the_tables_is_reported(tmp_path: Path, base: RooflineModel) -> None:
     measured = MeasuredModel(base, read_operator_tables(write_tables(tmp_path, base), GPU))
     measured.batch_us(decode_shape(8, 60_000))
     assert measured.extrapolated == {"attention_decode"}
@@ -164,7 +164,7 @@ def test_a_table_that_cannot_be_read_is_one_error(tmp_path: Path, text: str, sai
     assert said in str(error.value)
 
 
-def test_simulate_says_what_it_was_measured_by(tmp_path: Path, base: RooflineModel) -> None:
+def test_simulate_reports_what_it_was_measured_by(tmp_path: Path, base: RooflineModel) -> None:
     write_tables(tmp_path / "ops", base)
     small = ["--model", "qwen3-8b", "--gpu", "h100", "--workload", "gen:n=5,rate=5,input=fixed:64,output=fixed:8"]
     arguments = [*small, "--operators", str(tmp_path / "ops"), "--no-intervals"]
@@ -276,7 +276,7 @@ def test_each_collective_takes_the_rows_of_its_own_operation(tmp_path: Path, nam
         assert bool(set(measured.without_table) & set(COLLECTIVES)) == (split.attention_tp == 2)
 
 
-def test_rows_of_an_operation_nobody_names_are_one_error(tmp_path: Path) -> None:
+def test_rows_of_an_operation_no_table_names_are_one_error(tmp_path: Path) -> None:
     (tmp_path / "nccl.csv").write_text("num_gpus,message_size,latency\n2,512,0.01\n2,512,0.02\n2,1024,0.02\n")
     with pytest.raises(CatalogueError) as error:
         read_operator_tables(tmp_path, GPU)

@@ -129,7 +129,7 @@ def test_equal_seeds_give_equal_runs(plain: ClusterRun) -> None:
     assert run(cluster()).data.summary == plain.data.summary
 
 
-def test_delayer_gathers_prompts_and_says_what_it_did(plain: ClusterRun) -> None:
+def test_delayer_gathers_prompts_and_reports_what_it_did(plain: ClusterRun) -> None:
     delaying = run(cluster(settings=DELAYING))
     before, after = plain.data.summary["ranks"], delaying.data.summary["ranks"]
     assert before["prompts_by_situation"] == {}
@@ -142,7 +142,7 @@ def test_delayer_gathers_prompts_and_says_what_it_did(plain: ClusterRun) -> None
     assert delaying.data.summary["latency"]["ttft_us_mean"] > plain.data.summary["latency"]["ttft_us_mean"]
 
 
-def test_run_folder_replays_and_says_how_to_get_it_again(tmp_path: Path) -> None:
+def test_run_folder_replays_and_reports_how_to_get_it_again(tmp_path: Path) -> None:
     scenario = cluster(
         "gen:n=24,rate=40,turns=uniform:1:2,think=lognormal:30ms:1,shared_prefix=64x2,input=lognormal:200:0.5,"
         "output=lognormal:12:0.5",
@@ -169,7 +169,7 @@ def test_run_folder_replays_and_says_how_to_get_it_again(tmp_path: Path) -> None
     assert json.loads(again.stdout)["latency"] == metrics["latency"]
 
 
-def test_table_says_what_ranks_did() -> None:
+def test_table_reports_what_ranks_did() -> None:
     words = "--model qwen3-30b-a3b --gpu h200 --tp 2 --ep 2 --attention-dp 2 --rank-schedulers --prefill-delayer"
     words += " --workload gen:n=12,rate=40,input=lognormal:200:0.5,output=lognormal:20:0.5 --no-intervals"
     shown = CliRunner().invoke(simulate, words.split())
@@ -302,7 +302,7 @@ def test_router_in_front_of_ranks_takes_every_policy(policy: Any) -> None:
     assert (sent == [10] * 4) == (policy == "round_robin")
 
 
-def test_router_may_know_only_what_ranks_said_a_while_ago(tmp_path: Path) -> None:
+def test_router_may_know_only_what_ranks_reported_a_while_ago(tmp_path: Path) -> None:
     policy = RouterConfig(policy="total_tokens")
     fresh = run(cluster(ROUTED, router=policy))
     stale = cluster(ROUTED, router=policy, report_interval_us=400_000, report_delay_us=20_000)

@@ -76,7 +76,7 @@ def test_balanced_experts_are_faster_need_memory_and_moving_them_costs_time() ->
     assert sum(stage.model.moe_layers for stage in stages_of(MODEL, replace(EPLB, pp=2))) == MODEL.moe_layers
 
 
-def test_without_it_nothing_is_said_of_it() -> None:
+def test_without_it_nothing_is_reported_of_it() -> None:
     assert "eplb" not in roofline(MODEL, GPU, PLAIN).describe()
     assert PLAIN.describe() == {"ep": 8, "expert_cv": 1.0}
     assert str(EPLB) == "tp 8, ep 8, expert_cv 1, eplb, redundant_experts 32"
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused_by_name(layout: dict[str, Any], message: str)
         check_split(MODEL, replace(PLAIN, **layout))
 
 
-def test_the_command_line_has_it_and_says_what_it_brings() -> None:
+def test_the_command_line_has_it_and_reports_what_it_brings() -> None:
     from lockstep.sim.cli.simulate import simulate as command
 
     options = {"expert_cv": 1.0, "eplb": True, "redundant_experts": 32, "expert_drift": 0.1}

@@ -169,7 +169,7 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_portions")
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LOADS, schedulers())
-def test_every_number_of_a_plain_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
+def test_every_number_of_a_fast_path_run_is_the_cores(load: Load, sched: dict[str, Any]) -> None:
     setup = load.setup(sched)
     assert fast_runs.unsupported_by(setup) == ""
     theirs = simulate(setup, compiled=False)
@@ -282,7 +282,7 @@ def test_who_lacks_pages_is_left_to_the_core() -> None:
     assert_equal(ours.data, theirs.data)
 
 
-def test_an_interrupted_run_says_what_it_knows() -> None:
+def test_an_interrupted_run_reports_what_it_knows() -> None:
     setup = steady(3_000)
     metrics = MetricsFold(kv_pages=setup.config.pages)
     plain = fast_run_of([setup], [metrics], on_finish=lambda ended: setattr(plain, "stop_requested", ended > 500))
@@ -359,7 +359,7 @@ def test_other_settings_are_left_to_the_core(name: str) -> None:
     assert simulate(setup, compiled=True).data.summary["requests"]["completed"] == 20
 
 
-def test_settings_are_told_apart() -> None:
+def test_settings_are_distinguished() -> None:
     known = set(SchedConfig.__struct_fields__)
     assert known > fast_runs.FOLLOWED
     assert known > fast_runs.NEVER_READ

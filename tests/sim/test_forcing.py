@@ -70,6 +70,6 @@ def test_what_cannot_be_forced_is_one_error(text: str) -> None:
         Forcing.of(text, 1)
 
 
-def test_options_that_nobody_looks_at_are_refused() -> None:
+def test_options_that_are_never_read_are_refused() -> None:
     with pytest.raises(ConfigError, match="but `jump_forward_tokens` is 0"):
         assemble(Scenario(model="qwen3-0.6b", gpu="h200", workload=WORKLOAD, grammar_forces="0.1x2"), environ={})

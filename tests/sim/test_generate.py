@@ -57,7 +57,7 @@ def test_constant_arrivals_keep_the_beat() -> None:
 
 
 @pytest.mark.parametrize(("process", "cv"), [("poisson", 1.0), ("gamma,cv=0.5", 0.5), ("gamma,cv=3", 3.0)])
-def test_gaps_have_the_rate_and_the_variation_asked_for(process: str, cv: float) -> None:
+def test_gaps_have_the_rate_and_the_variation_requested(process: str, cv: float) -> None:
     turns = gen(f"gen:n=20000,rate=10,arrivals={process}").turns
     gaps_us = [later.arrival_us - turn.arrival_us for turn, later in itertools.pairwise(turns)]
     mean = sum(gaps_us) / len(gaps_us)

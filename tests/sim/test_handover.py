@@ -159,7 +159,7 @@ def test_closed_loop_goes_on_behind_each_answer() -> None:
 # ------------------------------------------------------------------------------------------------------ the run folder
 
 
-def test_run_folder_replays_and_says_how_to_get_it_again(tmp_path: Path) -> None:
+def test_run_folder_replays_and_reports_how_to_get_it_again(tmp_path: Path) -> None:
     scenario = cluster(link_gbs=10.0, link_latency_us=40)
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -34,6 +34,7 @@ from lockstep.sim.cost import BatchShape, CpuModel, Duration
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.device import EOS_TOKEN_ID
 from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import HostOptions, HostWatch
 from lockstep.sim.workload.turns import Turn
 from lockstep.sim.workload.workload import open_workload
 
@@ -143,13 +144,14 @@ def play(
         cpu,
         recorder,
         recorder,
-        seed=seed,
-        name=name,
-        max_new_tokens=max_new_tokens,
-        check=invariants.check if decode_runs is None else None,
-        check_every=11,
-        decode_runs=bool(decode_runs),
-        receive_interval=receive_interval,
+        HostOptions(
+            seed=seed,
+            name=name,
+            max_new_tokens=max_new_tokens,
+            decode_runs=bool(decode_runs),
+            receive_interval=receive_interval,
+            watch=HostWatch(check=invariants.check if decode_runs is None else None, check_every=11),
+        ),
     )
     env.process(host.run())
     env.run()
@@ -210,7 +212,7 @@ def test_every_request_is_sent_the_tokens_of_its_turn(settings: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_the_cost_model_is_asked_about_the_batch_that_runs(settings: dict[str, Any]) -> None:
+def test_the_cost_model_is_queried_for_the_batch_that_runs(settings: dict[str, Any]) -> None:
     cost = Clockwork()
     _, recorder = play(workload(CHAT), cost=cost, **settings)
     for plan, shape in zip(recorder.plans(), cost.shapes, strict=True):
@@ -228,7 +230,7 @@ def test_the_cost_model_is_asked_about_the_batch_that_runs(settings: dict[str, A
 
 
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_an_idle_engine_is_not_asked_again_before_something_new(settings: dict[str, Any]) -> None:
+def test_an_idle_engine_is_not_polled_again_before_something_new(settings: dict[str, Any]) -> None:
     _, recorder = play(workload(CHAT), cpu=CpuModel(), **settings)
     idle = False
     for event, step in zip(recorder.events, recorder.steps, strict=True):
@@ -453,9 +455,7 @@ def test_checks_and_finishes_are_reported_as_asked() -> None:
         FREE_CPU,
         recorder,
         recorder,
-        check=lambda engine: checked.append(engine),
-        check_every=4,
-        on_finish=ended.append,
+        HostOptions(watch=HostWatch(check=checked.append, check_every=4, on_finish=ended.append)),
     )
     env.process(host.run())
     env.run()
@@ -545,7 +545,14 @@ def test_adapters_are_loaded_while_others_run(decode_runs: bool) -> None:
     engine = Engine(SchedConfig(max_loras=2))
     arrivals = OnAdapters([turn(i, 5_000 * i, output_tokens=40) for i in range(12)])
     host = EngineHost(
-        env, engine, arrivals, Clockwork(), FREE_CPU, recorder, recorder, decode_runs=decode_runs, adapter_load_us=7_000
+        env,
+        engine,
+        arrivals,
+        Clockwork(),
+        FREE_CPU,
+        recorder,
+        recorder,
+        HostOptions(decode_runs=decode_runs, adapter_load_us=7_000),
     )
     env.process(host.run())
     env.run()
@@ -569,7 +576,7 @@ def test_adapters_cost_the_same_time_in_decode_runs_and_without() -> None:
         arrivals = OnAdapters([turn(i, 5_000 * i, output_tokens=400) for i in range(6)])
         host = EngineHost(
             env, Engine(SchedConfig(max_loras=1)), arrivals, Clockwork(), CpuModel(), recorder, recorder,
-            decode_runs=decode_runs,
+            HostOptions(decode_runs=decode_runs),
         )  # fmt: skip
         env.process(host.run())
         env.run()

@@ -80,7 +80,7 @@ def test_answers_are_those_without_pools_of_their_own(model: str, tp: int, sizes
     assert pooled.data.summary["cache"]["hit_ratio"] > 0.2
 
 
-def test_a_run_replays_and_says_what_it_was(tmp_path: Path) -> None:
+def test_a_run_replays_and_reports_what_it_was(tmp_path: Path) -> None:
     scenario = Scenario(
         model="gpt-oss-20b", gpu="rtx4090", workload=AGAIN, tiers={"hybrid_memory": "on", "mamba_track_interval": 64}
     )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -291,7 +290,7 @@ def test_on_the_engines_gpus_a_group_waits_for_what_runs_and_batches_for_the_gro
     assert told.intervals[0] == (900, 900 + took_us, 2, 2 * a.encoder_tokens, 0)
 
 
-def test_gpus_of_its_own_take_what_comes_next_and_hold_nobody_back() -> None:
+def test_gpus_of_its_own_take_what_comes_next_and_delay_no_pass() -> None:
     encoder, told, (a, b, c, *_), cost = lane(2)
     for order in (a, b, c):
         encoder.begin(order)
@@ -406,7 +405,7 @@ def test_a_cluster_adds_up_what_its_engines_did() -> None:
     assert summary["media"]["encoder_busy_us"] > alone["encoder_busy_us"]
 
 
-def test_a_plan_knows_media_and_says_that_they_are_simulated_only() -> None:
+def test_a_plan_knows_media_and_reports_that_they_are_simulated_only() -> None:
     words = "--model qwen2.5-vl-7b --gpus h100 --slo ttft_p99=2s --rate 2 --quick --requests 20 --jobs 1".split()
     words += ["--workload", "gen:input=fixed:64,output=fixed:4", "--media", "image=1:640x480/4"]
     done = CliRunner().invoke(plan, words)
@@ -457,11 +456,9 @@ def test_where_some_engines_have_one_gpu_the_others_may_have_the_encoder_whole_o
     assert modes == ["weights", "data"]
     with pytest.raises(ConfigError, match="`mm_encoder_tp_mode` is data"):
         assemble_cluster(ClusterScenario(base=base, replicas=2), {})
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1, media=IMAGES)
-    of_tp = {
-        tp: msgspec.structs.replace(one, tp=tp, mm_encoder_tp_mode="data").scenario().base.mm_encoder_tp_mode
-        for tp in (1, 2)
-    }
+    one = Scenario(model="m", gpu="g", workload="w", media=IMAGES, mm_encoder_tp_mode="data")
+    trials = {tp: Trial(base=replace(one, tp=tp), replicas=1) for tp in (1, 2)}
+    of_tp = {tp: trial.scenario().base.mm_encoder_tp_mode for tp, trial in trials.items()}
     assert of_tp == {1: "weights", 2: "data"}
     common = {"media": IMAGES, "mm_encoder_tp_mode": "data"}
     asked: dict[str, Any] = {"model": "m", "gpus": ("g",), "workload": "w", "slos": (Slo.parse("ttft_p99=1s"),)}

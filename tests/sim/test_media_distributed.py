@@ -238,7 +238,7 @@ def test_a_rank_has_the_encoder_on_its_own_gpus() -> None:
         assemble_cluster(ClusterScenario(base=scenario(**RANKS, mm_encoder_tp_mode="data")), {})
 
 
-def test_ranks_say_where_they_encode() -> None:
+def test_ranks_report_where_they_encode() -> None:
     run = simulate_cluster(assemble_cluster(ClusterScenario(base=scenario(**RANKS)), {}))
     assert any("each rank's GPUs, for its own requests" in line for line in run.remarks())
 
@@ -480,7 +480,7 @@ def assert_nobody_is_lost(cluster: Any) -> None:
     after_us=st.lists(st.sampled_from([0, 0, 1, 3_000, 12_000, 60_000, 400_000]), min_size=1, max_size=5),
     seed=st.integers(0, 9),
 )
-def test_nobody_on_a_rank_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
+def test_no_request_on_a_rank_is_lost_by_leaving_or_by_media_that_cannot_be_encoded(
     scheduler: dict[str, Any], encoder: dict[str, Any], one_in: int, after_us: list[int], seed: int
 ) -> None:
     base = scenario(**RANKS, **encoder, settings=scheduler, seed=seed)
@@ -520,7 +520,7 @@ def test_nobody_on_a_rank_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
     after_us=st.lists(st.sampled_from([0, 0, 1, 3_000, 12_000, 60_000, 400_000]), min_size=1, max_size=5),
     seed=st.integers(0, 9),
 )
-def test_nobody_between_engines_is_lost_who_leaves_or_whose_media_cannot_be_encoded(
+def test_no_request_between_engines_is_lost_by_leaving_or_by_media_that_cannot_be_encoded(
     scheduler: dict[str, Any],
     failure: str,
     allocation: str,
@@ -565,7 +565,7 @@ def invoked(command: Any, words: Sequence[str]) -> str:
     ],
     ids=["ranks", "stages", "ranks in stages", "roles"],
 )
-def test_run_folder_replays_and_explains_who_waited_for_media(layout: list[str], tmp_path: Path) -> None:
+def test_run_folder_replays_and_explains_waits_for_media(layout: list[str], tmp_path: Path) -> None:
     words = f"--model {MODEL} --gpu h200 --tp 2 --no-intervals --no-report --no-trace --media image=1:640x480/3".split()
     words += ["--workload", "gen:n=8,rate=40,input=fixed:64,output=fixed:8", *layout]
     shown = invoked(simulate_command, [*words, "--out", str(tmp_path)])

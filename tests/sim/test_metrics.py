@@ -539,7 +539,7 @@ def test_an_empty_run_has_nothing_to_measure() -> None:
     assert len(data.requests.request_id) == 0
 
 
-def test_results_may_be_asked_for_along_the_way() -> None:
+def test_results_may_be_requested_along_the_way() -> None:
     run = Run()
     run.arrive(0, 1)
     run.stream(10, {1: (0, 1)})
@@ -828,7 +828,7 @@ def test_settling_at_any_points_changes_no_answer(random: Random, actions: int) 
         assert_equal_runs(folded(told, compact), at_the_end)
 
 
-def test_a_long_run_keeps_no_more_than_who_is_open() -> None:
+def test_a_long_run_keeps_no_more_than_open_requests() -> None:
     run, ids = Run(), np.zeros(1, np.int64)
     for request_id in range(2_000):
         ids = np.array([request_id], np.int64)

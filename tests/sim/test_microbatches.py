@@ -62,7 +62,7 @@ def test_stages_are_busier_and_answers_are_the_same(runs: dict[str, Any]) -> Non
     assert outputs == [[60] * 48] * 3
 
 
-def test_journal_replays_and_says_whose_slot_was_offered(runs: dict[str, Any]) -> None:
+def test_journal_replays_and_reports_whose_slot_was_offered(runs: dict[str, Any]) -> None:
     assert replay(runs["folder"] / "five").events > 100
     events = [record.event for record in read_journal(runs["folder"] / "five").events()]
     offered = Counter(event.microbatch for event in events if isinstance(event, LaneReady))

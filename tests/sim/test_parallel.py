@@ -22,7 +22,6 @@ from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
@@ -53,6 +52,7 @@ from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
@@ -390,7 +390,7 @@ def test_a_stage_spans_no_more_than_a_domain_but_stages_may() -> None:
     assert across.describe()["constants"]["send_gbs"]["source"].startswith("estimate")
 
 
-def test_a_calibration_says_that_it_has_not_seen_a_layout() -> None:
+def test_a_calibration_reports_that_it_has_not_seen_a_layout() -> None:
     chat = "gen:n=5,rate=9"
     scenario = Scenario(
         model="qwen3-30b-a3b", gpu="h100", workload=chat, tp=2, ep=2, calibration="vllm-h100",
@@ -528,7 +528,7 @@ def test_chunks_of_a_prompt_follow_each_other_without_a_gap() -> None:
     assert told["stage_busy_share"] > 0.8
 
 
-def test_decodes_of_the_same_rows_leave_stages_idle_and_that_is_said() -> None:
+def test_decodes_of_the_same_rows_leave_stages_idle_and_that_is_reported() -> None:
     scenario = Scenario(
         model="qwen3-8b", gpu="h100", workload="gen:n=64,rate=inf,input=fixed:100,output=fixed:400", pp=4
     )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -99,7 +98,7 @@ def test_what_has_no_meaning_beside_the_rest_is_no_configuration_of_its_own() ->
 
 
 @pytest.mark.parametrize("text", ["2", "2:", "a:b", "1:2:3", "0:1", "1xtp0:1", "1:2xep4", "-1:2", "9999:1"])
-def test_a_split_that_cannot_be_says_so(text: str) -> None:
+def test_a_split_that_cannot_be_reports_it(text: str) -> None:
     with pytest.raises(ConfigError, match=f"`prefill_decode` cannot be `{text}`: "):
         parse_search((f"prefill_decode={text}",))
 
@@ -134,7 +133,7 @@ def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
     """Nothing is written of splits, so keys and with them kept simulations stay what they are."""
     (candidate,), _ = prepare(question("tp=1"))
     assert candidate.trial is not None
-    written = msgspec.json.decode(msgspec.json.encode(candidate.trial))
+    written = candidate.trial.record()
     assert not {"prefill_decode", "link_gbs", "link_latency_us"} & set(written)
     mixed, split = prepare(question(common={"link_gbs": 10.0}))[0]
     assert mixed.trial == candidate.trial
@@ -190,7 +189,7 @@ def test_replicas_of_a_split_are_more_engines_of_each_side_behind_the_same_route
     assert winner.usd_per_hour(replicas) == pytest.approx(price * 3 * replicas)
 
 
-def test_the_winners_command_repeats_its_run_and_says_that_it_is_only_simulated() -> None:
+def test_the_winners_command_repeats_its_run_and_reports_that_it_is_only_simulated() -> None:
     found = planned(question("prefill_decode=1xtp2:1xtp1", common={"link_gbs": 10.0, "link_latency_us": 50}))
     winner = found.winner
     assert winner is not None
@@ -221,8 +220,9 @@ def trial(**more: Any) -> Trial:
         "seed": 7,
         "slos": ("ttft_p90=1s",),
         "prefill_decode": "1:1",
+        "router": {},
     }
-    return Trial(**asked | more)
+    return Trial.of_record(asked | more)
 
 
 def limit(result: TrialResult, metric: str = "ttft") -> str:
@@ -267,7 +267,7 @@ def test_estimates_of_splits_are_those_of_their_slower_side() -> None:
     assert slow < even / 2
 
 
-def test_who_is_narrowed_down_first_is_who_may_be_best() -> None:
+def test_the_possible_winner_is_narrowed_down_first() -> None:
     asked = question("prefill_decode=auto", gpus_max=4)
     candidates, _ = prepare(asked)
     first = promising(asked, candidates)
@@ -304,7 +304,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(plan, [*ARGUMENTS, *arguments])
 
 
-def test_one_command_answers_and_says_the_same_again(tmp_path: Path) -> None:
+def test_one_command_answers_and_gives_the_same_again(tmp_path: Path) -> None:
     one, two = invoke("--out", str(tmp_path / "one")), invoke("--out", str(tmp_path / "two"))
     assert one.exit_code == two.exit_code == 0, one.output
     assert one.stdout == two.stdout

@@ -187,7 +187,7 @@ def test_runs_at_equal_rates_are_compared_by_name() -> None:
 
 
 @pytest.mark.parametrize("requests", [0, 1, 2])
-def test_little_or_no_data_is_said_in_words_and_never_as_nan(requests: int) -> None:
+def test_little_or_no_data_is_reported_in_words_and_never_as_nan(requests: int) -> None:
     for runs in (1, 2):
         page = Page(render_report([ReportRun("r", {}, run_data(requests))] * runs, title="t"))
         assert page.data["runs"][0]["span_us"]
@@ -234,7 +234,7 @@ def test_license_of_the_charts_travels_with_them() -> None:
 
 
 @pytest.mark.parametrize("runs", [1, 5])
-def test_300_000_batches_fit_and_the_page_says_what_it_merged(runs: int) -> None:
+def test_300_000_batches_fit_and_the_page_reports_what_it_merged(runs: int) -> None:
     data = run_data(300)
     times, span_us = 100, data.span_us[1] + 100_000
     many = replace(

@@ -93,7 +93,7 @@ def test_a_run_in_which_nothing_happened_shows_dashes() -> None:
     assert "None" not in text
 
 
-def test_rates_table_has_one_line_per_rate_and_says_yes_or_no() -> None:
+def test_rates_table_has_one_line_per_rate_and_reports_yes_or_no() -> None:
     run = small_run()
     without_slos = {**run.summary, "slos": []}
     met = {**run.summary, "slos": [{**run.summary["slos"][0], "met": True}]}
@@ -218,7 +218,7 @@ def test_trace_shows_batches_in_lanes_and_requests_in_phases(tmp_path: Path) -> 
     assert {e["pid"] for e in events if e["ph"] == "C"} == {ENGINE}
 
 
-def test_trace_says_how_many_requests_it_shows(tmp_path: Path) -> None:
+def test_trace_reports_how_many_requests_it_shows(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.json.gz", small_run(), requests_shown=1, about={"seed": 7})
     trace = read_trace(tmp_path / "trace.json.gz")
     assert trace["otherData"]["requests"] == "1 of 3, the first to arrive"

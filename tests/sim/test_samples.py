@@ -73,7 +73,7 @@ def test_each_answer_has_tokens_of_its_own_and_a_session_goes_on_with_the_first(
 ) -> None:
     setup = assemble(asked(seed=seed, settings=settings), {})
     told = Streamed()
-    run = simulate(setup, witness=told, check_every=10)  # so it is told of every decode
+    run = simulate(setup, observer=told, check_every=10)  # so it is told of every decode
     turns, by_label = setup.workload.turns, {turn.label: turn for turn in setup.workload.turns}
     assert turns.samples is not None
     assert run.data.summary["requests"]["completed"] == int(turns.samples.sum()) > len(turns)

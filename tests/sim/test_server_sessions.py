@@ -78,7 +78,7 @@ def test_where_there_is_room_turns_cost_what_whole_prompts_do(seed: int, fields:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_turn_brings_what_its_session_lacks_and_sessions_end_with_their_last(seed: int) -> None:
     setup, told = assemble(asked(seed=seed), {}), Noting()
-    data = simulate(setup, witness=told, check_every=20).data
+    data = simulate(setup, observer=told, check_every=20).data
     by_label = {turn.label: turn for turn in setup.workload.turns}
     for event in told.turns:
         turn = by_label[event.label]
@@ -108,7 +108,7 @@ def test_held_kv_yields_where_pages_lack_and_evictable_kv_is_never_held() -> Non
     assert free["latency"] == wide["latency"]
 
 
-def test_without_sessions_nothing_is_said_of_them() -> None:
+def test_without_sessions_nothing_is_reported_of_them() -> None:
     plain = ran(on=False)
     assert "sessions" not in plain.metrics()
     assert "server_sessions" not in plain.about()

@@ -218,7 +218,7 @@ def test_rates_are_read() -> None:
     assert parse_rates("0.85, 0.7") == (0.85, 0.7)
 
 
-def test_a_plan_says_what_drafts_bring_and_that_nobody_serves_them_yet(tmp_path: Path) -> None:
+def test_a_plan_reports_what_drafts_bring_and_that_they_are_not_served_yet(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from lockstep.sim.cli.plan import plan

@@ -28,11 +28,11 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
-from lockstep.sim.host.tier_options import HostTiers, host_tiers
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import HostTiers, host_tiers
 
 AGAIN = "gen:n=60,rate=3,turns=uniform:3:5,think=lognormal:4s:1,input=lognormal:1500:0.5,output=lognormal:60:0.5"
 SMALL = {"pages": 1200, "page_size": 16}
@@ -209,7 +209,7 @@ def test_a_stretch_of_decodes_taken_at_once_changes_nothing() -> None:
         assert simulate(setup).data.summary == simulate(setup, check_every=10**9).data.summary
 
 
-def test_without_tiers_a_run_says_nothing_of_them() -> None:
+def test_without_tiers_a_run_reports_nothing_of_them() -> None:
     setup = run({}).setup
     assert "tiers" not in setup.about()
     assert "tiers" not in msgspec.to_builtins(setup.config)

@@ -90,7 +90,7 @@ def test_columns_may_stand_in_any_order_among_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
-def test_compression_is_told_by_content_and_changes_nothing(tmp_path: Path, compress: object) -> None:
+def test_compression_is_detected_by_content_and_changes_nothing(tmp_path: Path, compress: object) -> None:
     plain = open_text(tmp_path, MOONCAKE_JSONL)
     assert open_text(tmp_path, compress(MOONCAKE_JSONL.encode())).digest == plain.digest  # type: ignore[operator]
     assert plain.format == "mooncake"
@@ -158,7 +158,7 @@ def test_fresh_tokens_begin_again_behind_shared_content_only_when_exhausted() ->
 # --- time, rate, limit
 
 
-def test_rows_out_of_order_are_sorted_stably_and_it_is_said(tmp_path: Path) -> None:
+def test_rows_out_of_order_are_sorted_stably_and_it_is_reported(tmp_path: Path) -> None:
     text = VIDUR_CSV + "0.5,7,7\n2,8,8\n"
     workload = open_text(tmp_path, text)
     assert [turn.prompt_tokens for turn in workload.turns] == [374, 7, 396, 8]
@@ -182,7 +182,7 @@ def test_limit_keeps_the_first_by_arrival_and_their_tokens(tmp_path: Path) -> No
         assert open_text(tmp_path, text, limit=99).turns == whole
 
 
-def test_rate_of_a_limited_trace_is_the_rate_asked_for(tmp_path: Path) -> None:
+def test_rate_of_a_limited_trace_is_the_rate_requested(tmp_path: Path) -> None:
     assert open_text(tmp_path, AZURE_CSV, limit=2, rate=5.0).summary().duration_us == 200_000
 
 

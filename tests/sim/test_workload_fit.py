@@ -265,7 +265,7 @@ def lockstep_workload(*words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_describe_fits_eighty_columns_and_says_what_there_is(model_file: Path, tmp_path: Path) -> None:
+def test_describe_fits_eighty_columns_and_reports_what_there_is(model_file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"arrival_s": 0, "input_tokens": 5, "output_tokens": 0}\n')
     long_name = "a" * 60

@@ -417,7 +417,7 @@ def test_a_window_keeps_sessions_that_begin_in_it_whole() -> None:
     assert [turn.arrival_us for turn in faster.turns.by_clock()] == [0, 500_000, 1_000_000]
 
 
-def test_an_empty_window_says_where_the_requests_are() -> None:
+def test_an_empty_window_reports_where_the_requests_are() -> None:
     with pytest.raises(WorkloadError, match=r"nothing arrives in the window 100\.\.200: .* the last at 9 s"):
         open_workload("gen:n=10,arrivals=constant,rate=1", seed=1, time_window="100..200")
 

@@ -259,7 +259,7 @@ def test_a_turn_takes_forty_bytes_and_going_through_them_keeps_none() -> None:
     assert peak < 4_000_000
 
 
-def test_the_command_mixes_workloads_and_says_how_to_repeat_it() -> None:
+def test_the_command_mixes_workloads_and_reports_how_to_repeat_it() -> None:
     words = ["--model", "qwen3-8b", "--gpu", "h200", "--workload", f"a={CONSTANT}", "--workload", f"b={CONSTANT}@2"]
     words += ["--pages", "4096", "--time-window", "0..3s", "--json"]
     result = CliRunner().invoke(simulate, words)

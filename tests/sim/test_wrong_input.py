@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.core.command import main
-from lockstep.sim.cli.out_paths import check_file, check_folder
 from lockstep.sim.cluster import intervals
+from lockstep.sim.run.out_paths import check_file, check_folder
 
 SIMULATE = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h100", "--workload", "gen:n=2", "--no-intervals"]
 POINTS_HEADER = "engine,model,gpu,tp,precision,isl,osl,concurrency,ttft_ms,tpot_ms"
@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2
     return said.err
 
 
-def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """As with `| head -1`. The points are of one model on one GPU, which is what most people have."""
     points = [POINT.replace(",8,1,", f",8,{users},") for users in (1, 2, 3, 4)]
     Path("points.csv").write_text("\n".join([POINTS_HEADER, *points]))
@@ -172,7 +172,7 @@ def test_values_that_cannot_be_simulated(
     assert not Path("run").exists()  # a folder left behind would refuse the command once it is mended
 
 
-def test_steps_of_a_cluster_are_not_printed_and_that_is_said(
+def test_steps_of_a_cluster_are_not_printed_and_that_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_DEBUG", "1")
@@ -194,7 +194,7 @@ def test_engines_that_cannot_be_simulated(capsys: pytest.CaptureFixture[str], sp
     assert message in refused(capsys, *arguments)
 
 
-def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def assemble(*_: Any) -> None:
         raise MemoryError("Unable to allocate 1 TiB")
 
@@ -204,7 +204,7 @@ def test_too_little_memory_is_said(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 @pytest.mark.parametrize("more", [[], ["--replicas", "2"]])
-def test_an_interrupt_behind_the_run_keeps_the_run_and_says_what_is_missing(
+def test_an_interrupt_behind_the_run_keeps_the_run_and_reports_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     monkeypatch.setattr(intervals, "_summary_at", lambda setup, factor: None)  # as it is after a Ctrl-C
@@ -238,7 +238,7 @@ sys.exit(main(sys.argv[1:]))
         ["workload", "fit", "gen:n=16000000", "-o", "model.json"],
     ],
 )
-def test_ctrl_c_ends_a_command_with_130_and_nothing_said(arguments: list[str]) -> None:
+def test_ctrl_c_ends_a_command_with_130_and_no_message(arguments: list[str]) -> None:
     command = [sys.executable, "-c", SAYS_WHEN_IT_IS_UP, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:

@@ -52,8 +52,8 @@ from lockstep.core.contract.events import (
     TurnStarted,
 )
 from lockstep.core.scheduler.engine import Engine
-from tests.support.fleet import Fleet
-from tests.support.fleet import Member as FleetMember
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.wires import Member as FleetMember
 from tests.support.rank_group import Member as RankMember
 from tests.support.rank_group import RankGroup
 from tests.support.served import STOP_TOKEN, Answer, Asked

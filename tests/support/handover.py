@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from lockstep.core.contract.config import SchedConfig
-from tests.support.fleet import Fleet
+from tests.support.fleet.fleet import Fleet
 from tests.support.served import Asked
 
 SMALL: dict[str, Any] = {"page_size": 2, "pages": 32, "max_running_requests": 4, "num_reserved_decode_tokens": 2}

@@ -12,8 +12,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from lockstep.core.contract.config import HybridMemory, SchedConfig
-from tests.support.driver import (
-    Action,
+from tests.support.driver.actions import Action
+from tests.support.driver.draw import (
     crowded_actions,
     crowded_config,
     pipelined,

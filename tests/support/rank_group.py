@@ -72,9 +72,9 @@ from lockstep.core.features.data_parallel import Rounds, draft_passes_of
 from lockstep.core.journal import snapshot
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
-from tests.support.driver import drafting, pipelined
+from tests.support.driver.draw import drafting, pipelined
 from tests.support.exchange import seen_by_device
-from tests.support.fleet import random_asked
+from tests.support.fleet.histories import random_asked
 from tests.support.hybrids import hybrid
 from tests.support.served import STOP_TOKEN, Answer, Asked
 from tests.support.tagged_kv import TaggedKv

@@ -17,7 +17,8 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.tools.narration import wait_by_cause
 from lockstep.tools.request_timeline import RequestTimeline
 from lockstep.tools.waits import Waited
-from tests.support.fleet import Fleet, Wire
+from tests.support.fleet.fleet import Fleet
+from tests.support.fleet.wires import Wire
 from tests.support.rank_group import RankGroup
 from tests.support.scenario import Run, parse, play
 from tests.support.served import Asked

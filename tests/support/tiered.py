@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lockstep.core.contract.config import CacheTiers, SchedConfig
 from lockstep.core.contract.events import Flush, ReleaseMemory, UpdateWeights
-from tests.support.driver import CONTROLS, LETTING_GO, PRIORITIES, Action
+from tests.support.driver.actions import CONTROLS, LETTING_GO, PRIORITIES, Action
 
 
 def tiered(rng: random.Random, config: SchedConfig) -> SchedConfig:

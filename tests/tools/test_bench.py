@@ -26,7 +26,7 @@ from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
 from lockstep.tools.http_stream import ServerAddress
 from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIdPrompts
-from tests.support.null_server import asked_of, await_asked, null_server
+from tests.support.null_server import await_asked, null_server, requested_of
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
 
@@ -85,7 +85,7 @@ def test_latencies_are_those_of_the_metrics_page() -> None:
     assert found["scheduler"]["retractions"] is None
 
 
-def test_tokens_of_messages_are_shared_out_where_a_server_says_only_their_sum() -> None:
+def test_tokens_of_messages_are_shared_out_where_a_server_reports_only_their_sum() -> None:
     found = measured(sent(0, 0, [(1_000, -1), (3_000, -1)], output_tokens=4))
     assert found["latency"]["itl_us_max"] == 1_000
     assert found["throughput"]["output_tokens"] == 4
@@ -186,7 +186,7 @@ def test_rates_windows_and_bodies_arrive(server: str, tmp_path: Path) -> None:
     assert found["requests"]["arrived"] == len(turns) < 40
     assert found["about"]["measured"]["fields"] == {"top_p": 0.5}
     assert found["about"]["command"].endswith("""--no-ignore-eos --body '{"top_p": 0.5}'""")
-    asked = asked_of(server)
+    asked = requested_of(server)
     assert {one["top_p"] for one in asked} == {0.5}
     assert not any("ignore_eos" in one for one in asked)
 
@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused_by_name(server: str, tmp_path: Path) -> None:
         assert result.stdout == ""
 
 
-def test_requests_that_fail_are_told_by_kind(server: str) -> None:
+def test_requests_that_fail_are_named_by_kind(server: str) -> None:
     result = run_bench("--to", server, "--workload", "gen:n=3,rate=100", "--body", '{"prompt": "fail"}')
     assert result.exit_code == 1
     assert "3 status 503: " in result.stdout

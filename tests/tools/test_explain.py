@@ -25,7 +25,7 @@ from lockstep.tools.request_timeline import Chronicle, RequestTimeline
 from lockstep.tools.runs import find_request
 from lockstep.tools.timeline_picture import lanes, picture, text_lines
 from lockstep.tools.why_step import why_step
-from tests.support.fleet import Fleet
+from tests.support.fleet.fleet import Fleet
 from tests.support.recorded import SCENARIOS, journal_of, record_rank, record_simulation, record_story
 from tests.support.scenario import Run, digest_of, parse, play
 from tests.support.served import Asked
@@ -71,7 +71,7 @@ run
 """
 
 
-def test_waiting_is_told_with_its_reason_and_who_made_room(tmp_path: Path) -> None:
+def test_waiting_is_shown_with_its_reason_and_what_made_room(tmp_path: Path) -> None:
     folder = record_story(tmp_path, QUEUE)
     c, _, text = story_of(folder, "c")
     assert causes(c) == [("launch", -1, 2, 5), ("running_limit", -1, 5, 14)]
@@ -86,7 +86,7 @@ def test_waiting_is_told_with_its_reason_and_who_made_room(tmp_path: Path) -> No
     assert "finished (length) with 2 output tokens: its limit of output tokens was reached" in text
 
 
-def test_shared_prefix_names_who_computes_it_and_what_was_hit(tmp_path: Path) -> None:
+def test_shared_prefix_names_the_computing_request_and_what_was_hit(tmp_path: Path) -> None:
     folder = record_story(
         tmp_path,
         """# b waits for the pages that a computes.
@@ -107,7 +107,7 @@ run
     assert "40 of 41 tokens were in the radix cache, 1 was left" in text.replace("were left", "was left")
 
 
-def test_loads_and_prefetches_are_told(tmp_path: Path) -> None:
+def test_loads_and_prefetches_are_shown(tmp_path: Path) -> None:
     again = """
 at 3ms
 add c prompt=1..5 max_new=1
@@ -126,7 +126,7 @@ run
     assert "1 ms: its prefix was on the way from host memory to the device" in text
 
 
-def test_grammar_session_adapter_sample_and_pause_are_told(tmp_path: Path) -> None:
+def test_grammar_session_adapter_sample_and_pause_are_shown(tmp_path: Path) -> None:
     grammar = record_story(
         tmp_path / "grammar",
         "# g compiles for 5 ms.\nconfig page_size=2 pages=64 overlap_depth=0\n\nadd a prompt=1..4 max_new=2 grammar=g\n"
@@ -167,7 +167,7 @@ def hear_all(fleet: Fleet) -> None:
         fleet.tell(fact)
 
 
-def test_waits_between_engines_are_told_on_both_sides(tmp_path: Path) -> None:
+def test_waits_between_engines_are_shown_on_both_sides(tmp_path: Path) -> None:
     """The KV of a prompt takes 4 ms; the decode engine runs one request, and another one's stands there for a while."""
     common: dict[str, Any] = {"page_size": 2, "pages": 40, "max_running_requests": 1, "num_reserved_decode_tokens": 0}
     fleet = Fleet([SchedConfig(role="prefill", **common)], [SchedConfig(role="decode", **common)])
@@ -197,7 +197,7 @@ def test_waits_between_engines_are_told_on_both_sides(tmp_path: Path) -> None:
     assert "its decode engine had not given it pages" in text
 
 
-def test_media_are_told_content_by_content(tmp_path: Path) -> None:
+def test_media_are_listed_content_by_content(tmp_path: Path) -> None:
     folder = record_story(
         tmp_path,
         """# b needs cat, which is being encoded for a, and dog, which waits for the encoder; c finds both.
@@ -229,7 +229,7 @@ run
     assert all(lane.name != "encoder: its media" for lane in lanes(c, chronicle))
 
 
-def test_retraction_is_told_with_those_who_grew(tmp_path: Path) -> None:
+def test_retraction_is_shown_with_the_requests_that_grew(tmp_path: Path) -> None:
     text = (SCENARIOS / "retraction/least_output_first.txt").read_text()
     folder = record_story(tmp_path, text)
     b, _, told_text = story_of(folder, "b")
@@ -246,7 +246,7 @@ def test_retraction_is_told_with_those_who_grew(tmp_path: Path) -> None:
     assert "computed its prompt and the output it had kept: 9 tokens in 1 chunk" in told_text
 
 
-def test_preemption_names_whom_it_made_room_for(tmp_path: Path) -> None:
+def test_preemption_names_the_beneficiary(tmp_path: Path) -> None:
     folder = record_story(tmp_path, (SCENARIOS / "preemption/makes_room.txt").read_text())
     assert "c is more important and needed the room" in story_of(folder, "b")[2]
 
@@ -254,7 +254,7 @@ def test_preemption_names_whom_it_made_room_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted(SCENARIOS.glob("[!c]*/*.txt"))[::4], ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
-def test_every_story_adds_up(path: Path, tmp_path: Path) -> None:
+def test_every_timeline_adds_up(path: Path, tmp_path: Path) -> None:
     """Of each request of many scenarios: spans tile its waits, and what is chronicle_of is chronicle_of in full."""
     run = Run()
     play(parse(path.read_text()), run)
@@ -290,7 +290,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
-def test_stories_measure_what_metrics_measure(crowd: Path) -> None:
+def test_timelines_measure_what_metrics_measure(crowd: Path) -> None:
     requests = measured(crowd)
     ids = requests.request_id.tolist()
     chronicle, _ = chronicle_of(crowd, ids)
@@ -306,7 +306,7 @@ def test_stories_measure_what_metrics_measure(crowd: Path) -> None:
         assert computed == timeline.waits[0].admitted.new_tokens or timeline.retractions
 
 
-def test_stories_are_told_in_order_of_time(crowd: Path) -> None:
+def test_narrations_are_in_order_of_time(crowd: Path) -> None:
     """With overlap a decode is launched before its token is there."""
     chronicle, walk = chronicle_of(crowd, measured(crowd).request_id.tolist())
     for timeline in chronicle.timelines.values():
@@ -333,7 +333,7 @@ def test_slowest_are_the_slowest_and_their_waits_are_added_up(crowd: Path, tmp_p
     assert run_explain(crowd, "--slowest", "itl", 3, "--html", page).exit_code == 2
 
 
-def test_step_says_who_was_admitted_and_who_was_left_out(tmp_path: Path) -> None:
+def test_step_lists_admitted_and_left_out_requests(tmp_path: Path) -> None:
     folder = record_story(tmp_path, QUEUE)
     reason = why_step(folder, 6)
     assert reason.title == "step 6 at 0.005 s: LaneReady, launched b1"
@@ -375,7 +375,7 @@ def test_nothing_asked_unknown_request_and_cluster_are_refused_with_a_hint(crowd
     assert run_explain(tmp_path / "nothing", "--step", 0).exit_code == 2
 
 
-def test_who_left_the_routers_line_never_reached_an_engine(crowd: Path, tmp_path: Path) -> None:
+def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Path, tmp_path: Path) -> None:
     for engine in ("0", "1"):
         (tmp_path / "engines" / engine).mkdir(parents=True)
         (tmp_path / "engines" / engine / "journal").symlink_to(crowd / "journal")
@@ -500,7 +500,7 @@ def test_lanes_name_what_ran_without_it(crowd: Path) -> None:
     assert "prefill" in kinds
 
 
-def test_rank_says_that_it_proposed_and_what_all_agreed_on(tmp_path: Path) -> None:
+def test_rank_reports_that_it_proposed_and_what_all_agreed_on(tmp_path: Path) -> None:
     folder = record_rank(tmp_path / "journal")
     texts = []
     for step in ("12", "16"):

@@ -148,7 +148,7 @@ def test_dump_as_jsonl_names_every_field(run: Path, journal: Lockstep) -> None:
     assert lines[3]["snapshot"]["steps"] == 2
 
 
-def test_dump_of_a_torn_journal_says_so_on_stderr(run: Path, journal: Lockstep) -> None:
+def test_dump_of_a_torn_journal_reports_it_on_stderr(run: Path, journal: Lockstep) -> None:
     tear(run)
     result = journal("dump", run)
     assert result.exit_code == 0
@@ -180,7 +180,7 @@ def test_check_of_a_clean_journal(run: Path, journal: Lockstep) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "clean, closed; 7 records, 4 events\n", "")
 
 
-def test_check_of_a_torn_tail_says_how_to_repair_and_repairs(run: Path, journal: Lockstep) -> None:
+def test_check_of_a_torn_tail_reports_how_to_repair_and_repairs(run: Path, journal: Lockstep) -> None:
     whole = segment(run).read_bytes()
     tear(run)
     result = journal("check", run)
@@ -234,7 +234,7 @@ def test_verify_of_an_equal_journal(run: Path, journal: Lockstep) -> None:
     assert json.loads(journal("verify", run, "--json").stdout)["verdict"] == "equal"
 
 
-def test_verify_of_a_torn_journal_says_how_far_it_went(run: Path, journal: Lockstep) -> None:
+def test_verify_of_a_torn_journal_reports_how_far_it_went(run: Path, journal: Lockstep) -> None:
     tear(run)
     result = journal("verify", run)
     assert result.exit_code == 0

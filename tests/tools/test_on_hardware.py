@@ -130,7 +130,7 @@ def test_the_table_names_kinds_sizes_and_what_ran(run: Path) -> None:
     assert lines[-1] == "by      demo on cpu-core, not calibrated"
 
 
-def test_a_run_under_grammars_says_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
+def test_a_run_under_grammars_gives_the_same_again_and_so_does_one_with_kv_in_fp8(tmp_path: Path) -> None:
     """A journal of the runtime itself, deferred sampling and drafts among it: greedy answers are those of the run."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     pytest.importorskip("llguidance", reason="no library of grammars is installed")
@@ -222,7 +222,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_sizes(run: Path, monkeypa
 # --------------------------------------------------------------------------------------------------- and without one
 
 
-def test_without_the_runtime_it_says_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_runtime_it_reports_what_is_missing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lockstep.runtime.recorded", None)
     result = on_hardware(run)
     assert result.exit_code == 2
@@ -272,7 +272,7 @@ def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
     return batches
 
 
-def test_calibrating_from_a_file_finds_what_was_planted_and_says_how_far_it_was_off(tmp_path: Path) -> None:
+def test_calibrating_from_a_file_finds_what_was_planted_and_reports_how_far_it_was_off(tmp_path: Path) -> None:
     planted(tmp_path / "measured.jsonl")
     made = calibrated("--from", tmp_path / "measured.jsonl", "--date", "2026-11-22", "--out", tmp_path / "c.json")
     assert made.exit_code == 0, made.output

@@ -164,7 +164,7 @@ def test_strict_replay_up_to_a_step_shows_the_state_there(run: Path) -> None:
     assert run_replay(run, "--break", "Nobody").exit_code == 2
 
 
-def test_divergence_is_told_with_both_decisions_once_words_were_kept(
+def test_divergence_is_shown_with_both_decisions_once_decision_text_was_kept(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = tmp_path / "decisions.txt"

@@ -43,7 +43,7 @@ def by_stories(folder: Path) -> Mapping[RequestId, Waited]:
 
 
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDEN.glob("*/journal")))
-def test_it_says_what_stories_say(name: str) -> None:
+def test_it_agrees_with_timelines(name: str) -> None:
     assert waits_of(GOLDEN / name) == by_stories(GOLDEN / name)
 
 
@@ -57,12 +57,12 @@ def test_it_says_what_stories_say(name: str) -> None:
     ],
     ids=["fcfs", "lpm", "retractions", "timeouts"],
 )
-def test_it_says_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
+def test_it_gives_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str, object]) -> None:
     """Steps of uniform decodes, of which it is not told there, have nothing to say."""
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=settings)
     live, without = WaitFold(), WaitFold()
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", witness=live)
-    simulate(assemble(scenario, environ={}), witness=without)
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "run", observer=live)
+    simulate(assemble(scenario, environ={}), observer=without)
     found = live.close()
     assert without.close() == found
     assert found == by_stories(tmp_path / "run")
@@ -73,7 +73,7 @@ def test_it_says_the_same_beside_a_simulation(tmp_path: Path, settings: dict[str
 def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
     scenario = Scenario(model="qwen3-0.6b", gpu="h200", workload=BUSY, settings=TIGHT)
     simulate(assemble(scenario, environ={}), folder=tmp_path / "alone")
-    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", witness=WaitFold())
+    simulate(assemble(scenario, environ={}), folder=tmp_path / "seen", observer=WaitFold())
     alone, seen = ((tmp_path / name / "journal" / "00000000.log").read_bytes() for name in ("alone", "seen"))
     assert alone == seen
 

@@ -126,7 +126,7 @@ def test_simulating_them_again_decides_the_same(run: Path, tmp_path: Path, chang
     assert abs(found.batches[0] - found.batches[1]) < 0.02 * found.batches[0]
 
 
-def test_a_journal_says_which_adapters_its_requests_ran_on(tmp_path: Path) -> None:
+def test_a_journal_reports_which_adapters_its_requests_ran_on(tmp_path: Path) -> None:
     asked = replace(scenario(), adapters="0.7x3", settings={"max_loras": 2})
     setup = assemble(asked, {})
     simulate(setup, folder=tmp_path / "run")
@@ -168,7 +168,7 @@ def test_nothing_changed_changes_nothing(run: Path, tmp_path: Path) -> None:
     assert drift(run, tmp_path / "same").equal
 
 
-def test_another_policy_says_who_won_and_lost_and_why(run: Path, tmp_path: Path) -> None:
+def test_another_policy_lists_winners_and_losers_and_why(run: Path, tmp_path: Path) -> None:
     page = tmp_path / "lpm.html"
     result = what_if(run, "--policy", "lpm", "--html", page, "--out", tmp_path / "lpm")
     assert result.exit_code == 0, result.output
@@ -217,7 +217,7 @@ def test_a_journal_of_another_host_is_simulated_first(run: Path, tmp_path: Path)
     assert "pages" not in result.stdout.partition("SLOs of A")[0].partition("settings that differ")[2]
 
 
-def test_all_that_was_said_of_drafts_goes_with_them() -> None:
+def test_all_that_was_reported_of_drafts_goes_with_them() -> None:
     settings = {"speculative_method": "eagle", "num_speculative_tokens": 5}
     drafting = Scenario(model="qwen3-0.6b", gpu="h200", workload="gen:n=1", settings=settings, acceptance="0.8")
     base = Base(drafting, open_load(drafting), (), simulated=True)
@@ -227,7 +227,7 @@ def test_all_that_was_said_of_drafts_goes_with_them() -> None:
     assert (fewer.acceptance, assemble(fewer, environ={}).config.drafts_max) == ("0.8", 2)
 
 
-def test_settings_of_a_journal_are_kept_whatever_a_profile_says(run: Path, tmp_path: Path) -> None:
+def test_settings_of_a_journal_are_kept_under_any_profile(run: Path, tmp_path: Path) -> None:
     """The simulator's own profile decides otherwise than the plain defaults; what was recorded stays."""
     timeline = record_story(
         tmp_path / "plain",
@@ -308,7 +308,7 @@ def test_links_between_prefill_and_decode_engines_stay_what_they_were(tmp_path: 
     assert "--link" not in json.loads((tmp_path / "two" / "metrics.json").read_text())["about"]["command"]
 
 
-def test_engines_told_one_by_one_are_changed_as_asked_or_it_is_refused(tmp_path: Path) -> None:
+def test_engines_listed_one_by_one_are_changed_as_asked_or_it_is_refused(tmp_path: Path) -> None:
     run = simulated(tmp_path / "kinds", "--engines 1xh200:page_size=32,1xh100:tp=2")
     for words, said in (
         (["--gpu", "b200"], "`--gpu` b200 is one GPU, and the run has engines of several kinds: `1xh200:page_size=32,"),
@@ -321,7 +321,7 @@ def test_engines_told_one_by_one_are_changed_as_asked_or_it_is_refused(tmp_path:
     assert "max_running_requests" in differing(what_if(run, "--max-running-requests", 8, "--json"))
 
 
-def test_what_only_the_old_policy_of_a_router_looks_at_is_left_out_and_said(tmp_path: Path) -> None:
+def test_what_only_the_old_policy_of_a_router_looks_at_is_left_out_and_reported(tmp_path: Path) -> None:
     words = "--gpu h200 --replicas 2 --router total_requests --router-report-interval 1s --router-report-delay 5ms"
     run = simulated(tmp_path / "reports", words)
     result = what_if(run, "--router", "prefix_affinity", "--out", tmp_path / "affine")
@@ -339,7 +339,7 @@ def test_what_only_the_old_policy_of_a_router_looks_at_is_left_out_and_said(tmp_
     assert "load-bound" not in command
 
 
-def test_what_is_kept_of_another_load_says_how_to_get_it_again(run: Path, tmp_path: Path) -> None:
+def test_what_is_kept_of_another_load_reports_how_to_get_it_again(run: Path, tmp_path: Path) -> None:
     result = what_if(run, "--rate-scale", "1.5", "--out", tmp_path / "faster")
     assert result.exit_code == 0, result.output
     assert "--rate-scale 1.5 " in json.loads((tmp_path / "faster" / "metrics.json").read_text())["about"]["command"]
@@ -378,7 +378,7 @@ def test_one_engine_of_a_cluster_is_not_asked_what_all_would_do(tmp_path: Path) 
     assert f"hint: ask the whole run, {run}\n" in result.stderr
 
 
-def test_the_run_that_is_asked_about_is_not_written_over(run: Path, tmp_path: Path) -> None:
+def test_the_run_that_is_queried_for_is_not_written_over(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     result = what_if(copy, "--policy", "lpm", "--out", tmp_path / "x" / ".." / "copy", "--overwrite")
@@ -387,7 +387,7 @@ def test_the_run_that_is_asked_about_is_not_written_over(run: Path, tmp_path: Pa
     assert drift(run, copy).equal
 
 
-def test_journals_alone_say_how_their_engine_was_laid_out_or_why_it_cannot_be_known(tmp_path: Path) -> None:
+def test_journals_alone_report_how_their_engine_was_laid_out_or_why_it_cannot_be_known(tmp_path: Path) -> None:
     staged = simulated(tmp_path / "staged", "--gpu h200 --pp 2 --pp-size 2 --tp 2")
     base = journal_alone(staged)
     assert (base.scenario.tp, base.scenario.pp, base.scenario.settings["pp_size"]) == (2, 2, 2)
@@ -447,7 +447,7 @@ def check_kept(run: Path, again: Path) -> None:
 
 
 @pytest.mark.parametrize("bytes_min", [0, 1 << 40], ids=["aside", "here"])
-def test_a_recorded_run_that_is_decided_otherwise_is_told(
+def test_a_recorded_run_that_is_decided_otherwise_is_reported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_min: int
 ) -> None:
     other = tmp_path / "other"

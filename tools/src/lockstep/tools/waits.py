@@ -1,7 +1,7 @@
 """What each request waited for before its first token: a fold over a run, cheap enough to go along with a simulation.
 
     waits = WaitFold()
-    simulate(setup, witness=waits)                      # every step but those of uniform decodes
+    simulate(setup, observer=waits)                      # every step but those of uniform decodes
     waits.close()[17].by_cause                          # {"behind another: prefill budget": 2_743_000, ...}
 
 It reports of every request what a `RequestTimeline` has of a few, as far as it explains the TTFT, and by the same rules

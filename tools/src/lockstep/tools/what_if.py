@@ -29,8 +29,11 @@ from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.cli.requested import requested_by_command
+from lockstep.sim.cli.simulate import progress_bar
+from lockstep.sim.cluster.routed import ClusterWatch
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.cluster.setup import REPORTING, assemble_cluster
@@ -44,10 +47,11 @@ from lockstep.sim.results.stored_run import StoredRun, read_run
 from lockstep.sim.results.text import duration
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
-from lockstep.sim.run.options import asked_by_command
+from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.run.run_folder import prepare_folder, write_run
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import given_settings, scheduler_options
 from lockstep.sim.workload.adapters import RECORDED
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
@@ -202,7 +206,7 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
             f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
             f"hint: ask the whole run, {run.parent.parent}"
         )
-    asked = asked_by_command(str(about["command"]))
+    asked = requested_by_command(str(about["command"]))
     scenario = asked if isinstance(asked, Scenario) else asked.base
     notes: tuple[str, ...] = ()
     try:
@@ -392,7 +396,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
         if isinstance(base.asked, Scenario):
             setup = assemble(base.asked, os.environ, workload=workload)
             fold = WaitFold()
-            done = simulate(setup, folder=journals, on_finish=on_finish, witness=fold)
+            done = simulate(setup, folder=journals, on_finish=on_finish, observer=fold)
             _go_on(done.interrupted)
             write_run(folder, done, trace=False, report=kept)
             return SimulatedWaits(fold.close(), {})
@@ -403,8 +407,7 @@ def simulate_base(base: Base, folder: Path, workload: Workload, *, kept: bool = 
             cluster,
             folder=journals,
             on_finish=on_finish,
-            witnesses=folds,
-            on_route=sent.append if cluster.each_alone else None,
+            watch=ClusterWatch(observers=folds, on_route=sent.append if cluster.each_alone else None),
         )
         _go_on(ended.interrupted)
         write_cluster_run(folder, ended, trace=False, report=kept)

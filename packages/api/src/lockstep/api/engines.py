@@ -227,7 +227,7 @@ def _scheduler(settings: ServeSettings) -> dict[str, Any]:
 def _info(config: SchedConfig, **more: Any) -> EngineInfo:
     return EngineInfo(
         request_tokens_max=config.request_tokens_max,
-        prompt_tokens_max=config.prompt_tokens_max(wants_output=True),
+        prompt_tokens_max=config.prompt_tokens_max(with_output=True),
         eos_token_ids=config.eos_token_ids,
         settings=msgspec.to_builtins(config),
         **more,

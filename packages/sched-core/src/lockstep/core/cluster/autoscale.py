@@ -1,4 +1,4 @@
-"""How many replicas there should be, and which come and go: a pure function of the load a router saw.
+"""The number of replicas, and which of them start and stop: a pure function of the load at a router.
 
     scaler = Autoscaler(ScalingConfig(target=24, maximum=8))
     for changed in scaler.step(LoadObserved(time_us=15_000_000, open=(30, 0), open_tokens=90_000, arrived=41)):
@@ -10,7 +10,7 @@
 
 `target_replicas` is the policy: load over what one replica should have. What surrounds it is as in the Horizontal Pod
 Autoscaler of Kubernetes: a tolerance, within which nothing changes, and the largest answer of the last `cooldown_us`
-counts, so that replicas come at once and leave late. Who drains gets nothing new, and goes when its last
+counts, so that replicas come at once and leave late. A draining replica gets no new request, and goes when its last
 request has ended: nothing is ever cut off. Those with the fewest requests drain first, of equals the highest numbers.
 """
 
@@ -34,7 +34,7 @@ SECOND_US = 1_000_000
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When replicas come and go. Raises ConfigError for what cannot work."""
+    """Rules of scaling. Raises ConfigError for values that cannot work."""
 
     policy: ScalingPolicy = "open_requests"
     target: float  # of one replica; see SCALING_POLICIES
@@ -64,21 +64,21 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LoadObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router knows at one moment."""
+    """The load at a router at one moment."""
 
     time_us: int
     open: tuple[int, ...]  # requests, by replica
-    open_tokens: int  # of all of them, and of those that wait
+    open_tokens: int  # of open and of waiting requests
     arrived: int  # requests since the beginning
     waiting: int = 0  # at the router
 
 
 def target_replicas(config: ScalingConfig, load: float, replicas: int) -> int:
-    """The policy: how many replicas there should be under a load in the unit of `target`, if there are so many now."""
-    wanted = load / config.target
-    if abs(wanted - replicas) <= config.tolerance * replicas:
+    """The policy: the number of replicas for a load in the unit of `target`, given the present number."""
+    needed = load / config.target
+    if abs(needed - replicas) <= config.tolerance * replicas:
         return min(max(replicas, config.minimum), config.maximum)
-    return min(max(ceil(wanted), config.minimum), config.maximum)
+    return min(max(ceil(needed), config.minimum), config.maximum)
 
 
 class Autoscaler:
@@ -101,7 +101,7 @@ class Autoscaler:
 
     @property
     def next_us(self) -> int:
-        """When it wants to look again: to decide, or because a replica is ready."""
+        """The time of the next step: of a decision, or of a replica that is ready."""
         starting = [us for us, state in zip(self._ready_us, self.state, strict=True) if state == "starting"]
         return min([self._decide_us, *starting])
 
@@ -111,7 +111,7 @@ class Autoscaler:
         return self._paid_us + sum(max(until_us - us, 0) for us in running)
 
     def step(self, fact: LoadObserved) -> tuple[EngineChanged, ...]:
-        """Look at the load; return what the router must be told. Before `next_us` only empty replicas go.
+        """Take in the load; return the facts for the router. Before `next_us` only empty replicas are stopped.
 
         Raises ContractError for time that runs backwards, and for another number of replicas.
         """
@@ -138,12 +138,12 @@ class Autoscaler:
         while self._answers[0][0] < now_us - config.cooldown_us:
             self._answers.popleft()
         newest = self._answers[-1][1]
-        wanted = newest if newest > len(active) else min(max(answer for _, answer in self._answers), len(active))
-        for _ in range(wanted - len(active)):
+        needed = newest if newest > len(active) else min(max(answer for _, answer in self._answers), len(active))
+        for _ in range(needed - len(active)):
             self._add(now_us, out)
-        if wanted < len(active):
+        if needed < len(active):
             last = sorted(active, key=lambda replica: (self.state[replica] == "up", fact.open[replica], -replica))
-            for replica in last[: len(active) - wanted]:
+            for replica in last[: len(active) - needed]:
                 idle = self.state[replica] == "starting" or not fact.open[replica]
                 self._become(replica, "off" if idle else "draining", out)
 
@@ -164,10 +164,10 @@ class Autoscaler:
         return sum(load for _, load in self._samples) / len(self._samples)
 
     def _add(self, now_us: int, out: list[EngineChanged]) -> None:
-        """One more: one that drains if there is any, else the first that is off."""
-        for wanted in ("draining", "off"):
+        """Start one replica: a draining one if there is any, else the first that is off."""
+        for candidate in ("draining", "off"):
             for replica, state in enumerate(self.state):
-                if state == wanted:
+                if state == candidate:
                     if state == "off":
                         self._since_us[replica] = now_us
                         self._ready_us[replica] = now_us + self.config.start_us
@@ -182,7 +182,7 @@ class Autoscaler:
         if state == "off":
             self._paid_us += self.now_us - self._since_us[replica]
             if before == "starting":
-                return  # the router never heard of it
+                return  # the router has no fact about it
         if state != "starting":
-            told = "down" if state == "off" else state
-            out.append(EngineChanged(time_us=self.now_us, engine=replica, state=told))
+            reported = "down" if state == "off" else state
+            out.append(EngineChanged(time_us=self.now_us, engine=replica, state=reported))

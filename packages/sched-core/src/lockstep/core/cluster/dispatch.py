@@ -1,29 +1,29 @@
-"""Who waits at the router, whose turn it is, and who is sent again: a line in front of `router.Router`.
+"""The router's waiting queue: which requests wait, which is sent next, and which are sent again after a lost engine.
 
     dispatcher = Dispatcher(DispatchConfig(open_max=64), RouterConfig(), (EngineShare(), EngineShare()))
     for routed in dispatcher.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=900, tenant="a")):
-        routed.engine                            # None and reason "waits": a later step will say where it goes
+        routed.engine                            # None and reason "waits": a later step has its engine
 
-Any fact may decide about several requests: one ends and two that waited go, or an engine is lost and all it had is sent
-again. At every moment a request is open on exactly one engine, waits here, or is over. Pure, as the router is.
+One fact may decide about several requests: a request ends and two waiting ones are sent, or an engine is lost and all
+its requests are sent again. At every moment a request is open on exactly one engine, waits here, or has ended. A pure
+function of its facts, as the router is.
 
-**Fair share.** Each tenant has a line, and a count of the tokens it was given per weight: prompts, and what answers are
-expected to have; what that was off by, once they ended, is put on the tenant's next request or taken off it. While
-there is room, the waiting tenant with the least goes first, so nobody waits while there is room. A tenant that comes
-back does not bring what it did not use: its count begins no lower than where that of the last one stood that was sent.
-This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the tokens of Virtual Token Counter (Sheng et
-al., OSDI 2024): of two tenants that wait all the time, what one is charged per weight exceeds what the other is by no
-more than one request of each.
+**Fair share.** Each tenant has a queue, and a count of the tokens that it was given per weight: those of prompts, and
+the expected ones of answers. The difference from the real number is charged to, or credited to, the tenant's next
+request. While there is room, the waiting tenant with the least count is sent first, so that no request waits while
+there is room. A tenant that returns keeps no credit: its count begins no lower than that of the tenant last sent. This
+is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the tokens of Virtual Token Counter (Sheng et al.,
+OSDI 2024): of two tenants that wait all the time, the charges per weight differ by no more than one request of each.
 
-**Order.** Within a line who came first goes first; with `order` priority who has the highest goes first, those without
-one last, and of equals who came first. Shares of tenants are not touched by it.
+**Order.** A tenant's queue is first come, first served; with `order` priority the highest priority is first, requests
+without one are last, and equals are in the order of arrival. Shares of tenants do not depend on it.
 
-**Bounds.** All lines together hold `waiting_max`; when they are full, the newest request of the tenant that has most
-waiting per weight is refused, so that nobody can fill the line of others. What a lost engine had goes to the front of
-its tenant's line, in the order in which it first came, at most `resends_max` times each.
+**Bounds.** All queues together hold `waiting_max` requests; when they are full, the newest request of the tenant with
+most waiting requests per weight is refused, so that no tenant can fill the queue of others. The requests of a lost
+engine go to the front of their tenants' queues, in the order of their arrival, at most `resends_max` times each.
 
-**Health.** Whoever probes engines tells what they answer: after some failures in a row an engine is down, and what it
-had is sent again; after some successes it is up. An engine that was taken out by other means stays out.
+**Health.** The host probes engines and reports the answers: after some failures in a row an engine is down, and its
+requests are sent again; after some successes in a row it is up. An engine that was taken out by other means stays out.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ TENANTS_REMEMBERED = 10_000
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What waits at the router, and for how long it is tried. Raises ConfigError for what cannot work."""
+    """Bounds of the router's waiting queue, of resends and of probes. Raises ConfigError for values that cannot
+    work."""
 
-    open_max: int | None = None  # requests open per engine of weight 1, all engines together; None: as many as come
-    waiting_max: int = WAITING_MAX  # requests in the line; one more and somebody is refused
+    open_max: int | None = None  # requests open per engine of weight 1, all engines together; None: no limit
+    waiting_max: int = WAITING_MAX  # waiting requests; with one more, one of them is refused
     tenant_weights: dict[str, float] = {}  # of tenants that do not have the usual 1
-    resends_max: int = 2  # of one request whose engine was lost
+    resends_max: int = 2  # of one request, after its engine was lost
     unhealthy_after: int = 3  # probes that fail in a row: the engine is down (SGLang's gateway: 3)
     healthy_after: int = 2  # and that succeed in a row: it is up again (SGLang's gateway: 2)
-    order: Literal["fcfs", "priority"] | msgspec.UnsetType = msgspec.UNSET  # within a tenant's line; UNSET: fcfs
+    order: Literal["fcfs", "priority"] | msgspec.UnsetType = msgspec.UNSET  # within a tenant's queue; UNSET: fcfs
 
     def __post_init__(self) -> None:
         least = {"open_max": 1, "waiting_max": 0, "resends_max": 0, "unhealthy_after": 1, "healthy_after": 1}
@@ -80,7 +81,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ProbeAnswered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """An engine was asked whether it is well."""
+    """An engine answered a health probe, or failed to."""
 
     time_us: int
     engine: int
@@ -99,24 +100,26 @@ class _Sent(msgspec.Struct):
 
 
 class Dispatcher:
-    """A router with a line in front of it. Build it from both configurations; feed it every fact in order."""
+    """A router with a waiting queue. Build it from both configurations; feed it every fact in order."""
 
     def __init__(self, config: DispatchConfig, router: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
         self.config = config
         self.router = Router(router, engines)
         self.waiting = 0
-        self.lines: dict[str, deque[RequestOffered]] = {}  # by tenant, of those that wait
+        self.queues: dict[str, deque[RequestOffered]] = {}  # by tenant, of waiting requests
         self.given: dict[str, float] = {}  # tokens per weight, by tenant
-        self._owed: dict[str, float] = {}  # the same, by which the next request is charged more or, below 0, less
+        self._owed: dict[
+            str, float
+        ] = {}  # tokens per weight by which the tenant's next request is charged more or, below 0, less
         self._sent: dict[int, _Sent] = {}  # by request id: open on an engine
-        self._sends: dict[int, int] = {}  # of those that wait to be sent again: how often they were
+        self._sends: dict[int, int] = {}  # times that a request was sent before, for those that wait to be sent again
         self._waiting_ids: dict[int, str] = {}  # to the tenant
-        self._stood = 0.0  # `given` of the last tenant that was sent, before
+        self._given_last = 0.0  # `given` of the tenant of the last request sent, before that request
         self._last_request_id = -1
         self.digest = bytes(16)  # over all decisions
         self._forget_at = TENANTS_REMEMBERED
         self._probes: list[int] = [0] * len(engines)  # answers in a row: above 0 well, below 0 not
-        self._unwell = [False] * len(engines)  # down because of what it answered
+        self._unwell = [False] * len(engines)  # down because of its answers
 
     def step(self, fact: DispatchFact) -> tuple[RequestRouted, ...]:
         """Take in one fact; return every decision that follows, in order.
@@ -138,11 +141,11 @@ class Dispatcher:
                 self._probe(fact, out)
         for routed in out:
             engine = -1 if routed.engine is None else routed.engine
-            told = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
-            self.digest = blake2b(self.digest + told.encode(), digest_size=16).digest()
+            decision = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
+            self.digest = blake2b(self.digest + decision.encode(), digest_size=16).digest()
         return tuple(out)
 
-    # ------------------------------------------------------------------------------------------------- who comes in
+    # -------------------------------------------------------------------------------------------------- arrivals
 
     def _offer(self, fact: RequestOffered, out: list[RequestRouted]) -> None:
         if fact.request_id <= self._last_request_id:
@@ -163,26 +166,26 @@ class Dispatcher:
 
     def _enqueue(self, offered: RequestOffered, *, front: bool) -> None:
         tenant = offered.tenant
-        line = self.lines.get(tenant)
-        if line is None:
-            line = self.lines[tenant] = deque()
-            self.given[tenant] = max(self.given.pop(tenant, 0.0), self._stood)
+        queue = self.queues.get(tenant)
+        if queue is None:
+            queue = self.queues[tenant] = deque()
+            self.given[tenant] = max(self.given.pop(tenant, 0.0), self._given_last)
             if len(self.given) > self._forget_at:
                 self._forget_tenants()
         if self.config.order == "priority":
             place = bisect_left if front else bisect_right
-            line.insert(place(line, _behind(offered), key=_behind), offered)
+            queue.insert(place(queue, _rank(offered), key=_rank), offered)
         elif front:
-            line.appendleft(offered)
+            queue.appendleft(offered)
         else:
-            line.append(offered)
+            queue.append(offered)
         self._waiting_ids[offered.request_id] = tenant
         self.waiting += 1
 
     def _forget_tenants(self) -> None:
-        """Those who come back no different for it: nobody waits or is open, and others were given as much since."""
-        active = {*self.lines, *(sent.offered.tenant for sent in self._sent.values())}
-        self.given = {t: given for t, given in self.given.items() if t in active or given > self._stood}
+        """Drop counts that have no effect: those of tenants without requests, at most `_given_last`."""
+        active = {*self.queues, *(sent.offered.tenant for sent in self._sent.values())}
+        self.given = {t: given for t, given in self.given.items() if t in active or given > self._given_last}
         self._owed = {t: owed for t, owed in self._owed.items() if t in self.given}
         self._forget_at = max(2 * len(self.given), TENANTS_REMEMBERED)
 
@@ -190,33 +193,34 @@ class Dispatcher:
         return self.config.tenant_weights.get(tenant, 1.0)
 
     def _refuse_one(self, out: list[RequestRouted]) -> None:
-        """The newest of the tenant with the most waiting per weight; of equals, of who has waited here the shortest."""
-        longest = max(reversed(self.lines), key=lambda tenant: len(self.lines[tenant]) / self._weight(tenant))
-        self._drop(self.lines[longest][-1].request_id, "line_full", out)
+        """Refuse the newest request of the tenant with most waiting requests per weight; of equals, the newest
+        queue."""
+        longest = max(reversed(self.queues), key=lambda tenant: len(self.queues[tenant]) / self._weight(tenant))
+        self._drop(self.queues[longest][-1].request_id, "line_full", out)
 
     def _drop(self, request_id: int, reason: RouteReason, out: list[RequestRouted]) -> None:
-        self._leave_line(request_id)
+        self._leave_queue(request_id)
         out.append(RequestRouted(request_id=request_id, engine=None, reason=reason))
 
-    def _leave_line(self, request_id: int) -> None:
+    def _leave_queue(self, request_id: int) -> None:
         tenant = self._waiting_ids.pop(request_id)
-        line = self.lines[tenant]
-        if line[0].request_id == request_id:
-            line.popleft()
-        elif line[-1].request_id == request_id:
-            line.pop()
+        queue = self.queues[tenant]
+        if queue[0].request_id == request_id:
+            queue.popleft()
+        elif queue[-1].request_id == request_id:
+            queue.pop()
         else:
-            self.lines[tenant] = line = deque(each for each in line if each.request_id != request_id)
-        if not line:
-            del self.lines[tenant]
+            self.queues[tenant] = queue = deque(each for each in queue if each.request_id != request_id)
+        if not queue:
+            del self.queues[tenant]
         self._sends.pop(request_id, None)
         self.waiting -= 1
 
-    # ------------------------------------------------------------------------------------------------------ who goes
+    # ------------------------------------------------------------------------------------------------------ sending
 
     @property
     def room(self) -> float:
-        """How many more may be open on the engines that are up; infinite without a limit, and 0 with nobody up."""
+        """Requests that may be sent before the limit of open ones; infinite without a limit, 0 with no engine up."""
         router, limit = self.router, self.config.open_max
         up = [engine for engine, state in enumerate(router.state) if state == "up"]
         if not up:
@@ -227,13 +231,13 @@ class Dispatcher:
         return most - sum(router.open_requests[engine] for engine in up)
 
     def _send_all(self, now_us: int, out: list[RequestRouted]) -> None:
-        """While there is room, the tenant goes first that was given the least; of equals, who began to wait earlier."""
-        room = self.room if self.lines else 0
-        while self.lines and room > 0:
-            tenant = min(self.lines, key=self.given.__getitem__)
-            offered = self.lines[tenant][0]
+        """While there is room, send a request of the tenant with the least count; of equals, the oldest queue first."""
+        room = self.room if self.queues else 0
+        while self.queues and room > 0:
+            tenant = min(self.queues, key=self.given.__getitem__)
+            offered = self.queues[tenant][0]
             sends = self._sends.get(offered.request_id, 0) + 1
-            self._leave_line(offered.request_id)
+            self._leave_queue(offered.request_id)
             routed = self.router.place(offered, now_us)
             out.append(routed)
             if routed.engine is None:
@@ -241,7 +245,7 @@ class Dispatcher:
             room -= 1
             expected = self.router.open[offered.request_id].tokens / self._weight(tenant)
             self._sent[offered.request_id] = _Sent(offered, expected, sends)
-            self._stood = max(self._stood, self.given[tenant])
+            self._given_last = max(self._given_last, self.given[tenant])
             cost = expected + self._owed.pop(tenant, 0.0)
             self.given[tenant] += max(cost, 0.0)
             if cost < 0.0:
@@ -252,7 +256,7 @@ class Dispatcher:
     def _end(self, fact: RequestEnded) -> None:
         self._at(fact.time_us)
         if fact.request_id in self._waiting_ids:  # its client left
-            self._leave_line(fact.request_id)
+            self._leave_queue(fact.request_id)
         sent = self._sent.pop(fact.request_id, None)
         if sent is not None:
             tenant = sent.offered.tenant
@@ -273,7 +277,7 @@ class Dispatcher:
         self._probes[fact.engine], self._unwell[fact.engine] = 0, False
         for request_id in reversed(lost):
             sent = self._sent.pop(request_id)
-            self._owe(sent.offered.tenant, -sent.expected)  # nobody pays for what was lost
+            self._owe(sent.offered.tenant, -sent.expected)  # a lost answer is not charged
             if sent.sends > self.config.resends_max:
                 out.append(RequestRouted(request_id=request_id, engine=None, reason="lost"))
                 continue
@@ -304,6 +308,6 @@ class Dispatcher:
             self._change(EngineChanged(time_us=fact.time_us, engine=fact.engine, state="up"), out)
 
 
-def _behind(offered: RequestOffered) -> float:
-    """How far back a request stands by its priority."""
+def _rank(offered: RequestOffered) -> float:
+    """Sort key of a request by its priority, the highest first, requests without one last."""
     return inf if offered.priority is None else -offered.priority

@@ -1,4 +1,4 @@
-"""Which GPU has which experts: an expert-parallel load balancer (EPLB), and the counts that it goes by.
+"""The placement of experts on GPUs: an expert-parallel load balancer (EPLB), and the counts that it uses.
 
     placement = balance(loads, slots=288, gpus=8)       loads: [layers, experts], placement: [layers, slots]
     gpu_loads(loads, placement, gpus=8).max(1)          what the fullest GPU of every layer has to do
@@ -9,7 +9,7 @@
 With more slots than experts the heaviest experts get a second copy, and a third; tokens for an expert are spread evenly
 over its copies. As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), which this follows in what it does:
 
-1. **Copies.** Each spare slot goes to the expert whose copies have most to do. That makes the heaviest copy as light
+1. **Copies.** Each spare slot goes to the expert with the most load per copy. That makes the heaviest copy as light
    as any choice of numbers of copies could.
 2. **Packing.** Copies go to GPUs, as many to each, so that the fullest has little more than its share. Two ways are
    tried: heaviest first to the emptiest GPU that has a slot; and in rounds, one copy for every GPU, the heaviest of a
@@ -45,7 +45,7 @@ COUNT_BYTES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLoads:
-    """Tokens routed to each expert since the engine began: who wants a window takes the difference of two moments."""
+    """Tokens routed to each expert since the engine began; a window is the difference of two moments."""
 
     counts: Int64s  # [layers, experts]; read only
     reports: int
@@ -112,7 +112,7 @@ def balance(loads: NDArray[np.generic], *, slots: int, gpus: int, nodes: int = 1
 
 
 def unbalanced(experts: int, *, slots: int, gpus: int, layers: int = 1) -> Int32s:
-    """Experts in their order, as many on every GPU, and spare slots with copies that take nothing off anybody else.
+    """Experts in their order, as many on every GPU, and spare slots with copies that take load off no other GPU.
 
     Returns: int32 [layers, slots]. Raises: ConfigError if experts do not divide over GPUs.
     """
@@ -126,7 +126,7 @@ def unbalanced(experts: int, *, slots: int, gpus: int, layers: int = 1) -> Int32
 
 
 def gpu_loads(loads: NDArray[np.generic], placement: Int32s, gpus: int) -> Float64s:
-    """What every GPU has to do, [layers, gpus], if the tokens of an expert are spread evenly over its copies."""
+    """The load of every GPU, [layers, gpus], if the tokens of an expert are spread evenly over its copies."""
     weights = np.asarray(loads, np.float64)
     layers, experts = weights.shape
     rows = np.arange(layers)[:, None]
@@ -138,7 +138,7 @@ def gpu_loads(loads: NDArray[np.generic], placement: Int32s, gpus: int) -> Float
 
 
 def settled(before: Int32s, after: Int32s, gpus: int, nodes: int = 1) -> Int32s:
-    """`after` with its GPUs renamed, within their nodes, so that much of what they hold is there already.
+    """`after` with its GPUs renamed within their nodes, so that few experts have to be moved.
 
     Pairs of an old and a new GPU are made from those that have the most in common; of equals the lowest numbers.
     """
@@ -159,7 +159,8 @@ def settled(before: Int32s, after: Int32s, gpus: int, nodes: int = 1) -> Int32s:
 
 
 def fetched(before: Int32s, after: Int32s, gpus: int) -> Int64s:
-    """Experts that each GPU must get from elsewhere, [layers, gpus]: what it has once it can copy to itself."""
+    """Experts that each GPU must get from other GPUs, [layers, gpus]; an expert that it holds already is copied
+    locally."""
     new = np.maximum(_held(after, gpus) - _held(before, gpus), 0)
     missing: Int64s = new.sum(2)
     return missing
@@ -195,7 +196,8 @@ def _check(experts: int, slots: int, gpus: int, nodes: int, groups: int) -> None
 
 
 def _copies(weights: Float64s, slots: int, copies_max: int) -> Int64s:
-    """How many copies of every item, [rows, items], `slots` in all, so that the heaviest copy is as light as can be."""
+    """Number of copies of every item, [rows, items], `slots` in all, with the least possible load of the heaviest
+    copy."""
     copies = np.ones(weights.shape, np.int64)
     rows = np.arange(len(weights))
     for _ in range(slots - weights.shape[1]):

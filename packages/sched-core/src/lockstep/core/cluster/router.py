@@ -1,4 +1,4 @@
-"""Which engine of a cluster takes a request: a pure function of what the router was told, like the engines' own core.
+"""The engine of a cluster that takes a request: a pure function of the router's facts, like the engines' own core.
 
     router = Router(RouterConfig(policy="prefix_affinity"), (EngineShare(), EngineShare(weight=2.0)))
     routed = router.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=900, prefix=keys))
@@ -6,28 +6,28 @@
     router.step(RequestEnded(time_us=90_000, request_id=0, output_tokens=210))
 
 Facts go in one at a time, decisions come out; a simulated cluster and a server are two hosts of it. A router sees every
-request begin and every answer end, because both pass through it, so it counts and need not ask. Where several routers
-send to the same engines, nobody sees everything: then engines report, and `total_requests` and `total_tokens` go by the
-last report and by what was sent since. No clock, no randomness, nothing that a hash orders.
+request begin and every answer end, because both pass through it, so it counts them itself. Where several routers send
+to the same engines, no router sees all requests: then engines report their load, and `total_requests` and
+`total_tokens` use the last report and the requests sent since. No clock, no randomness, no order by hashes.
 
-**Who is told where to go.** A request may name its engine; it is checked, and then nothing else decides. The halves
-of a disaggregated request meet in a numbered room; both sides find the prefill engine by one rule, `engine_of_room`.
+**Named engines and rooms.** A request may name its engine; the name is checked, and no policy applies. The halves of a
+disaggregated request meet in a numbered room; both sides find the prefill engine by one rule, `engine_of_room`.
 
-**Load** is open requests per weight. Whoever has the most room takes what nothing else decides; of equals the one that
-was chosen longest ago.
+**Load** is open requests per weight. A request without another rule goes to the engine with the least load; of equals
+to the one that was chosen longest ago.
 
-**Prefix affinity with a load bound.** The router remembers, per engine, which blocks of prompts it sent there, the
-oldest forgotten first and the end of a prompt before its beginning, up to the tokens of KV the engine has: an image of
-the engine's radix cache that costs a dictionary. A request goes where the longest part of its prompt was sent before,
-among the engines whose load is within the bound:
+**Prefix affinity with a load bound.** The router records, per engine, which blocks of prompts it sent there, up to the
+tokens of KV that the engine has. The oldest are dropped first, and the end of a prompt before its beginning: an image
+of the engine's radix cache at the cost of a dictionary. A request goes to the engine that was sent the longest part of
+its prompt before, among the engines with a load within the bound:
 
     open + 1 <= max(load_floor, ceil(load_bound * (all open + 1) * weight / all weights))
 
 With `load_bound` of at least 1 some engine always is. This is the bound of Mirrokni, Thorup and Zadimoghaddam,
-"Consistent Hashing with Bounded Loads" (SODA 2018, arXiv 1608.01350); what it bounds here is not a hash but a match. A
-hash of the prompt's beginning sends all that begin alike to one place and knows nothing of how far they are alike; a
-match follows conversations as they grow, finds the second home of a prefix once the bound made one, and forgets what
-the engine forgot. Below `load_floor` requests nobody is overloaded, and prefixes are not spread for nothing.
+"Consistent Hashing with Bounded Loads" (SODA 2018, arXiv 1608.01350), applied to a match instead of a hash. A hash of
+the prompt's beginning sends all prompts with the same beginning to one engine, however long the common part is. A match
+follows conversations as they grow, finds the second engine of a prefix once the bound made one, and drops blocks that
+the engine evicted. Below `load_floor` requests no engine counts as overloaded, and prefixes are not spread needlessly.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 EngineState = Literal["up", "draining", "recovering", "down"]
 """up takes requests; draining finishes what it has; recovering has lost its cache, and comes back with the requests and
-sessions that it had; down has lost those as well.
+sessions that it had; down has lost those too.
 """
 
 Half = Literal["", "prefill", "decode"]
@@ -80,9 +80,10 @@ RouteReason = Literal[
     "line_full",
     "lost",
 ]
-"""Why this engine: the policy says so; it has the session; it has the longest prefix; who has a longer one is over the
-bound; its room says so; it was named. Or why none: nobody takes requests; there is none of that number; the one
-named, or that its room says, is not up; and of a `dispatch.Dispatcher`: it waits; too many do; it was lost too often.
+"""The reason of a routing decision. An engine was chosen by the policy; by its session; by the longest prefix; because
+the engine with a longer one is over the bound; by the room; by its name. No engine was chosen: none takes requests; no
+engine has that number; the engine of the name or room is not up; and by a `dispatch.Dispatcher`: the request waits; the
+waiting queue is full; the request was lost too often.
 """
 
 ENGINES_MAX = 1024
@@ -90,13 +91,13 @@ OUTPUT_TOKENS_FIRST_GUESS = 256  # of an answer, before any has ended
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that decides how requests are spread. Raises ConfigError for what cannot work."""
+    """Settings of how requests are spread. Raises ConfigError for values that cannot work."""
 
     policy: RouterPolicy = "least_requests"
     load_bound: float = 1.25  # prefix_affinity: an engine's load over the mean, at most
     load_floor: int = 8  # prefix_affinity: open requests up to which no engine counts as loaded
-    block_tokens: int = 256  # prefix_affinity: prompts are compared in blocks of so many tokens
-    sessions_max: int = 100_000  # session_sticky: sessions remembered; the one unheard of for longest is forgotten
+    block_tokens: int = 256  # prefix_affinity: tokens of a block, the unit in which prompts are compared
+    sessions_max: int = 100_000  # session_sticky: sessions kept; the one with the oldest last request is dropped first
 
     def __post_init__(self) -> None:
         if self.policy not in ROUTER_POLICIES:
@@ -111,7 +112,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a router must know of one engine."""
+    """Weight and cache size of one engine, as a router needs them."""
 
     weight: float = 1.0  # capacity beside the others: 2 takes twice as much
     cache_tokens: int = 1 << 40  # of KV that its radix cache can hold
@@ -132,13 +133,13 @@ class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
     time_us: int
     request_id: int
     prompt_tokens: int
-    prefix: tuple[int, ...] = ()  # `prefix_keys` of the prompt; only prefix_affinity looks
-    session: str = ""  # only session_sticky looks
-    only: int | None = None  # whatever the policy says: the engine that keeps what it goes on from
-    tenant: str = ""  # only a Dispatcher looks
-    priority: int | None = None  # the same: the highest first, where its `order` is priority
-    named: int | None = None  # the engine that the client wants, whatever the policy
-    room: int | None = None  # where the halves of a disaggregated request meet
+    prefix: tuple[int, ...] = ()  # `prefix_keys` of the prompt; read by prefix_affinity only
+    session: str = ""  # read by session_sticky only
+    only: int | None = None  # the engine that keeps the session's state, under any policy
+    tenant: str = ""  # read by a Dispatcher only
+    priority: int | None = None  # read by a Dispatcher only: the highest first, where its `order` is priority
+    named: int | None = None  # the engine that the client requests, under any policy
+    room: int | None = None  # the meeting point of the halves of a disaggregated request
     half: Half = ""
 
 
@@ -151,7 +152,8 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_def
 
 
 class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """An engine came up, drains, recovers, or went down. What one that went down had is the host's to offer anew."""
+    """An engine came up, drains, recovers, or went down. The host offers the requests of an engine that went down
+    again."""
 
     time_us: int
     engine: int
@@ -159,20 +161,20 @@ class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_de
 
 
 class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """What an engine said of itself a while ago. One that was overtaken by a later one is ignored."""
+    """A load report of an engine, of an earlier moment. A report older than the last one is ignored."""
 
     time_us: int
     engine: int
-    measured_us: int  # what was sent after that is not in it
+    measured_us: int  # requests sent later are not in it
     requests: int  # waiting and running
-    tokens: int  # of KV that they hold, and prompts that wait
+    tokens: int  # of the KV that they hold, and of waiting prompts
 
 
 RouterFact = RequestOffered | RequestEnded | EngineChanged | LoadReported
 
 
 class RequestRouted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a request goes."""
+    """The engine of a request, or the reason why it has none yet."""
 
     request_id: int
     engine: int | None  # None: no engine takes requests; offer it again, under a new id, when one does
@@ -208,7 +210,7 @@ class _Reported:
 
 
 class Router:
-    """Decides who takes which request. Build it from a RouterConfig and the engines; feed it every fact in order."""
+    """Chooses an engine for each request. Build it from a RouterConfig and the engines; feed it every fact in order."""
 
     def __init__(self, config: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
         if not 1 <= len(engines) <= ENGINES_MAX:
@@ -218,7 +220,7 @@ class Router:
         self.now_us = 0
         self.state: list[EngineState] = ["up"] * len(engines)
         self.open_requests = [0] * len(engines)  # by engine
-        self.open_tokens = [0] * len(engines)  # prompts, and what their answers are expected to have
+        self.open_tokens = [0] * len(engines)  # prompts, and the expected tokens of their answers
         self.open: dict[int, _RoutedRequest] = {}  # by request id
         self.digest = bytes(16)  # over all decisions
         self._up = list(range(len(engines)))
@@ -229,7 +231,7 @@ class Router:
         self._credit = [0.0] * len(engines)  # round_robin
         self._ended = 0
         self._output_tokens = 0
-        self._sessions: dict[str, int] = {}  # to the engine, the one heard of last at the end
+        self._sessions: dict[str, int] = {}  # to the engine; the session with the newest request is last
         self._prefixes = PrefixHomes([share.cache_tokens // config.block_tokens for share in engines])
         self._reported: list[_Reported | None] = [None] * len(engines)
 
@@ -277,15 +279,15 @@ class Router:
 
     def _placed(self, fact: RequestOffered, now_us: int) -> RequestRouted:
         self.now_us = now_us
-        told = self._told(fact)
-        if told is None and not self._up:
-            told = None, "no_engine"
-        if told is None:
+        fixed = self._fixed(fact)
+        if fixed is None and not self._up:
+            fixed = None, "no_engine"
+        if fixed is None:
             engine, reason, matched_tokens = self._chosen(fact)
-        elif told[0] is None:
-            return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason=told[1]))
+        elif fixed[0] is None:
+            return self._decided(RequestRouted(request_id=fact.request_id, engine=None, reason=fixed[1]))
         else:
-            engine, reason, matched_tokens = told[0], told[1], 0
+            engine, reason, matched_tokens = fixed[0], fixed[1], 0
             self._prefixes.sent(fact.prefix, engine)
         tokens = fact.prompt_tokens + self._output_tokens_expected()
         self.open[fact.request_id] = _RoutedRequest(engine, tokens, now_us, fact.prompt_tokens)
@@ -300,7 +302,7 @@ class Router:
         return self._decided(routed)
 
     def _chosen(self, fact: RequestOffered) -> tuple[int, RouteReason, int]:
-        """The engine that the policy says, why, and how much of the prompt was sent there before."""
+        """The engine by the policy, the reason, and how many tokens of the prompt were sent there before."""
         match self.config.policy:
             case "least_requests":
                 return self._least(self.open_requests, 1), "policy", 0
@@ -316,17 +318,17 @@ class Router:
                 return *self._by_session(fact.session), 0
             case "prefix_affinity":
                 return self._by_prefix(fact.prefix)
-            case _:  # in turn, whoever has no room that says where
+            case _:  # in turn, including requests without a room
                 return self._in_turn(), "policy", 0
 
     def _decided(self, routed: RequestRouted) -> RequestRouted:
         engine = -1 if routed.engine is None else routed.engine
-        told = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
-        self.digest = blake2b(self.digest + told.encode(), digest_size=16).digest()
+        decision = f"{routed.request_id} {engine} {routed.reason} {routed.matched_tokens}"
+        self.digest = blake2b(self.digest + decision.encode(), digest_size=16).digest()
         return routed
 
-    def _told(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
-        """Where a request says that it must go, or that it cannot; None if it says nothing of it."""
+    def _fixed(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
+        """The engine that a request requires, or why there is none; None if the policy decides."""
         if fact.only is not None:
             if not 0 <= fact.only < len(self.engines):
                 raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
@@ -345,17 +347,18 @@ class Router:
         return (engine, reason) if self.state[engine] == "up" else (None, "engine_not_up")
 
     def load_requests(self, engine: int) -> int:
-        """Requests on an engine, as far as is known: of its last report and sent since; without one, open here."""
+        """Requests on an engine: those of its last report and those sent since; without a report, those open here."""
         reported = self._reported[engine]
         return self.open_requests[engine] if reported is None else reported.requests + len(reported.since)
 
     def load_tokens(self, engine: int) -> int:
-        """The same in tokens."""
+        """Tokens on an engine: those of its last report and those sent since; without a report, those open here."""
         reported = self._reported[engine]
         return self.open_tokens[engine] if reported is None else reported.tokens + reported.since_tokens
 
     def _in_turn(self) -> int:
-        """Smooth weighted round robin: everybody earns its weight, the richest is chosen and pays for all."""
+        """Smooth weighted round robin: each engine is credited its weight; the highest credit is chosen and pays
+        all."""
         for engine in self._up:
             self._credit[engine] += self.engines[engine].weight
         chosen = max(self._up, key=lambda engine: (self._credit[engine], -engine))
@@ -363,7 +366,7 @@ class Router:
         return chosen
 
     def _least(self, load: list[int], more: int, among: list[int] | None = None) -> int:
-        """Who would have the least load per weight with `more` of it; of equals, who was chosen longest ago."""
+        """The engine with the least load per weight after adding `more`; of equals, the one chosen longest ago."""
         engines, chosen = self.engines, self._last_chosen
         return min(
             self._up if among is None else among,
@@ -383,7 +386,7 @@ class Router:
         return engine, "session" if stays else "policy"
 
     def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
-        """Among those within the bound, who was sent the most of this prompt; of equals, who has the least load."""
+        """The engine within the bound that was sent the most of this prompt; of equals, the one with the least load."""
         config = self.config
         within = [engine for engine in self._up if self.open_requests[engine] < self.bound(engine)]
         lengths = self._prefixes.match(prefix)
@@ -396,7 +399,7 @@ class Router:
         return engine, reason, longest * config.block_tokens
 
     def _output_tokens_expected(self) -> int:
-        """Of an answer to come: the mean of those that ended, starting from a guess."""
+        """Expected tokens of a new answer: the mean of those that ended, starting from a guess."""
         return (self._output_tokens + OUTPUT_TOKENS_FIRST_GUESS) // (self._ended + 1)
 
     # --------------------------------------------------------------------------------------- reports, ends and changes
@@ -411,8 +414,8 @@ class Router:
         if before is not None:
             sent = list(before.since)
         else:
-            mine = [at for at in self.open.values() if at.engine == engine]
-            sent = [(at.sent_us, at.prompt_tokens) for at in mine]
+            here = [at for at in self.open.values() if at.engine == engine]
+            sent = [(at.sent_us, at.prompt_tokens) for at in here]
         for sent_us, tokens in sent:
             if sent_us > fact.measured_us:
                 now.add(sent_us, tokens)
@@ -448,12 +451,13 @@ class Router:
 
 
 def engine_of_room(room: int, engines: int) -> int:
-    """Which of so many engines has a room. Both halves of a request ask, so nothing else may decide; as in SGLang."""
+    """The engine of a room, among `engines`. Both halves of a request compute it, so it depends on nothing else
+    (SGLang)."""
     return room % engines
 
 
 class PrefixHomes:
-    """Which blocks of prompts were sent to which engine, each engine's in the order in which it will forget them."""
+    """Blocks of prompts by the engines to which they were sent, those of each engine in the order of eviction."""
 
     def __init__(self, blocks_max: list[int]) -> None:
         """`blocks_max`: by engine, how many blocks its cache holds."""
@@ -462,7 +466,7 @@ class PrefixHomes:
         self._blocks: list[dict[int, None]] = [{} for _ in blocks_max]  # by engine; the first is forgotten first
 
     def match(self, prefix: tuple[int, ...]) -> dict[int, int]:
-        """How many blocks of the prompt's beginning each engine has, for those that have any."""
+        """Blocks of the prompt's beginning on each engine, for engines with any."""
         lengths: dict[int, int] = {}
         having = -1
         length = 0
@@ -479,7 +483,7 @@ class PrefixHomes:
         return lengths
 
     def sent(self, prefix: tuple[int, ...], engine: int) -> None:
-        """A prompt went to an engine: its end will be forgotten before its beginning, as a radix cache evicts."""
+        """Record a prompt sent to an engine: its end is dropped before its beginning, as a radix cache evicts."""
         blocks, homes, bit = self._blocks[engine], self._homes, 1 << engine
         for key in reversed(prefix):
             if key in blocks:
@@ -494,7 +498,7 @@ class PrefixHomes:
                 self._leave(key, bit)
 
     def lost(self, engine: int) -> None:
-        """An engine lost its cache."""
+        """Drop the blocks of an engine that lost its cache."""
         for key in self._blocks[engine]:
             self._leave(key, 1 << engine)
         self._blocks[engine] = {}
@@ -508,7 +512,7 @@ class PrefixHomes:
 
 
 def _note(lengths: dict[int, int], engines: int, length: int) -> None:
-    """Write a length down for every engine whose bit is set."""
+    """Record a length for every engine in the bit set `engines`."""
     while engines:
         low = engines & -engines
         lengths[low.bit_length() - 1] = length
@@ -522,13 +526,13 @@ _MASK = (1 << 64) - 1
 
 
 def prefix_keys(ids: NDArray[np.int32], block_tokens: int, namespace: str = "") -> tuple[int, ...]:
-    """One key per whole block of a prompt, each standing for everything up to its end.
+    """One key per whole block of a prompt; each identifies all tokens up to its end.
 
     Args:
         ids: int32 [tokens].
         namespace: prompts share only inside it: tenant, adapter, salt.
-    Returns: 64-bit numbers. Equal beginnings have equal keys; different ones do by a chance of 2**-64 only, unless
-        somebody seeks them, and then a request goes to the wrong engine, where the radix cache compares tokens.
+    Returns: 64-bit numbers. Equal beginnings have equal keys; different ones by a chance of 2**-64. A deliberate
+        collision sends a request to the wrong engine, where the radix cache compares tokens.
     """
     import numpy as np  # not at the top: a command line reads names and defaults here before it needs any array
 

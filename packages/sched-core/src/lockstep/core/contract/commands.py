@@ -1,4 +1,4 @@
-"""What the host must do next: orders, verb first. Each says what must hold before it and which event answers it.
+"""Commands: orders to the host, verb first. Each docstring states what must hold before it and which event answers it.
 
 A Step lists its commands in the order in which the host must start them. The executor makes no decisions and the core
 touches no tensors: a recorded sequence of plans runs on a device with no scheduler at all.
@@ -24,7 +24,7 @@ Mode = Literal[
 ]
 
 SpeculationMethod = Literal["ngram", "draft_model", "eagle", "mtp", "forced"]
-"""Who drafts; "forced": nobody, all that is verified was forced."""
+"""The source of drafts; "forced": no drafter, all verified tokens were forced by grammars."""
 
 NO_SLOT = -1  # of state: none is named
 NO_ROWS: Int32s = np.empty(0, np.int32)
@@ -32,7 +32,7 @@ NO_ROWS.flags.writeable = False
 
 
 class AfterBatch(msgspec.Struct, frozen=True, array_like=True):
-    """A start not known yet: where row `row` stands once batch `batch_id` says how many tokens it accepted."""
+    """A start not known yet: the position of row `row` once the result of batch `batch_id` has its accepted tokens."""
 
     index: int  # position in the plan's rows
     batch_id: BatchId
@@ -53,7 +53,7 @@ class PageDeltas(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> Int32s:
-        """For each page the row whose table it goes to: table[rows, index] = pages, in order."""
+        """For each page the row of its table: table[rows, index] = pages, in order."""
         runs = self.runs.reshape(-1, 3)
         return np.concatenate((runs[:, 0].repeat(runs[:, 2]), self.opened_rows))
 
@@ -68,15 +68,15 @@ NO_DELTAS = PageDeltas(NO_ROWS)
 
 
 class HybridChanges(msgspec.Struct, frozen=True):
-    """What changes for layers without full attention: before a batch, and as what it leaves behind (hybrid.py).
+    """Changes for layers without full attention: before a batch, and the states that the batch stores (hybrid.py).
 
     Sliding layers find position p of a row in page `window_of[table[p // page_size]]`, a table by full page that the
-    device keeps. A window page has one full page: where it gets another one, that has it from then on.
+    device keeps. A window page has one full page: after it is assigned to another, only the new one has it.
 
     A row that may verify drafts has more slots, named behind its first one, with source -2: nothing is done to them.
     Where it verifies, its state behind the newest token and each draft goes to its slots in this order, and the state
     that its next pass begins with is that behind the last token which was right; other passes leave it in the first.
-    A checkpoint is of a position that such a row may not pass: then its slot holds nothing, as the result shows.
+    A row that verifies may stop before the position of a checkpoint; the slot then holds no state, as the result shows.
     """
 
     pages: Int32s = NO_ROWS  # [n] full pages, in order: window_of[pages[i]] = window_pages[i]
@@ -85,7 +85,7 @@ class HybridChanges(msgspec.Struct, frozen=True):
     state_slots: Int32s = NO_ROWS  # [m] ... these slots of state, which are made ...
     state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing; -2: see above;
     #                                  itself: of what a transfer has brought there
-    checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows, whose states ...
+    checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows; their states ...
     checkpoint_positions: Int32s = NO_ROWS  # [k] ... right behind so many positions are copied as they pass there ...
     checkpoint_slots: Int32s = NO_ROWS  # [k] ... to these slots
 
@@ -93,7 +93,7 @@ class HybridChanges(msgspec.Struct, frozen=True):
 class HybridTransfer(msgspec.Struct, frozen=True):
     """What a transfer moves beside full attention: the last window's KV of sliding layers, and the state of the prompt.
 
-    Positions are those of the pages; `window_pages` are the companions of the last so many of them.
+    Positions are those of the pages; `window_pages` are the window blocks of the last n of them, in order.
     """
 
     window_pages: Int32s = NO_ROWS  # [n] of the sliding layers' pool
@@ -101,7 +101,7 @@ class HybridTransfer(msgspec.Struct, frozen=True):
 
 
 class RowTaken(msgspec.Struct, frozen=True):
-    """A row changes hands: the executor resets all of its state before the batch, whatever was there before."""
+    """A row gets a new request: the executor resets all state of the row before the batch."""
 
     row: int
     request_id: RequestId
@@ -127,7 +127,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 class LogprobSpan(msgspec.Struct, frozen=True):
-    """Wanted of row `index`: at each position from `start` on, the logprob of the token that follows it in the prompt.
+    """A request for prompt logprobs of row `index`: at each position from `start` on, that of the next prompt token.
 
     `targets` are these tokens, because the last of them may belong to a later chunk.
     """
@@ -138,7 +138,7 @@ class LogprobSpan(msgspec.Struct, frozen=True):
 
 
 class HiddenSpan(msgspec.Struct, frozen=True):
-    """Wanted of row `index`: the hidden states of its new positions from `start` on."""
+    """A request for the hidden states of row `index`, at its new positions from `start` on."""
 
     index: int  # position in the plan's rows
     start: int
@@ -147,8 +147,9 @@ class HiddenSpan(msgspec.Struct, frozen=True):
 class Speculation(msgspec.Struct, frozen=True):
     """What a plan's verifying rows, those behind `extend_rows`, verify beside their newest token: drafts.
 
-    They are drafted on the device, where the row stands by then; how many were right is `BatchFinished.accepted` - 1.
-    Of rows with `forced_lengths` none is drafted: their grammars admit `forced_tokens` only, which are all right.
+    They are drafted on the device, from the row's position at that time; `BatchFinished.accepted` - 1 of them were
+    right. Rows with `forced_lengths` have no drafts: their grammars admit `forced_tokens` only, so that all of these
+    are right.
     """
 
     draft_tokens: int  # per row, at most
@@ -166,7 +167,7 @@ class Speculation(msgspec.Struct, frozen=True):
         return found
 
     def drafted(self) -> Int32s:
-        """Drafts that somebody must guess, per verifying row."""
+        """Tokens per verifying row that a drafter must supply: all but the forced ones."""
         return self.draft_lengths - self.forced_lengths if self.forced_lengths.size else self.draft_lengths
 
 
@@ -186,8 +187,8 @@ class Ranks(msgspec.Struct, frozen=True):
     draft_passes: int | msgspec.UnsetType = msgspec.UNSET  # of a drafter that all ranks run together; unset: none is
 
     @property
-    def told(self) -> tuple[Any, ...]:
-        """What is said of it, as far as it is."""
+    def recorded(self) -> tuple[Any, ...]:
+        """The values that the digest covers: without `draft_passes` where it is unset."""
         values = astuple(self)
         return values if self.draft_passes is not msgspec.UNSET else values[:-1]
 
@@ -206,7 +207,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     A plan with `steps` above 1 decodes so often in one launch: a row samples a token for each position of its span.
     A plan with `speculation` verifies: behind its newest token such a row computes drafts, and samples one token more
     than the drafts that were right.
-    A row named in `starts_after` stands somewhere in between: `starts` has the least it can be, `stops` the most.
+    For a row named in `starts_after`, `starts` has the least possible position and `stops` the greatest.
     """
 
     batch_id: BatchId
@@ -256,22 +257,22 @@ class SampleBatch(msgspec.Struct, frozen=True):
 
 
 class ProposeBatch(msgspec.Struct, frozen=True):
-    """Tell the other data-parallel ranks what this one runs next. Answered by RanksAgreed of the same round.
+    """Send the other data-parallel ranks what this one runs next. Answered by RanksAgreed of the same round.
 
-    Its counts are what RanksAgreed says of them. A proposal binds: once all have proposed, each runs what it said.
+    RanksAgreed describes the counts. A proposal binds: once all ranks have proposed, each runs its proposal.
     """
 
     round: int
     counts: tuple[int, ...]
-    wish: Wish | None = None  # where ranks decide together who extends
+    wish: Wish | None = None  # where ranks decide together which of them extend
     generation: int = 0
-    microbatch: int = 0  # whose slot this round is about, of every rank
+    microbatch: int = 0  # the microbatch of this round, on every rank
 
 
 class StreamTokens(msgspec.Struct, frozen=True):
     """Send new output tokens to clients; the record of the event behind it must have been written first.
 
-    Request i gets token_counts[i] ids whose first one is output number offsets[i]; `tokens` holds them end to end.
+    Request i gets token_counts[i] ids, the first of them output number offsets[i]; `tokens` holds them end to end.
     A client that sees an offset twice drops the second.
     """
 
@@ -323,33 +324,33 @@ class StartTransfer(msgspec.Struct, frozen=True):
 
     transfer_id: int  # of the request on this engine
     room: int
-    peer: str  # who has the other half; empty: the host knows it by the room
+    peer: str  # the engine with the other half; empty: the host finds it by the room
     direction: Literal["send", "receive"]
     pages: Int32s
     start_tokens: int
     after_batch: BatchId | None = None
     last: bool = True
     stop_tokens: int = 0
-    slot: int = -1  # of the metadata: the first token and what belongs to it
-    weights_version: int = 0  # send: of the KV; receive: of what is there already
+    slot: int = -1  # of the metadata: the first token and its attributes
+    weights_version: int = 0  # send: of the KV; receive: of the KV that is present already
     cached_tokens: int = 0  # send: of the prompt, found in the radix cache
-    adapter_version: int = 0  # of the request's adapter on this engine; KV of another version is no good
+    adapter_version: int = 0  # of the request's adapter on this engine; KV of another version is not valid
     hybrid: HybridTransfer | None = None  # of a model with sliding windows or linear attention
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):
-    """Stop a transfer, and tell the other side that it failed, whatever became of it so far.
+    """Stop a transfer and report its failure to the other side, whatever its state.
 
-    Its pages stay quarantined until TransferAdvanced says done, failed or link_down.
+    Its pages stay quarantined until TransferAdvanced has status done, failed or link_down.
     """
 
     transfer_id: int
 
 
 class BlockCopy(msgspec.Struct, frozen=True):
-    """Window pages or slots of state that a copy between device and host moves beside its pages (hybrid.py).
+    """Window blocks or state blocks that a copy between device and host moves with its pages (hybrid.py).
 
-    They are numbered apart from full pages, and have arrived if all of the copy has.
+    They have numbers of their own, and have arrived if the whole copy has.
     """
 
     kind: Literal["window", "state"]
@@ -360,9 +361,9 @@ class BlockCopy(msgspec.Struct, frozen=True):
 class CopyToHost(msgspec.Struct, frozen=True):
     """Copy device pages to host pages, beside the batches. Answered by HostCopyFinished.
 
-    What the pages hold is computed. If they are `given_up`, a batch or a load behind this command may write them, so
-    none of these may begin before they were read. Otherwise they stay as they are until the answer. The same holds of
-    `blocks`; there may be companions and no page.
+    The KV of the pages is computed. If they are `given_up`, a later batch or load may write them, so that none of these
+    may begin before the pages are read. Otherwise the pages keep their content until the answer. The same holds for
+    `blocks`; a copy may have blocks and no page.
     """
 
     copy_id: int
@@ -376,7 +377,7 @@ class CopyToHost(msgspec.Struct, frozen=True):
 class LoadFromHost(msgspec.Struct, frozen=True):
     """Copy host pages to device pages, beside the batches: none reads or writes these before the answer.
 
-    Answered by HostCopyFinished. The same holds of `blocks`; there may be companions and no page.
+    Answered by HostCopyFinished. The same holds for `blocks`; a load may have blocks and no page.
     """
 
     copy_id: int
@@ -387,14 +388,14 @@ class LoadFromHost(msgspec.Struct, frozen=True):
 
 
 class BlockFetch(msgspec.Struct, frozen=True):
-    """Window pages or states that a prefetch may bring beside its pages, from the last part of its path.
+    """Window blocks or state blocks that a prefetch may bring with its pages, from the last part of its path.
 
-    Who goes on behind a page needs those of the last `seen` pages up to it, or of all if there are fewer.
+    A request that continues after a page needs the blocks of the last `seen` pages up to it, or of all if fewer.
     """
 
     kind: Literal["window", "state"]
-    keys: tuple[bytes, ...]  # by page of the path's last part, which begins where the first that may be needed is
-    there: tuple[bool, ...]  # [as keys] whether the device or the host has it, so that it need not be brought
+    keys: tuple[bytes, ...]  # by page of the path's last part, which begins with the first block that may be needed
+    there: tuple[bool, ...]  # [as keys] whether the device or the host already has the block
     seen: int  # pages
     host: Int32s  # room for them: places of the host's pool of the kind, [at most seen]
 
@@ -402,8 +403,8 @@ class BlockFetch(msgspec.Struct, frozen=True):
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
     """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished.
 
-    With `blocks`, no further than somebody could go on with those that storage has, and these, as
-    `companions.in_storage` says; `keys` are then those of the last pages of the same path, and may be none.
+    With `blocks`, it fetches up to the last page after which a request could continue with the blocks that storage has,
+    and these blocks; `keys` are then those of the last pages of the same path, and may be none.
     """
 
     prefetch_id: int
@@ -411,20 +412,20 @@ class PrefetchFromStorage(msgspec.Struct, frozen=True):
     host_pages: Int32s
     generation: int = 0
     blocks: tuple[BlockFetch, ...] = ()
-    reached: int = 0  # pages of the last part that `blocks` names, behind which somebody could go on without it
+    reached: int = 0  # pages of the last part that `blocks` names, after which a request could continue without it
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True):
-    """Nobody waits for a prefetch any more: stop it. It is still answered by PrefetchFinished, with what came so far.
+    """Stop a prefetch for which no request waits. It is still answered by PrefetchFinished, with what came so far.
 
-    The answer to it may be under way already.
+    The answer of the prefetch may be under way already.
     """
 
     prefetch_id: int
 
 
 class BlockStore(msgspec.Struct, frozen=True):
-    """Window pages or states that a write to storage takes along. They are written if all of the write is."""
+    """Window blocks or state blocks that a write to storage includes. They are written if the whole write is."""
 
     kind: Literal["window", "state"]
     keys: tuple[bytes, ...]
@@ -434,7 +435,7 @@ class BlockStore(msgspec.Struct, frozen=True):
 class WriteToStorage(msgspec.Struct, frozen=True):
     """Write host pages to storage under their chained SHA-256 keys, from the first on. Answered by StorageWritten.
 
-    What storage has under a key may stay: it is the same. There may be companions and no page.
+    Content that storage already has under a key may stay: it is equal. A write may have blocks and no page.
     """
 
     write_id: int
@@ -450,7 +451,7 @@ class EncodeMedia(msgspec.Struct, frozen=True):
     digest: bytes
     encoder_tokens: int
     generation: int = 0
-    drop: tuple[bytes, ...] = ()  # encoder output to give up first, for room: nothing launched reads it
+    drop: tuple[bytes, ...] = ()  # encoder output to drop first, for room: no launched batch reads it
 
 
 class SwapWeights(msgspec.Struct, frozen=True):
@@ -465,14 +466,14 @@ class SwapWeights(msgspec.Struct, frozen=True):
 
 
 class ReleaseDeviceMemory(msgspec.Struct, frozen=True):
-    """Give the memory behind `tags` back; nothing is in flight and no KV is needed. Answered by MemorySwitched."""
+    """Release the memory of `tags`; nothing is in flight and no KV is needed. Answered by MemorySwitched."""
 
     tags: tuple[str, ...]
     generation: int = 0
 
 
 class ResumeDeviceMemory(msgspec.Struct, frozen=True):
-    """Take the memory behind `tags` again, at the same addresses. Answered by MemorySwitched."""
+    """Take the memory of `tags` again, at the same addresses. Answered by MemorySwitched."""
 
     tags: tuple[str, ...]
     generation: int = 0
@@ -483,11 +484,11 @@ class StartProfile(msgspec.Struct, frozen=True):
 
 
 class StopProfile(msgspec.Struct, frozen=True):
-    """Stop the profiler behind every batch launched so far, and write what it saw."""
+    """Stop the profiler after every batch launched so far, and write its trace."""
 
 
 class FreezeHeap(msgspec.Struct, frozen=True):
-    """Collect garbage once, then leave what lives out of later collections."""
+    """Collect garbage once, then exclude the remaining objects from later collections."""
 
 
 class ControlAnswered(msgspec.Struct, frozen=True):
@@ -536,7 +537,7 @@ class Step(msgspec.Struct):
     time_us: int = 0  # of the event
 
     def wake_by(self, time_us: int) -> None:
-        """Ask to be woken at this time, or before."""
+        """Request a ClockAdvanced at this time, or at an earlier one."""
         if self.wake_at_us is None or time_us < self.wake_at_us:
             self.wake_at_us = time_us
 

@@ -1,6 +1,6 @@
 """Scheduler settings: validated on construction, immutable, recorded in the journal's header.
 
-Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment says otherwise
+Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment has another
 (docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
 here, so that no two places compute it differently.
 """
@@ -33,7 +33,7 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 BEHAVIOUR_FLAGS: tuple[str, ...] = ()
-"""Named changes of decision rules. A journal whose header lacks a flag is replayed with the old rule."""
+"""Named changes of decision rules. A journal whose header lacks a flag is replayed under the old rule."""
 
 OVERLAP_DEPTH_MAX = 2
 DRAFT_SETTINGS = (
@@ -55,12 +55,12 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
     load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
     load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
-    load_timeout_us: int | None = None  # a request waits no longer for a load, and computes; None: until it has ended
-    storage: bool = False  # a tier below the host: what the host gets is written there, and fetched from there
+    load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
+    storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
     prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
-    prefetch_tokens_min: int = 256  # fewer tokens are not asked for
+    prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
     prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens asked for
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens requested
     prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
 
     def __post_init__(self) -> None:
@@ -112,27 +112,27 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.state_slots == 1:
             raise ConfigError(
-                "`hybrid.state_slots` must be 0 or at least 2, got `1`: who starts behind a checkpoint needs a slot "
-                "beside it"
+                "`hybrid.state_slots` must be 0 or at least 2, got `1`: a request that starts from a checkpoint needs "
+                "a slot beside it"
             )
 
     def row_pages_max(self, page_size: int, ahead: int) -> int:
-        """Window pages that a decode may hold: those its window touches, the one it writes, and those of what is in
-        flight or written beside it, `ahead` positions (`SchedConfig.positions_ahead`).
+        """Window pages that a decode may hold: those of its window, the one it writes, and those of `ahead` positions
+        that are in flight or written in the same launch (`SchedConfig.positions_ahead`).
         """
         return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
 
 class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that decides how one engine schedules. Raises ConfigError when settings contradict each other."""
+    """All settings of one engine's scheduler. Raises ConfigError when settings contradict each other."""
 
     # memory
     page_size: int = 16  # tokens per KV page; a power of two
     pages: int = 4096  # KV pages in the pool
     radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
-    same_step_sharing: bool = False  # share a prompt's KV with whoever is launched behind it, before it is computed
-    waiting_prefix_refresh: int = 0  # launches after which cached prefixes of who waits count as used again; 0: never
-    radix_capacity_pages: int | None = None  # cap on pages the radix cache may keep when nothing needs them
+    same_step_sharing: bool = False  # share a prompt's KV with requests launched after it, before it is computed
+    waiting_prefix_refresh: int = 0  # launches until cached prefixes of waiting requests count as used again; 0: never
+    radix_capacity_pages: int | None = None  # most unreferenced pages that the radix cache keeps
 
     # limits
     context_tokens_max: int = 32768  # prompt and output together, per request
@@ -150,43 +150,53 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
     chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    retracted_kv: RetractedKv = "free"  # KV of who is retracted for pages: freed (SGLang), or left to the radix cache
-    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with who runs coming first
+    retracted_kv: RetractedKv = (
+        "free"  # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
+    )
+    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with running requests first
     reserve: Reserve = "ratio"  # what admission leaves for running requests: see budget.py
-    retraction_policy: RetractionPolicy = "length"  # who gives pages back: see retraction.py
+    retraction_policy: RetractionPolicy = "length"  # the order of victims: see retraction.py
     prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
     # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
     # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
     truncation_align_size: int | None = None
     decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
-    prefill_decode_interval: int = 0  # decodes launched between two extends while anybody decodes, at least
+    prefill_decode_interval: int = 0  # decodes launched between two extends while requests decode, at least
     retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
 
     # overlap and output
     overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
-    decode_steps_per_launch: int = 1  # decodes in one launch (multi-step scheduling): late to see an end or a shortage
+    decode_steps_per_launch: int = (
+        1  # decodes in one launch (multi-step scheduling): ends and page shortages are seen later
+    )
     overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
     stream_interval: int = 1  # tokens between two messages of a streaming request
     force_stream_interval: int = 50  # the same for a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
 
-    # order of the waiting line
+    # order of the waiting queue
     schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
-    schedule_seed: int = 0  # shuffles the line under policy random
+    schedule_seed: int = 0  # shuffles the waiting queue under policy random
     schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
-    default_priority_value: int | None = None  # priority of requests that come without; None: behind all others
+    default_priority_value: int | None = None  # priority of requests without one; None: after all others
     prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
-    bypass_limit: int | None = 256  # requests from behind that may go before one that waits; None: any number (SGLang)
+    bypass_limit: int | None = (
+        256  # aging limit: later requests that may be admitted before one; None: any number (SGLang)
+    )
     # sessions
-    session_kv: SessionKv = "hold"  # KV of a session between turns: held until pages lack, or evictable as any other
+    session_kv: SessionKv = (
+        "hold"  # KV of a session between turns: held until pages are short, or evictable as any other
+    )
     max_sessions: int = 1024  # sessions open at once
 
     # structured output
-    grammar_timeout_us: int | None = None  # a request whose grammar has not compiled by then is rejected; None: never
+    grammar_timeout_us: int | None = (
+        None  # longest compilation of a request's grammar, before it is rejected; None: no limit
+    )
 
     # inputs
     max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
-    truncate_input: TruncateInput = "no"  # which end a longer prompt loses; "no": it is rejected
+    truncate_input: TruncateInput = "no"  # the end of a longer prompt that is cut off; "no": it is rejected
     isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
     encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
 
@@ -194,8 +204,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enable_priority_preemption: bool = False  # less important requests make room for more important ones
     priority_preemption_threshold: int = 10  # and are less important by more than this
 
-    # drafts: see speculation.py; unset: none, and nothing is written of them, so that journals stay what they were
-    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # who drafts tokens to verify
+    # drafts: see speculation.py; unset: none, and left out of journals
+    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # the source of drafts
     num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
     speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
     speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
@@ -203,49 +213,53 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
     # adapters
-    max_loras: int | None = None  # adapters on the device, and that run together, the base model as one; None: no LoRA
+    max_loras: int | None = (
+        None  # adapters on the device, and in one batch, where the base model counts as one; None: no LoRA
+    )
 
-    # prefill and decode on different engines: docs/distributed.md; unset: mixed, and nothing is written of these
-    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts for decode engines, which go on behind
+    # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
+    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
     transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
-    transfer_failure: TransferFailure | msgspec.UnsetType = msgspec.UNSET  # KV does not come: end, or compute it here
+    transfer_failure: TransferFailure | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # without its KV a request ends, or computes it here
     num_reserved_decode_tokens: int | msgspec.UnsetType = (
         msgspec.UNSET
-    )  # left to each that decodes when pages are given
+    )  # reserved for each running request when pages are allocated
     transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
     bootstrap_timeout_us: int | msgspec.UnsetType | None = (
         msgspec.UNSET
-    )  # without a word of the other half; None: never
+    )  # without a message of the other half; None: never
     transfer_timeout_us: int | msgspec.UnsetType | None = (
         msgspec.UNSET
     )  # from pages or last part to the end; None: never
-    # data-parallel attention: docs/distributed.md; unset: one rank, and nothing is written of these
+    # data-parallel attention: docs/distributed.md; unset: one rank, and left out of journals
     dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
     dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
-    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has some
+    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has prompts
     prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
     prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
     prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
         msgspec.UNSET
-    )  # and not while a rank that has some uses less of its KV pool than this share; None: no such rule
+    )  # and not while a rank with prompts uses less of its KV pool than this share; None: no such rule
     prefill_delayer_slots: bool | msgspec.UnsetType = (
         msgspec.UNSET
-    )  # also until as many requests may start at once as did lately
+    )  # also until as many requests can start at once as in recent extends
     prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
         msgspec.UNSET
-    )  # also until this share of those that run waits; unset: no such rule
+    )  # also until this many requests wait for each running one; unset: no such rule
     prefill_full_skip_passes: int | msgspec.UnsetType = (
         msgspec.UNSET
     )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
-    # tiers below the radix cache; unset: none, and nothing is written of it, so that journals stay what they were
+    # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
-    # sliding windows and linear attention; unset: all layers have full attention, and nothing is written of it
+    # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
-    # the encoder of media; unset: asked for everything at once, and nothing is written of it
+    # the encoder of media; unset: no limit, and left out of journals
     encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
-    # pipeline stages: docs/distributed.md; unset: one running batch, and nothing is written of these
+    # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
     pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
-    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and so many more, whose results are on their way
+    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and this many more, for results that are under way
     pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
     pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
 
@@ -268,23 +282,23 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
         if self.bypass_limit is not None and self.bypass_limit < 0:
             raise ConfigError(
-                f"`bypass_limit` must be 0 (nobody is passed by) or more, got `{self.bypass_limit}`\n"
-                "hint: none lets a policy pass anybody for ever"
+                f"`bypass_limit` must be 0 (strict order) or more, got `{self.bypass_limit}`\n"
+                "hint: none sets no aging limit"
             )
         if self.enable_priority_preemption and self.schedule_policy != "priority":
             raise ConfigError(
-                f"`enable_priority_preemption` is on, but `schedule_policy` is {self.schedule_policy}: who was "
-                "preempted could go before whom it made room for\nhint: take schedule_policy priority"
+                f"`enable_priority_preemption` is on, but `schedule_policy` is {self.schedule_policy}: a preempted "
+                "request could be admitted before the one that it made room for\nhint: take schedule_policy priority"
             )
         if self.enable_priority_preemption and self.retraction_policy != "priority":
             raise ConfigError(
-                f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: for want of "
-                "pages the more important would make room for the less important, and be back by preemption\n"
+                f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: at a page "
+                "shortage more important requests would be retracted, and come back by preemption\n"
                 "hint: take retraction_policy priority"
             )
         if self.enable_priority_preemption and self.bypass_limit == 0:
             raise ConfigError(
-                "`enable_priority_preemption` is on, but `bypass_limit` 0 lets nobody go before those ahead of it\n"
+                "`enable_priority_preemption` is on, but `bypass_limit` 0 admits requests in strict order\n"
                 "hint: raise bypass_limit"
             )
         if not 0.0 < self.schedule_conservativeness <= 100.0:
@@ -315,7 +329,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.jumps and self.decode_steps_per_launch > 1:
             raise ConfigError(
                 f"`jump_forward_tokens` is {self.jump_forward_tokens}, but `decode_steps_per_launch` is "
-                f"{self.decode_steps_per_launch}: nobody under a grammar decodes several times in a launch\n"
+                f"{self.decode_steps_per_launch}: no request under a grammar decodes several times in a launch\n"
                 "hint: drop one of the two"
             )
         if self.request_rows is not None and self.request_rows < self.max_running_requests:
@@ -391,12 +405,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def states_per_row(self) -> int:
-        """States of linear attention that a request which runs holds: one behind each token that may be its last."""
+        """States of linear attention that a running request holds: one after each token that may be its last."""
         return 1 + self.drafts_max
 
     @property
     def chunk_unit_tokens(self) -> int:
-        """What new tokens are rounded up to when an extend's budgets are charged with them."""
+        """The unit to which new tokens are rounded up when they count against the budgets of an extend."""
         return self.page_size if self.chunk_unit == "page" else 1
 
     @property
@@ -406,7 +420,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def hands_over(self) -> bool:
-        """Whether its requests are shared with other engines: it is a prefill or a decode engine."""
+        """Whether prompts and outputs of its requests run on different engines: its role is prefill or decode."""
         return self.role is not msgspec.UNSET
 
     @property
@@ -421,12 +435,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def ranks_draft_together(self) -> bool:
-        """Whether drafts come from passes that all ranks run together; what looks at the text only is each rank's."""
+        """Whether drafts come from passes that all ranks run together; drafts from text alone are made by each rank."""
         return self.shares_passes and self.speculates and self.speculative_method != "ngram"
 
     @property
     def ranks_tell_more(self) -> bool:
-        """Whether ranks say more of themselves than what the pass is made of."""
+        """Whether the counts of ranks have more entries than those that describe the pass."""
         triggers = (self.prefill_delayer_slots, self.prefill_delayer_queue_min_ratio)
         return self.ranks_draft_together or any(value is not msgspec.UNSET for value in triggers)
 
@@ -449,7 +463,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def fits_latency(self) -> bool:
-        """Whether anybody asks how long passes with prompts take."""
+        """Whether a setting needs the durations of passes with prompts."""
         return self.chunk_target_us is not None or self.pp_dynamic_chunking is True
 
     @property
@@ -459,15 +473,15 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def request_tokens_max(self) -> int:
-        """The longest prompt plus output any request may reach: the one limit that entry and clamping share.
+        """The longest prompt plus output of any request: the one limit that validation and clamping share.
 
         The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
         """
         return min(self.context_tokens_max, self.pool_tokens + 1)
 
-    def prompt_tokens_max(self, wants_output: bool) -> int:
-        """The longest prompt: one token of output must fit behind it, unless none is wanted."""
-        room = self.request_tokens_max - 1 if wants_output else min(self.context_tokens_max, self.pool_tokens)
+    def prompt_tokens_max(self, with_output: bool) -> int:
+        """The longest prompt: one token of output must fit after it, unless the request has no output."""
+        room = self.request_tokens_max - 1 if with_output else min(self.context_tokens_max, self.pool_tokens)
         return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
 
 
@@ -484,7 +498,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget that prompts and decodes share, so that no burst holds up who decodes: docs/profiles.md
+    "lockstep": {  # one budget for prompts and decodes, so that no burst delays decodes: docs/profiles.md
         "batching": "mixed",
         "reserve": "on_demand",
         "chunked_prefill_size": 2048,
@@ -502,10 +516,10 @@ PROFILES: dict[str, dict[str, Any]] = {
         "max_prefill_tokens": 16384,
         "overlap_depth": 1,
     },
-    "vllm": {  # V1 0.33: one token budget, who runs first; allocate on demand, preempt the newest, to the front
+    "vllm": {  # V1 0.33: one token budget, running requests first; allocate on demand, preempt the newest, to the front
         "page_size": 16,
         "same_step_sharing": True,
-        "prefix_deduplication": "defer",  # whoever shares a prompt's start reads it in the next launch, not in the same
+        "prefix_deduplication": "defer",  # a request that shares a prefix reads it in the next launch, not in the same
         "batching": "running_first",
         "reserve": "on_demand",
         "retraction_policy": "newest",
@@ -519,11 +533,11 @@ PROFILES: dict[str, dict[str, Any]] = {
         "overlap_depth": 1,
     },
 }
-"""Families of settings, as named policy values. What a profile does not name is as SchedConfig has it."""
+"""Families of settings, as named policy values. Settings that a profile does not name have SchedConfig's default."""
 
 
 def simulated_only(name: str) -> str:
-    """Why no runtime can carry out a setting yet, and what can be done; empty if one can."""
+    """The reason why no runtime supports a setting yet, with a hint; empty if one does."""
     if name == "tiers":
         return (
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
@@ -536,7 +550,7 @@ def simulated_only(name: str) -> str:
         )
     if name in ("dp_ranks", *RANK_SETTINGS, *DELAYER_SETTINGS, *TRIGGER_SETTINGS):
         return (
-            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges what its ranks run "
+            f"`{name}` is of data-parallel attention, which is simulated only: no runtime exchanges proposals of ranks "
             "yet\nhint: drop it, or try lockstep simulate --attention-dp N --rank-schedulers"
         )
     if name in ("pp_size", "pp_max_micro_batch_size", *STAGE_SETTINGS):
@@ -553,7 +567,7 @@ def simulated_only(name: str) -> str:
 
 
 def refuse_simulated_only(name: str) -> None:
-    """Raise ConfigError for a setting that no runtime can carry out yet."""
+    """Raise ConfigError for a setting that no runtime supports yet."""
     if why := simulated_only(name):
         raise ConfigError(why)
 
@@ -616,7 +630,8 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
 
 
 def _settle_drafts(config: SchedConfig) -> None:
-    """With a method there is a number of drafts; without one there is none, and neither is written anywhere."""
+    """Fill in the number of drafts where a method is set; without a method unset both, so that journals have
+    neither."""
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
         method = msgspec.UNSET
@@ -626,7 +641,7 @@ def _settle_drafts(config: SchedConfig) -> None:
             value = getattr(config, name)
             if value is not msgspec.UNSET:
                 raise ConfigError(
-                    f"`{name}` is {value}, but nobody drafts: `speculative_method` is none\n"
+                    f"`{name}` is {value}, but there are no drafts: `speculative_method` is none\n"
                     "hint: take speculative_method ngram, draft_model, eagle or mtp"
                 )
         return
@@ -648,7 +663,7 @@ def _settle_drafts(config: SchedConfig) -> None:
 
 
 def _settle_jumps(config: SchedConfig) -> None:
-    """None at all is written nowhere."""
+    """Check `jump_forward_tokens`; 0 is unset, so that journals do not have it."""
     most = config.jump_forward_tokens
     if most is msgspec.UNSET:
         return
@@ -669,11 +684,11 @@ TRANSFER_SETTINGS: dict[str, Any] = {
     "bootstrap_timeout_us": 300_000_000,
     "transfer_timeout_us": 300_000_000,
 }
-"""What a prefill or a decode engine has, unless it says otherwise: SGLang's values. Others have none of these."""
+"""Defaults of a prefill or a decode engine: SGLang's values. Other engines have none of these settings."""
 
 
 def _settle_role(config: SchedConfig) -> None:
-    """With a role there is a value for each transfer setting; without one there is none, and nothing is written."""
+    """Fill in each transfer setting where a role is set; without a role all of them stay unset."""
     if config.role == "mixed":
         msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
     for name, usual in TRANSFER_SETTINGS.items():
@@ -709,21 +724,21 @@ def _settle_role(config: SchedConfig) -> None:
 
 
 RANK_SETTINGS: dict[str, Any] = {"dp_rank": 0, "prefill_delayer": False, "prefill_full_skip_passes": 0}
-"""What one of several data-parallel ranks has, unless it says otherwise. Others have none of these."""
+"""Defaults of one of several data-parallel ranks. Other engines have none of these settings."""
 
 DELAYER_SETTINGS: dict[str, Any] = {
     "prefill_delayer_max_delay_passes": 30,
     "prefill_delayer_max_delay_us": 5_000_000,
     "prefill_delayer_token_usage_low_watermark": None,
 }
-"""What a prefill delayer has, unless it says otherwise: SGLang's values."""
+"""Defaults of a prefill delayer: SGLang's values."""
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
-"""What makes a prefill delayer wait for more prompts where every rank has some. Unset: it does not."""
+"""Rules by which a prefill delayer waits for more prompts where every rank has prompts. Unset: no such rule."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:
-    """Of several ranks each has a value for each setting of theirs; of one there is none, and nothing is written."""
+    """Fill in each setting of data-parallel ranks where there are several; with one rank all of them stay unset."""
     ranks = config.dp_ranks
     if ranks == 1:
         msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
@@ -783,16 +798,16 @@ def _settle_ranks(config: SchedConfig) -> None:
 
 
 MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
-"""What only requests with media are asked about."""
+"""Settings that only concern requests with media."""
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
-"""What an engine with microbatches has, unless it says otherwise: SGLang's values. Others have none of these."""
+"""Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
 
 PP_SIZE_MAX = 64
 
 
 def _settle_stages(config: SchedConfig) -> None:
-    """With stages there is a value for each setting of theirs; without there is none, and nothing is written."""
+    """Fill in each setting of pipeline stages where there are several; with one stage all of them stay unset."""
     if config.pp_size == 1:
         msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
     why, hint = "there is one stage", "take pp_size 2 or more"
@@ -835,7 +850,7 @@ def _is_count(value: object, least: int) -> TypeGuard[int]:
 
 
 def _settle_one(config: SchedConfig, name: str, usual: object, there: bool, why: str, hint: str) -> None:
-    """A setting of a feature that is there gets its usual value; one of a feature that is not there is refused."""
+    """Fill in a setting of a feature that is configured; refuse a setting of a feature that is not."""
     value = getattr(config, name)
     if not there and value is not msgspec.UNSET:
         raise ConfigError(f"`{name}` is {value}, but {why}\nhint: {hint}, or drop it")
@@ -844,7 +859,7 @@ def _settle_one(config: SchedConfig, name: str, usual: object, there: bool, why:
 
 
 def _settle_policy(config: SchedConfig) -> None:
-    """A policy of an installed package gets its version, so that a journal's header names what decided."""
+    """Record the version of a policy from an installed package, so that a journal's header identifies it."""
     if config.schedule_policy in SCHEDULE_POLICIES:
         if config.schedule_policy_version:
             raise ConfigError(
@@ -852,7 +867,7 @@ def _settle_policy(config: SchedConfig) -> None:
                 f"{config.schedule_policy} is the core's own\nhint: drop schedule_policy_version"
             )
     elif not config.schedule_policy_version:
-        from lockstep.core.scheduler.policies import installed_version  # not needed by anybody else
+        from lockstep.core.scheduler.policies import installed_version  # only installed policies need it
 
         msgspec.structs.force_setattr(config, "schedule_policy_version", installed_version(config.schedule_policy))
 

@@ -1,12 +1,12 @@
 """The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
 
 Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
-rows, whether it samples later), which output numbers were streamed to whom, which grammars are compiled and how far
-matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
+rows, whether it samples later), which output numbers were streamed to which request, which grammars are compiled and
+how far matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
 ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
 its admission names, and counts of one.
-From `MANY` requests on, their ids enter as a digest of their own, which a cohort computes once for all its steps.
-A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that are
+From `MANY` requests on, their ids enter as a digest of their own, which a running batch computes once for all its
+steps. A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that are
 declared as informative are left out: they are numbers of the state, which the rest of the chain covers.
 """
 
@@ -167,14 +167,14 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
             add(len(column).to_bytes(4, "little"))
             add(column)
     if plan.ranks is not None:
-        add(_encode(plan.ranks.told))
+        add(_encode(plan.ranks.recorded))
     if plan.media_spans or plan.logprob_spans or plan.hidden_spans:
         logprobs = [(span.index, span.start, len(span.targets)) for span in plan.logprob_spans]
         add(_encode((plan.media_spans, logprobs, plan.hidden_spans)))
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
-    """What stands for the ids of many requests; b"" for few, which stand for themselves."""
+    """Digest that replaces the ids of `MANY` or more requests; b"" for fewer: their ids are hashed directly."""
     return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
 
 

@@ -1,4 +1,4 @@
-"""The core's errors. Each says what was expected, what came, where, and what to try."""
+"""The core's errors. Each message states what was expected, what came, where, and what to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class ConfigError(LockstepError, ValueError):
 
 
 class ContractError(LockstepError):
-    """The host broke the contract of `events.py`: an impossible fact, such as a result nobody launched."""
+    """The host broke the contract of `events.py`: an impossible fact, such as the result of a batch that was not
+    launched."""
 
 
 class InvariantError(LockstepError, AssertionError):
@@ -20,4 +21,4 @@ class InvariantError(LockstepError, AssertionError):
 
 
 class PolicyError(LockstepError):
-    """A policy of an installed package returned something that is no order of the waiting line, or failed."""
+    """A policy of an installed package returned something that is no order of the waiting queue, or failed."""

@@ -1,4 +1,4 @@
-"""What happened: facts observed by the host, and facts the core decided from them. Past tense, noun first.
+"""Events: facts observed by the host, and facts that the core decided from them. Past tense, noun first.
 
 *Observed* events are the truth. They come from the host, are written to the journal in full, and replaying them gives
 the *decided* events again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host time since
@@ -6,7 +6,8 @@ the journal began, in whole microseconds, never decreasing.
 
 Wire rules (they keep old journals readable): records are msgpack arrays tagged with the type's name; fields are only
 ever added at the end, with a default; a field is never renamed, reordered or given another meaning.
-Arrays of numbers travel as packed little-endian bytes, int32 unless said otherwise.
+Arrays of numbers travel as packed little-endian bytes, int32 unless stated otherwise. Behind the class of each decided
+event stands its declaration: its text, its tallies and the fields that the digest leaves out (`declarations.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from lockstep.core.contract.declarations import DECLARATIONS, Tally, declares
 from lockstep.core.contract.text import RequestNames, count, milliseconds, shown
 
 RequestId = int
-"""Made by the host from a counter: strictly increasing, never used twice. A client's own id is only a `label`."""
+"""Assigned by the host from a counter: strictly increasing, never used twice. A client's own id is only a `label`."""
 
 BatchId = int
 
 
 class Observed(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, forbid_unknown_fields=True):
-    """A fact the host saw."""
+    """A fact observed by the host."""
 
     time_us: int
 
@@ -62,17 +63,17 @@ Prompt = TokenIds | TokenRuns | TokenDigest
 
 
 RequestKind = Literal["generate", "embed", "score"]
-"""What becomes of the prompt: a continuation; one vector pooled over all positions; the last position's result."""
+"""The result of a prompt: a continuation; one vector pooled over all positions; the result of the last position."""
 
 
 class PromptSpan(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """Positions [start:stop) of a prompt that are not text. Whatever ids the prompt has there are not looked at."""
+    """Positions [start:stop) of a prompt that are not text. The prompt's ids at these positions are ignored."""
 
     start: int
     stop: int
     kind: Literal["image", "audio", "video", "embedding"]
     digest: bytes  # SHA-256 of the content
-    encoder_tokens: int = 0  # work for the encoder, and what it leaves behind; 0 when embeddings are given
+    encoder_tokens: int = 0  # input and output of the encoder; 0 when embeddings are given
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,11 +91,11 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: int = 0
     logit_processors: tuple[tuple[str, str], ...] = ()  # by name: (name, its arguments as a JSON object)
     allowed_token_ids: tuple[int, ...] = ()  # nothing else is drawn; none: every token may be
-    prompt_top_logprobs: int = 0  # likeliest tokens beside each prompt token whose logprob is asked for
+    prompt_top_logprobs: int = 0  # likeliest tokens beside each prompt token with a requested logprob
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the output must parse as; compiled by the host, known to the core by its digest."""
+    """The grammar that the output must match; compiled by the host, identified in the core by its digest."""
 
     kind: Literal["json_schema", "regex", "ebnf", "structural_tag"]
     source: str
@@ -111,7 +112,7 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     stream: bool = True
-    label: str = ""  # what people call it; opaque, bounded by the API
+    label: str = ""  # its name in output for people; opaque, bounded by the API
     tenant: str = ""
     priority: int | None = None
     deadline_us: int | None = None  # give up if not admitted by this time
@@ -128,10 +129,10 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     logprob_start: int | None = None  # logprobs of the prompt tokens behind this position, and of the output
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
-    session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all it has
+    session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all of them
     token_type_ids: bytes = b""  # one byte per prompt token, for models that tell segments apart
     return_hidden_states: bool = False  # the last layer's, of every position that is computed
-    origin: str = ""  # what its sender calls it, unique among all: by this it is found again after a restart
+    origin: str = ""  # the sender's name for it, unique among all requests: identifies it after a restart
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):
@@ -140,14 +141,14 @@ class RequestCancelled(Observed, frozen=True, gc=False):
     request_id: RequestId
 
 
-# ------------------------------------------------------------------------------------------------ the device's answers
+# ------------------------------------------------------------------------------------------- results and other answers
 
 
 class BatchFinished(Observed, frozen=True, gc=False):
     """A launched batch completed and its results are on the host. Answers one LaunchBatch (and its SampleBatch).
 
     Batches of one microbatch finish in launch order. `tokens` has one id per sampling row of the plan, in its order;
-    with speculation, `accepted` says how many of a row's tokens count and `tokens` holds that many per row.
+    with speculation, `accepted` holds the number of accepted tokens per row and `tokens` that many ids per row.
     """
 
     batch_id: BatchId
@@ -156,15 +157,15 @@ class BatchFinished(Observed, frozen=True, gc=False):
     finished_us: int = 0  # ... and ended it; time_us is when the host noticed
     generation: int = 0
     accepted: bytes = b""  # int32 per sampling row; empty: one each
-    invalid: tuple[int, ...] = ()  # sampling rows (by position) whose token is NaN or out of range
-    text_stops: tuple[int, ...] = ()  # sampling rows whose text ran into a stop string or regex
-    grammar_ended: tuple[int, ...] = ()  # sampling rows whose grammar admits nothing more
-    logprobs: bytes = b""  # float32 per token, where asked for
+    invalid: tuple[int, ...] = ()  # sampling rows (by position) with a token that is NaN or out of range
+    text_stops: tuple[int, ...] = ()  # sampling rows with text that matched a stop string or regex
+    grammar_ended: tuple[int, ...] = ()  # sampling rows with a grammar that admits no further token
+    logprobs: bytes = b""  # float32 per token, where requested
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
     text_held: tuple[
         tuple[int, int], ...
     ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
-    top_ids: bytes = b""  # int32 [tokens, most asked for]: the likeliest beside each token, where asked for
+    top_ids: bytes = b""  # int32 [tokens, largest top_logprobs requested]: the likeliest beside each token
     top_logprobs: bytes = b""  # float32 of the same shape
 
 
@@ -175,7 +176,7 @@ class LaneReady(Observed, frozen=True, gc=False):
 
 
 class ClockAdvanced(Observed, frozen=True, gc=False):
-    """Time passed. Answers `Step.wake_at_us`, no earlier than asked."""
+    """Time passed. Answers `Step.wake_at_us`, at that time or later."""
 
 
 class GrammarReady(Observed, frozen=True, gc=False):
@@ -186,10 +187,10 @@ class GrammarReady(Observed, frozen=True, gc=False):
 
 
 class TokensForced(Observed, frozen=True, gc=False):
-    """Grammars leave some requests no choice: what they will say next is known before it is sampled.
+    """Grammars admit exactly one continuation of some requests: their next tokens are known before they are sampled.
 
-    Follows the BatchFinished behind whose tokens it stands. Each token is the only one that its mask admits; none of
-    them ends its grammar. Requests that have ended are passed over.
+    Follows the BatchFinished with the tokens before them. Each token is the only one that its mask admits; none of
+    them ends its grammar. Requests that have ended are ignored.
     """
 
     generation: int
@@ -208,8 +209,8 @@ class AdapterLoaded(Observed, frozen=True, gc=False):
 class TransferAdvanced(Observed, frozen=True, gc=False):
     """KV moved between engines. Facts that cross engines carry (source, generation, seq) and are idempotent.
 
-    To the sender: "accepted", the receiver has pages. To the receiver: "offered", the prompt is computed. To each, and
-    once: "done", "failed" or "link_down", from when on nobody elsewhere touches a page of this side's.
+    To the sender: "accepted", the receiver has pages. To the receiver: "offered", the prompt is computed. To each side,
+    once: "done", "failed" or "link_down"; from then on no other engine reads or writes a page of this engine.
     """
 
     transfer_id: int  # of the request on this engine
@@ -219,9 +220,9 @@ class TransferAdvanced(Observed, frozen=True, gc=False):
     status: Literal["accepted", "moving", "done", "failed", "link_down", "offered"]
     pages_done: int = 0
     first_token: int | None = None  # the prefill engine's sampled token, with status done
-    start_tokens: int = 0  # accepted: positions before are there already
+    start_tokens: int = 0  # accepted: the receiver already has the positions before
     weights_version: int = 0  # done: of the KV
-    cached_tokens: int = 0  # done: of the prompt, which the prefill engine found cached
+    cached_tokens: int = 0  # done: of the prompt, found in the radix cache of the prefill engine
     text_stop: bool = False  # of the first token: its text is a stop text,
     text_held: bool = False  # or may begin one, so that it is not sent yet,
     grammar_ended: bool = False  # or the grammar admits nothing behind it
@@ -231,26 +232,28 @@ class HostCopyFinished(Observed, frozen=True, gc=False):
     """A copy between device and host memory ended. Answers CopyToHost or LoadFromHost."""
 
     copy_id: int
-    pages_done: int  # the first so many are there; those behind them are not, whatever was copied of them
+    pages_done: int  # the first pages of the copy that are complete; later pages count as not copied
     error: str = ""
     generation: int = 0
 
 
 class BlocksFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Window pages or states that a prefetch brought, into its places of the host, from the first on."""
+    """Window blocks or state blocks that a prefetch brought into its places of the host pool, from the first on."""
 
     kind: Literal["window", "state"]
-    indices: tuple[int, ...]  # into the keys of the order, ascending
+    indices: tuple[int, ...]  # into the keys of the command, ascending
 
 
 class PrefetchFinished(Observed, frozen=True, gc=False):
     """A prefetch from storage to host memory ended. Answers PrefetchFromStorage."""
 
     prefetch_id: int
-    pages_done: int  # the first so many were found, read whole and are what their keys say; the rest is a miss
+    pages_done: int  # the first pages found, read whole and matching their keys; the rest is a miss
     error: str = ""
     generation: int = 0
-    blocks: tuple[BlocksFound, ...] = ()  # none, unless all came that somebody needs to go on behind the pages
+    blocks: tuple[
+        BlocksFound, ...
+    ] = ()  # empty unless all blocks came that a request needs to continue after the pages
 
 
 class StorageWritten(Observed, frozen=True, gc=False):
@@ -271,26 +274,25 @@ class MediaEncoded(Observed, frozen=True, gc=False):
 
 
 class Wish(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a data-parallel rank says beside its counts where all decide together who may extend.
+    """What a data-parallel rank sends with its counts where all ranks decide together which of them extend.
 
-    The clock that counts is that of the first rank, for all of them.
+    The first rank's clock counts for all ranks.
     """
 
-    wants: bool  # it could extend, and has planned nothing before all have decided
-    full: bool  # it runs as many requests as it may, or has no window page or slot of state for one more
-    starved: bool  # it wants to, and uses less of each of its pools than the low watermark
-    running: int  # requests that decode; in the microbatch that the round is about, where there are several
-    in_flight: int  # batches of it that are launched and not delivered, likewise
+    wants: bool  # it could extend, and plans nothing until all ranks have decided
+    full: bool  # its running limit is reached, or it has no window page or state slot for one more request
+    starved: bool  # it could extend, and uses less of each of its pools than the low watermark
+    running: int  # requests that decode; with several microbatches, those of the round's microbatch
+    in_flight: int  # batches launched and not delivered, of the same microbatch
     time_us: int
 
 
 class RanksAgreed(Observed, frozen=True, gc=False):
     """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded alike by every rank.
 
-    `counts` holds, per rank: new tokens, rows of logits (sampled ones, and positions of prompts whose logprobs are
-    wanted), 1 if extending, 1 if a CUDA graph can run; behind these, where settings ask for more, passes of a drafter,
-    requests that wait, and the most that a recent extend took in. `wishes` holds what each said beside them, if
-    anything.
+    `counts` holds, per rank: new tokens, rows of logits (sampled ones, and prompt positions with requested logprobs),
+    1 if extending, 1 if a CUDA graph can run; after these, where settings need more, passes of a drafter, waiting
+    requests, and the most requests that a recent extend took in. `wishes` holds one Wish per rank, or is empty.
     """
 
     round: int
@@ -307,7 +309,7 @@ class ExpertLoadMeasured(Observed, frozen=True, gc=False):
 
 
 class WeightsSwapped(Observed, frozen=True, gc=False):
-    """The weights were loaded, or could not be: then those before are still in place. Answers SwapWeights."""
+    """The weights were loaded, or could not be: then the previous weights are still in place. Answers SwapWeights."""
 
     version: int
     error: str = ""
@@ -315,7 +317,8 @@ class WeightsSwapped(Observed, frozen=True, gc=False):
 
 
 class MemorySwitched(Observed, frozen=True, gc=False):
-    """Device memory was given back or taken again, or could not be. Answers Release- and ResumeDeviceMemory."""
+    """Device memory was released or taken again, or could not be. Answers ReleaseDeviceMemory and
+    ResumeDeviceMemory."""
 
     tags: tuple[str, ...]
     released: bool
@@ -324,7 +327,8 @@ class MemorySwitched(Observed, frozen=True, gc=False):
 
 
 class EngineRestarted(Observed, frozen=True, gc=False):
-    """The device state is gone: pages, locks and batches in flight are void; unfinished requests wait again, first."""
+    """The device state is lost: pages, locks and batches in flight are void; unfinished requests wait again, in
+    front."""
 
     generation: int
 
@@ -343,7 +347,8 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop launching. "in_place" keeps what runs where it is; "retract" gives its pages back; "cancel" ends it."""
+    """Stop launching. Running requests: "in_place" keeps their pages, "retract" frees these, "cancel" ends the
+    requests."""
 
     mode: Literal["in_place", "retract", "cancel"] = "in_place"
 
@@ -353,14 +358,15 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Reject new arrivals and answer once everything accepted has ended. Ended by Resume."""
+    """Reject new arrivals and answer once every accepted request has ended. Ended by Resume."""
 
 
 class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Load weights under a new, higher version; cached KV of older versions no longer matches.
 
-    "wait" admits nobody and lets what runs end first; "retract" gives its pages back, so that it is recomputed;
-    "cancel" ends everything; "in_place" swaps below running requests, whose KV then mixes versions and is not shared.
+    "wait" admits no request and waits until running requests end; "retract" frees their pages, so that they are
+    recomputed; "cancel" ends all requests; "in_place" swaps under running requests: their KV then mixes versions and is
+    not shared.
     """
 
     version: int
@@ -371,13 +377,13 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="LoadAdapter"):
     """Make an adapter, or a newer version of it, available. Pinned, it stays on the device once it is there.
 
-    Asked for again in the same version, only the pin changes.
+    For a version that is already available, only the pin changes.
     """
 
     adapter: str
     version: int
     pinned: bool = False
-    source: str = ""  # where its weights come from, for the host; the core does not look at it
+    source: str = ""  # the origin of its weights, for the host; the core does not read it
 
 
 class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="UnloadAdapter"):
@@ -387,29 +393,30 @@ class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Un
 
 
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep the tokens and the KV of a conversation between its turns. With `parent`, it begins as that one stands."""
+    """Keep the tokens and the KV of a conversation between its turns. With `parent`, it begins as a copy of that
+    session."""
 
     session: str
-    capacity_tokens: int  # prompt and output of any turn together, with all that stands before
-    timeout_us: int | None = None  # closed by itself after so long without a turn
+    capacity_tokens: int  # of all turns so far together, prompt and output
+    timeout_us: int | None = None  # closed after this time without a turn
     parent: str = ""
     parent_tokens: int | None = None  # of the parent; None: all
 
 
 class CloseSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give a session's KV back."""
+    """Free a session's KV and forget the session."""
 
     session: str
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give the device memory behind `tags` (kv_cache, weights) back once nothing runs; admits nobody meanwhile."""
+    """Release the device memory of `tags` (kv_cache, weights) once nothing runs; no request is admitted meanwhile."""
 
     tags: tuple[str, ...]
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take the device memory behind `tags` again."""
+    """Take the device memory of `tags` again."""
 
     tags: tuple[str, ...]
 
@@ -421,10 +428,11 @@ class SwitchRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ChangeRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The same of a prefill or decode engine that is at work: nobody new is taken, and who is there runs to its end.
+    """Change the role of a prefill or decode engine with requests: new ones are rejected, present ones run to their
+    end.
 
-    Whoever has not ended `within_us` from now ends as `transfer`, to be sent elsewhere. Answered when the role changed:
-    once batches in flight are delivered and the other sides of all transfers have ended.
+    A request that has not ended `within_us` from now finishes as `transfer`, to be sent elsewhere. Answered when the
+    role has changed: once batches in flight are delivered and the other sides of all transfers have ended.
     """
 
     role: Literal["mixed", "prefill", "decode"]
@@ -432,13 +440,13 @@ class ChangeRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CancelMany(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Cancel exactly these requests; ids that are unknown or have ended are passed over."""
+    """Cancel exactly these requests; ids that are unknown or have ended are ignored."""
 
     request_ids: tuple[RequestId, ...]
 
 
 class CancelAll(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Cancel every request there is."""
+    """Cancel every request of the engine."""
 
 
 class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -449,7 +457,7 @@ class Profile(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class FreezeGc(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Take the objects that live now out of garbage collection, once warm-up is over."""
+    """Take the objects that exist now out of garbage collection, once warm-up is over."""
 
 
 class GetState(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -464,7 +472,7 @@ class SetState(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SlowDown(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Leave at least so long between two launches, for testing; 0 ends it."""
+    """Leave at least this time between two launches, for testing; 0 ends it."""
 
     gap_us: int
 
@@ -494,7 +502,7 @@ Control = (
 
 
 class ControlRequested(Observed, frozen=True, gc=False):
-    """An operator or client asked for something other than tokens. Answered by one ControlAnswered command."""
+    """An operator or a client sent a control request. Answered by one ControlAnswered command."""
 
     control_id: int
     control: Control
@@ -529,8 +537,8 @@ FinishReason = Literal[
     "length", "stop", "text_stop", "grammar", "invalid", "cancelled", "timeout", "out_of_kv", "transfer", "error",
     "computed",
 ]  # fmt: skip
-"""Precedence per token: cancelled, invalid, (min_new_tokens holds the rest back), text_stop, stop, grammar, length.
-A request that wants no token ends as "computed" when its prompt is.
+"""Precedence per token: cancelled, invalid, (min_new_tokens suppresses the rest), text_stop, stop, grammar, length.
+A request for no token ends as "computed" when its prompt is computed.
 """
 
 DeferReason = Literal[
@@ -586,9 +594,9 @@ RejectReason = Literal[
 
 
 class RequestQueued(Decided, frozen=True, gc=False):
-    """A request was accepted and waits. `max_new_tokens` is what the context and the pool leave of what was asked.
+    """A request was accepted and waits. `max_new_tokens` is the requested number, as far as context and pool allow.
 
-    For a turn of a session these are its own tokens; TurnStarted says what it amounts to with those before it.
+    For a turn of a session these are its own tokens; TurnStarted has the numbers that include the turns before it.
     """
 
     request_id: RequestId
@@ -605,7 +613,7 @@ def _request_queued(event: RequestQueued, names: RequestNames) -> str:
 
 
 class RequestRejected(Decided, frozen=True, gc=False):
-    """A request ended without ever having been admitted, by no wish of its client."""
+    """A request ended before its first admission, and its client did not cancel it."""
 
     request_id: RequestId
     reason: RejectReason
@@ -625,10 +633,10 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
     cached_tokens: int
     new_tokens: int  # still to compute, all chunks together
     waited_us: int  # since it last began to wait
-    transferred_tokens: int = 0  # of its prompt, whose KV another engine sent
+    transferred_tokens: int = 0  # of its prompt, with KV sent by another engine
     host_tokens: int = 0  # of the cached ones, those that were loaded from host memory for it
     storage_tokens: int = 0  # of these, those that came there from storage
-    load_wait_us: int = 0  # of the waiting, since the first load or prefetch for it began, until the last one ended
+    load_wait_us: int = 0  # part of `waited_us` from the start of its first load or prefetch to the end of the last
 
 
 @declares(
@@ -646,10 +654,10 @@ def _request_admitted(event: RequestAdmitted, names: RequestNames) -> str:
 
 
 class AdmissionDeferred(Decided, frozen=True, gc=False):
-    """The first of the waiting line could not start, or a request may not join the line yet.
+    """The first request of the waiting queue could not start, or a request may not join the queue yet.
 
-    Said once, until the reason or the request changes.
-    With reason "prefix" it is put off alone, and others go on: `behind` computes what it is about to need.
+    Decided once, until the deferral reason or the request changes.
+    With reason "prefix" only this request is deferred: request `behind` computes the prefix that it needs.
     """
 
     request_id: RequestId
@@ -657,7 +665,7 @@ class AdmissionDeferred(Decided, frozen=True, gc=False):
     needed_tokens: int = 0
     available_tokens: int = 0
     behind: RequestId = -1
-    limit: int = 0  # running_limit, microbatch, rows: so many may run, or so many rows there are, and all are taken
+    limit: int = 0  # running_limit, microbatch, rows: the limit that is reached
 
 
 @declares(AdmissionDeferred, informative=("limit",), tallies=(Tally("deferred", by="reason"),))
@@ -680,7 +688,7 @@ def _prefill_completed(event: PrefillCompleted, names: RequestNames) -> str:
 
 
 class RequestRetracted(Decided, frozen=True, gc=False):
-    """A running request gave its pages back: the next decode did not fit, a more important one needs them, or a pause.
+    """A running request lost its pages: the next decode did not fit, a more important request needs them, or a pause.
 
     It waits again, keeping its output. On re-admission one extend recomputes the KV of prompt and output.
     """
@@ -691,8 +699,8 @@ class RequestRetracted(Decided, frozen=True, gc=False):
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
     reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"] = "pages"
     beneficiary: RequestId = -1  # preempted: the request that it makes room for
-    needed_pages: int = 0  # pages: what the next decode of all wanted when this victim was chosen,
-    available_pages: int = 0  # and what could be had
+    needed_pages: int = 0  # reason pages: pages that the next decode needed when this request was chosen,
+    available_pages: int = 0  # and pages that were available
 
 
 @declares(
@@ -725,7 +733,7 @@ def _request_finished(event: RequestFinished, names: RequestNames) -> str:
 
 
 class PagesEvicted(Decided, frozen=True, gc=False):
-    """The radix cache gave up pages nobody held, because somebody needed them or its cap was passed."""
+    """The radix cache gave up unreferenced pages, because a request needed them or its cap was exceeded."""
 
     pages: int
     reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
@@ -737,7 +745,7 @@ def _pages_evicted(event: PagesEvicted, names: RequestNames) -> str:
 
 
 class DecodeSkipped(Decided, frozen=True, gc=False):
-    """The next decode does not fit: it waits for work in flight to give pages back, or sits out beside an extend."""
+    """The next decode does not fit: it waits until batches in flight free pages, or is left out of a mixed batch."""
 
     needed_pages: int
     returning_pages: int
@@ -750,7 +758,7 @@ def _decode_skipped(event: DecodeSkipped, names: RequestNames) -> str:
 
 
 DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mixed", "slots", "queue", "spent", "open"]
-"""How data-parallel ranks stand that could extend: see data_parallel.py."""
+"""The situation of the data-parallel ranks that could extend: see data_parallel.py."""
 
 
 class PrefillNegotiated(Decided, frozen=True, gc=False):
@@ -760,7 +768,7 @@ class PrefillNegotiated(Decided, frozen=True, gc=False):
     situation: DelaySituation
     allowed: bool
     wanting: int  # ranks that could extend
-    passes: int  # in a row in which prompts have waited by now
+    passes: int  # consecutive passes in which prompts have waited
     waited_us: int  # since the first of them, by the first rank's clock
 
 
@@ -772,13 +780,13 @@ def _prefill_negotiated(event: PrefillNegotiated, names: RequestNames) -> str:
 
 
 class TurnStarted(Decided, frozen=True, gc=False):
-    """A session is free for this turn, which joins the line: its prompt is what the session keeps, and its own."""
+    """A session is free for this turn, which joins the waiting queue; its prompt begins with the session's tokens."""
 
     request_id: RequestId
     session: str
     kept_tokens: int
     prompt_tokens: int
-    max_new_tokens: int  # what context, pool and the session's capacity leave of what was asked
+    max_new_tokens: int  # the requested number, as far as context, pool and the session's capacity allow
 
 
 @declares(TurnStarted)
@@ -790,10 +798,10 @@ def _turn_started(event: TurnStarted, names: RequestNames) -> str:
 
 
 class SessionYielded(Decided, frozen=True, gc=False):
-    """A session's KV is no longer held, because somebody needs pages; its tokens are kept."""
+    """A session's KV is no longer held, because a request needs pages; its tokens are kept."""
 
     session: str
-    pages: int  # that nobody holds any more
+    pages: int  # that are unreferenced from now on
 
 
 @declares(SessionYielded)
@@ -802,7 +810,7 @@ def _session_yielded(event: SessionYielded, names: RequestNames) -> str:
 
 
 class SessionClosed(Decided, frozen=True, gc=False):
-    """A session and what it kept are gone."""
+    """A session was closed; its tokens and KV are no longer kept."""
 
     session: str
     tokens: int
@@ -815,7 +823,7 @@ def _session_closed(event: SessionClosed, names: RequestNames) -> str:
 
 
 class AdapterEvicted(Decided, frozen=True, gc=False):
-    """An adapter that nobody used gave its slot on the device to another."""
+    """An unused adapter gave its slot on the device to another."""
 
     adapter: str
     version: int
@@ -838,7 +846,7 @@ TransferCause = Literal[
 
 
 class TransferMoved(Decided, frozen=True, gc=False):
-    """The transfer of a request is in another state, see disaggregation.py for the two tables."""
+    """The transfer of a request changed its state: disaggregation.py has the two tables of transitions."""
 
     request_id: RequestId
     state: TransferState
@@ -862,7 +870,7 @@ class TierOperationStarted(Decided, frozen=True, gc=False):
     operation: int
     kind: TierKind
     pages: int
-    request_id: RequestId = -1  # load, prefetch: for whom it was begun
+    request_id: RequestId = -1  # load, prefetch: the request that needs the pages
 
 
 @declares(TierOperationStarted)
@@ -872,10 +880,10 @@ def _tier_operation_started(event: TierOperationStarted, names: RequestNames) ->
 
 
 class TierOperationEnded(Decided, frozen=True, gc=False):
-    """A move ended: everything is there; or a part, or nothing, because of a failure or a cancel; or nobody wants it.
+    """A move between tiers ended: complete, in part, or with nothing moved, after a failure or a cancel.
 
-    "orphaned": the pages in front of it have gone, so nobody could find it. "void": the device, the host's memory or
-    the weights it belongs to were lost.
+    "orphaned": the pages in front of it are gone, so that no lookup would find it. "void": the device, the host's
+    memory or the weights that it belongs to were lost.
     """
 
     operation: int
@@ -890,7 +898,7 @@ def _tier_operation_ended(event: TierOperationEnded, names: RequestNames) -> str
 
 
 class HostPagesEvicted(Decided, frozen=True, gc=False):
-    """Host memory gave up pages that nobody used, for others."""
+    """Unused pages of host memory were evicted to make room for others."""
 
     pages: int
 
@@ -901,9 +909,9 @@ def _host_pages_evicted(event: HostPagesEvicted, names: RequestNames) -> str:
 
 
 class BlocksEvicted(Decided, frozen=True, gc=False, tag="CompanionsEvicted"):
-    """Window pages or checkpoints of state that nobody used went for others; the pages they belonged to stay cached.
+    """Unused window blocks or state blocks were evicted for others; the full pages that they belong to stay cached.
 
-    Of the device, or of host memory below it.
+    `kind` names the blocks and their tier: the device, or host memory.
     """
 
     kind: Literal["window", "state", "host window", "host state"]

@@ -1,8 +1,9 @@
-"""The text form of everything: decided events, commands, plans, and the state of an engine.
+"""The text form of events, commands and plans.
 
-Prompt, log and test show the same words, and this file is where they come from. Nothing here decides or prints; every
-function returns text. Requests go by their label, or r and their id; batches by b and theirs; spans are half-open, so
-`a[12:13]` is position 12 of a.
+Prompt, log and test show the same text. Every function returns text; nothing here decides or prints. A request is named
+by its label, or r and its id; a batch by b and its id; spans are half-open, so `a[12:13]` is position 12 of a. The
+texts of decided events are declared beside their types in events.py; the state of an engine is in
+scheduler/state_text.py.
 
     retracted b after 5 output tokens, 3 pages back
     launch b8 decode a[12:13]
@@ -74,22 +75,22 @@ from lockstep.core.contract.text import RequestNames, count, runs, shown
 
 
 class Names:
-    """What requests and control requests are called, as people are shown it: a fold over observed events."""
+    """The names under which requests and control requests are shown: a fold over observed events."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, str] = {}
         self._controls: dict[int, str] = {}
 
     def observe(self, event: Observed) -> None:
-        """Learn the names an event brings."""
+        """Take in the names that an event brings."""
         match event:
             case RequestArrived():
                 for number in range(sample_count(event) if event.label else 0):
                     self._requests[event.request_id + number] = shown(sample_label(event.label, number))
             case ControlRequested():
                 name = type(event.control).__name__.removesuffix("Control")
-                words = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
-                self._controls[event.control_id] = words.strip()
+                spaced = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name)
+                self._controls[event.control_id] = spaced.strip()
 
     def request(self, request_id: RequestId) -> str:
         return self._requests.get(request_id) or f"r{request_id}"
@@ -161,9 +162,9 @@ def command_line(command: Command, names: Names) -> str:
             room = "".join(f", {_of_host(one.kind, one.host)}" for one in command.blocks)
             return f"prefetch {command.prefetch_id}: into {where}{room}"
         case ProposeBatch():
-            asks = ", and could extend" if command.wish is not None and command.wish.wants else ""
+            extends = ", and could extend" if command.wish is not None and command.wish.wants else ""
             where = f" in microbatch {command.microbatch}" if command.microbatch else ""
-            return f"propose {count(command.counts[0], 'token')} for round {command.round}{where}{asks}"
+            return f"propose {count(command.counts[0], 'token')} for round {command.round}{where}{extends}"
         case CancelPrefetch(prefetch_id):
             return f"cancel prefetch {prefetch_id}"
         case WriteToStorage():
@@ -188,11 +189,11 @@ def observed_line(event: Observed, names: Names) -> str:
             verdict = f"did not compile: {event.error}" if event.error else "compiled"
             return f"grammar {_grammar(event.digest)} {verdict}"
         case TokensForced():
-            told = [
+            forced = [
                 f"{names.request(request_id)} {len(ids) // 4} from output {first} on"
                 for request_id, first, ids in event.forced
             ]
-            return f"forced {', '.join(told)}"
+            return f"forced {', '.join(forced)}"
         case MediaEncoded():
             return f"encoded {media_name(event.digest)}" + (f" with error: {event.error}" if event.error else "")
         case ControlRequested():
@@ -245,7 +246,7 @@ _KINDS = {"window": "window page", "state": "state"}
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:
-    """What a plan computes: `b8 decode a[12:13]`. Says who samples unless everybody does."""
+    """What a plan computes: `b8 decode a[12:13]`. Names the sampling requests unless all of them sample."""
     ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
     spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
     where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
@@ -268,12 +269,12 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     for taken in plan.rows_taken:
         grammar = f", grammar {_grammar(taken.grammar.digest)}" if taken.grammar is not None else ""
         runs_on = f", on {taken.adapter} in slot {taken.adapter_slot}" if taken.adapter else ""
-        whose = f"{names.request(taken.request_id)}, epoch {taken.epoch}"
-        lines.append(f"  row {taken.row} taken by {whose}{grammar}{runs_on}")
+        request = f"{names.request(taken.request_id)}, epoch {taken.epoch}"
+        lines.append(f"  row {taken.row} taken by {request}{grammar}{runs_on}")
     deltas = plan.deltas
     for row in dict.fromkeys(deltas.rows.tolist()):
-        mine = deltas.rows == row
-        entries = zip(deltas.index[mine].tolist(), deltas.pages[mine].tolist(), strict=True)
+        of_row = deltas.rows == row
+        entries = zip(deltas.index[of_row].tolist(), deltas.pages[of_row].tolist(), strict=True)
         lines.append(f"  row {row} table " + " ".join(f"{index}:{page}" for index, page in entries))
     lines += _hybrid_changes(plan.hybrid, plan.rows.tolist()) if plan.hybrid is not None else []
     at = 0
@@ -290,8 +291,8 @@ def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
     for media in plan.media_spans:
         name, last = media_name(media.digest), media.offset + media.stop - media.start - 1
         lines.append(f"  row {rows[media.index]} [{media.start}:{media.stop}) {name} {media.offset}..{last}")
-    for wanted in plan.logprob_spans:
-        lines.append(f"  row {rows[wanted.index]} logprobs from {wanted.start} of {runs(wanted.targets.tolist())}")
+    for span in plan.logprob_spans:
+        lines.append(f"  row {rows[span.index]} logprobs from {span.start} of {runs(span.targets.tolist())}")
     for hidden in plan.hidden_spans:
         lines.append(f"  row {rows[hidden.index]} hidden states from {hidden.start}")
     for after in plan.starts_after:

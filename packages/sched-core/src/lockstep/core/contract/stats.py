@@ -47,19 +47,20 @@ def _counted(type_: type) -> tuple[Tally, ...]:
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine at one moment. Pages of the radix cache are held by requests, by sessions only, or by nobody."""
+    """One engine at one moment. Pages of the radix cache are held by requests, held by sessions only, or
+    unreferenced."""
 
     time_us: int
-    waiting: int  # in the line
-    held: int  # accepted, and not in the line yet
+    waiting: int  # in the waiting queue
+    held: int  # accepted, with an open prerequisite: not in the waiting queue yet
     prefilling: int  # with a prompt that is not launched to its end
     running: int  # past that, their last token not delivered
     in_flight: int  # batches
     pages: int
     pages_free: int
-    pages_cached: int  # held by nobody: they can be had at once
+    pages_cached: int  # unreferenced: available at once
     pages_session_held: int
-    token_usage: float  # share of the pool that cannot be had at once
+    token_usage: float  # share of the pool that is not available at once
     cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
     new_token_ratio: float
     sessions: int

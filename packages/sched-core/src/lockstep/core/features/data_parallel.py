@@ -471,7 +471,7 @@ class Rounds:
         converts = extends and not plan.extend_rows and len(plan.rows)
         batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
         self.extended = extends
-        self._note(engine, agreed.told)
+        self._note(engine, agreed.recorded)
         if batch.samplers.constrained:
             ahead = [other for other in engine.in_flight if other is not batch]
             grammars.launch(batch, ahead, engine.memory.table.outputs, step)

@@ -31,7 +31,7 @@ BAR_WIDTH = 8  # characters of the pages bar
 
 
 def pages_line(engine: Engine) -> str:
-    """How the pool stands. Cached pages are those of the radix cache that nobody holds; they can be had at once."""
+    """Free pages of the pool. Cached pages are unreferenced pages of the radix cache, which are available at once."""
     cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
     text = f"pages {engine.memory.pool.free_count}/{engine.config.pages} free"
     if cached:
@@ -41,7 +41,7 @@ def pages_line(engine: Engine) -> str:
 
 
 def session_lines(engine: Engine, names: Names) -> list[str]:
-    """Every session: what it keeps and holds, whose turn it is and who waits behind."""
+    """Every session: its tokens and held tokens, the request of its current turn, and the requests of later turns."""
     lines, page_size = [], engine.config.page_size
     for session in engine.sessions.open.values():
         text = f"session {shown(session.name)}: {session.length} of {session.capacity_tokens} tokens"
@@ -56,7 +56,7 @@ def session_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def page_owner_lines(engine: Engine, names: Names) -> list[str]:
-    """Every page and who owns it: the pool, the radix cache, a request, or work in flight."""
+    """Every page by its owner: the pool, the radix cache, a request, or work in flight."""
     page_size = engine.config.page_size
     owners: dict[str, list[int]] = {"free": engine.memory.pool.free_ids().tolist(), "radix cache": []}
     if engine.memory.radix is not None:
@@ -93,14 +93,14 @@ def table_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def queue_line(engine: Engine, names: Names) -> str:
-    """The waiting line, first to be considered first; then those who are held until they may join it."""
+    """The waiting queue in the order of admission; then the accepted requests with an open prerequisite."""
     waiting = [names.request(request.request_id) for request in engine.waiting]
     held = [names.request(request_id) for request_id in engine.held]
     return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
 
 
 def adapter_lines(adapters: Adapters | None) -> list[str]:
-    """The slots of the device, and adapters on their way out."""
+    """The adapter slots of the device, and the adapters that are being unloaded."""
     if adapters is None:
         return ["adapters are off"]
     lines = []
@@ -153,11 +153,12 @@ def _with_rows(engine: Engine) -> list[Request]:
     return [request for request in engine.requests.values() if request.state is not RequestState.WAITING]
 
 
-# ------------------------------------------------------------------------------------------------------- watch it think
+# ------------------------------------------------------------------------------------------------ debug output of a
+# step
 
 
 def debug_header(engine: Engine, step: Step) -> str:
-    """What the columns of `debug_line` are, for the same step. Print it first, and again when it changes."""
+    """The header of `debug_line` for the same step. Print it first, and again when it changes."""
     letters = _letters(engine, step, None)
     named = {request_id: request.name[:1] for request_id, request in engine.requests.items()}
     columns = " ".join(named.get(request_id, "-") for request_id in letters)
@@ -185,7 +186,7 @@ def debug_line(engine: Engine, event: Observed, step: Step) -> str:
 
 
 def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level: int) -> list[str]:
-    """What LOCKSTEP_DEBUG shows of a step: 1 the line, 2 adds decisions, 3 the tables, 4 the pages."""
+    """The output of LOCKSTEP_DEBUG for a step: 1 the line, 2 adds decisions, 3 the tables, 4 the pages."""
     lines = [debug_line(engine, event, step)]
     if level >= 2:
         lines += [f"          {observed_line(event, names)}"]
@@ -201,7 +202,7 @@ def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level:
 
 
 def _letters(engine: Engine, step: Step, plan: BatchPlan | None) -> dict[RequestId, str]:
-    """A letter for every request that lives or ended in this step, in the order of their ids."""
+    """A letter for every request that is open or ended in this step, in the order of their ids."""
     letters: dict[RequestId, str] = {}
     for request_id, request in engine.requests.items():
         letters[request_id] = "w" if request.state is RequestState.WAITING else ":"
@@ -228,7 +229,7 @@ def _bar(engine: Engine) -> str:
 
 
 def hybrid_lines(hybrid: Hybrid) -> list[str]:
-    """Windows and states: which full pages have a window page or a checkpoint, and what is free."""
+    """Window blocks and state blocks of the device by their full page, and the free ones."""
     lines = []
     if (window := hybrid.window) is not None:
         have = (window.window_of >= 0).nonzero()[0].tolist()
@@ -243,7 +244,7 @@ def hybrid_lines(hybrid: Hybrid) -> list[str]:
 
 
 def block_lines(blocks: HostBlocks) -> list[str]:
-    """Which pages of the host have a window page or a state, and what is free."""
+    """Window blocks and state blocks of host memory by their page, and the free ones."""
     lines = []
     for kind, pool in blocks.pools.items():
         have = (pool.of >= 0).nonzero()[0].tolist()

@@ -47,6 +47,7 @@ from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.cost.tables import BaseModel, base_cost_model
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import HostOptions
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
@@ -317,7 +318,14 @@ def play(
     metrics = MetricsFold(kv_pages=config.pages)
     arrivals = Arrivals(turns_of(point, client, seed))
     host = EngineHost(
-        Environment(), Engine(config, digests=False), arrivals, cost, FREE_CPU, NoJournal(), metrics, seed=seed
+        Environment(),
+        Engine(config, digests=False),
+        arrivals,
+        cost,
+        FREE_CPU,
+        NoJournal(),
+        metrics,
+        HostOptions(seed=seed),
     )
     host.env.process(host.run())
     host.env.run()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
     from lockstep.core.journal.records import JournalHeader

@@ -48,12 +48,13 @@ from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.batch_shapes import state_copies
 from lockstep.sim.host.device import Device, Running, Untimed, standard_normal
 from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import HostLinks
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, MetricsSink, TransferPort
 from lockstep.sim.host.speculation import DraftCost
 from lockstep.sim.host.stages import StageNotes, Stages
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.simulate import host_of
+from lockstep.sim.run.simulate import host_of, watch_of
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
@@ -574,11 +575,13 @@ class Ranked:
             journal,
             env=self.env,
             name=name,
-            check_every=check_every,
-            port=port,
-            exchange=exchange,
-            device_type=RankDevice,
-            tells=functools.partial(Verdicts, counts=group.counts) if rank == 0 else None,
+            watch=watch_of(check_every),
+            links=HostLinks(
+                port=port,
+                exchange=exchange,
+                device_type=RankDevice,
+                wrap_metrics=functools.partial(Verdicts, counts=group.counts) if rank == 0 else None,
+            ),
         )
         exchange.joins(host)
         if host.tiers is not None and rank:

@@ -32,11 +32,12 @@ from lockstep.sim.cluster.data_parallel import Ranked, summed
 from lockstep.sim.cluster.metrics import combine_handover
 from lockstep.sim.cluster.network import Flow, Links, later
 from lockstep.sim.cluster.shared_clock import Routing, SharedClock, SharedFeed
+from lockstep.sim.host.host_options import HostLinks
 from lockstep.sim.host.hybrid_memory import PartSize, TransferBytes
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.simulate import host_of
+from lockstep.sim.run.simulate import host_of, watch_of
 from lockstep.sim.workload.turns import Turn
 
 if TYPE_CHECKING:
@@ -298,7 +299,8 @@ class HandoverCluster:
             if one.config.shares_passes:
                 host, metrics = self.ranks.host_of(one, feed, journal, name=name, check_every=check_every, port=port)
             else:
-                host, metrics = host_of(one, feed, journal, env=self.env, name=name, check_every=check_every, port=port)
+                watch, to = watch_of(check_every), HostLinks(port=port)
+                host, metrics = host_of(one, feed, journal, env=self.env, name=name, watch=watch, links=to)
             self.feeds.append(feed)
             self.clock.hosts.append(host)
             self.metrics.append(metrics)

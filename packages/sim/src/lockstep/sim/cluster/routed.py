@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from lockstep.sim.cluster.shared_clock import report_of
 from lockstep.sim.host.pipeline import with_stages
 from lockstep.sim.host.ports import NEVER_US, Observer
 from lockstep.sim.metrics.fold import MetricsFold
-from lockstep.sim.run.simulate import Run, arrivals_of, host_of
+from lockstep.sim.run.simulate import Run, arrivals_of, host_of, watch_of
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
 
@@ -52,6 +53,22 @@ if TYPE_CHECKING:
 
 GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least ...
 GIVE_UP_SHARE = 16  # ... and this part of those that have come
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterWatch:
+    """Callbacks of a cluster of engines that meet only at the router. None of them changes anything."""
+
+    observers: Sequence[Observer] = ()  # one for each engine, or none; see `ports.Observer`
+    on_route: Callable[[RequestRouted], None] | None = None  # receives every request that was sent or turned away
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is any callback."""
+        return bool(self.observers) or self.on_route is not None
+
+
+NOT_WATCHED = ClusterWatch()
 
 
 class Cluster:
@@ -66,8 +83,7 @@ class Cluster:
         check_every: int = 0,
         on_finish: Callable[[int], None] | None = None,
         eager: bool = False,
-        witnesses: Sequence[Observer] = (),
-        on_route: Callable[[RequestRouted], None] | None = None,
+        watch: ClusterWatch = NOT_WATCHED,
     ) -> None:
         scenario = setup.scenario.base
         self.setup = setup
@@ -93,7 +109,7 @@ class Cluster:
         ] = []  # heap: when the router sees it, engine, request, output
         self._ended_count = 0
         self._on_finish = on_finish
-        self._on_route = on_route
+        self._on_route = watch.on_route
         self._eager = eager
         self._stop_requested = False
         self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
@@ -124,8 +140,7 @@ class Cluster:
                 journal,
                 env=clock,
                 name=f"engine{engine}",
-                check_every=check_every,
-                witness=witnesses[engine] if witnesses else None,
+                watch=watch_of(check_every, observer=watch.observers[engine] if watch.observers else None),
             )
             self.lanes.append(EngineLane(host, feed, clock, one.cost, early_ends=scenario.max_new_tokens is not None))
             self.metrics.append(metrics)

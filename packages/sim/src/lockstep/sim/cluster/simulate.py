@@ -13,14 +13,11 @@ runs/0192/router.jsonl        every fact that the router took in, and what it de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.cluster.router import (
-    RequestRouted,
-)
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.journal.sinks import JournalSink, NoJournal
 from lockstep.core.journal.writer import JournalWriter
@@ -29,9 +26,8 @@ from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.fast import run_compiled
 from lockstep.sim.cluster.handover import DECODE_ROUTER, HandoverCluster
 from lockstep.sim.cluster.result import ClusterRun
-from lockstep.sim.cluster.routed import Cluster
+from lockstep.sim.cluster.routed import NOT_WATCHED, Cluster, ClusterWatch
 from lockstep.sim.cluster.setup import ClusterSetup
-from lockstep.sim.host.ports import Observer
 from lockstep.sim.run.simulate import collecting_seldom, stopping_on_interrupt
 
 if TYPE_CHECKING:
@@ -48,8 +44,7 @@ def simulate_cluster(
     on_finish: Callable[[int], None] | None = None,
     give_up: Callable[[Any], bool] | None = None,
     eager: bool = False,
-    witnesses: Sequence[Observer] = (),
-    on_route: Callable[[RequestRouted], None] | None = None,
+    watch: ClusterWatch = NOT_WATCHED,
     compiled: bool | None = None,
 ) -> ClusterRun:
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
@@ -57,16 +52,15 @@ def simulate_cluster(
     Args:
         give_up: asked now and then while requests still come; once it says yes, no more of them do.
         eager: bring every engine up to every arrival. It changes nothing but the time it takes.
-        witnesses: none, or one for each engine; see host.Witness. Only where `setup.each_alone`.
-        on_route: told of every request that was sent or turned away; only there, either.
+        watch: only where `setup.each_alone`.
         compiled: whether a plain run without journals is one of machine code, see fast_path.py, which changes no
             result; None: once that is worth it.
     """
-    if (witnesses or on_route is not None) and not setup.each_alone:
-        raise ContractError("nobody is told of routes and steps where engines hand requests over, or are ranks")
-    if witnesses and len(witnesses) != len(setup.engines):
-        raise ContractError(f"{len(witnesses)} witnesses of {len(setup.engines)} engines")
-    watched = folder is not None or check_every or eager or witnesses or on_route is not None
+    if watch.is_set and not setup.each_alone:
+        raise ContractError("routes and steps cannot be observed where engines hand requests over, or are ranks")
+    if watch.observers and len(watch.observers) != len(setup.engines):
+        raise ContractError(f"{len(watch.observers)} observers of {len(setup.engines)} engines")
+    watched = folder is not None or check_every or eager or watch.is_set
     if not watched and compiled is not False:
         run = run_compiled(setup, on_finish, give_up, always=compiled is True)
         if run is not None:
@@ -104,8 +98,7 @@ def simulate_cluster(
                 check_every=check_every,
                 on_finish=on_finish,
                 eager=eager,
-                witnesses=witnesses,
-                on_route=on_route,
+                watch=watch,
             )
         began_s = time.process_time()
         with stopping_on_interrupt(cluster), collecting_seldom():

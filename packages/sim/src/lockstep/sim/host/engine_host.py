@@ -18,8 +18,7 @@ at which the lane collects it; both wait while the lane is busy, and older facts
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from collections.abc import Generator
 
 import numpy as np
 from msgspec.structs import replace
@@ -64,28 +63,19 @@ from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
 from lockstep.sim.cost import BatchShape, CostModel, CpuModel
-from lockstep.sim.host.adapters import AdapterLane
-from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.device import EOS_TOKEN_ID, Device
 from lockstep.sim.host.encoder_lane import EncoderLane
-from lockstep.sim.host.forcing import ForcedRuns, Forcing
+from lockstep.sim.host.forcing import ForcedRuns
+from lockstep.sim.host.host_options import HostOptions
 from lockstep.sim.host.ports import (
     NEVER_US,
     MetricsSink,
-    Observer,
     RankExchange,
     RequestSource,
-    TransferPort,
 )
-from lockstep.sim.host.sessions import Conversations, changes_holding
-from lockstep.sim.host.speculation import SpeculationModel
+from lockstep.sim.host.sessions import changes_holding
 from lockstep.sim.workload.samples import OpenSamples
 
-if TYPE_CHECKING:
-    pass
-
-GRAMMAR_COMPILE_US = 50_000  # an estimate: JSON schemas of a few dozen fields, compiled beside the loop
-ADAPTER_LOAD_US = 20_000  # an estimate: 200 MB from host memory to the device at an effective 10 GB/s over PCIe
 OF_THE_DEVICE = frozenset((LaunchBatch, ProposeBatch, SampleBatch, StreamTokens))
 """Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
@@ -94,28 +84,7 @@ RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to be
 class EngineHost:
     """One engine with its CPU lane and its device.
 
-    Args:
-        check: called with the engine after every `check_every`-th event, e.g. `lockstep.core.invariants.self_check`.
-        max_new_tokens: the limit of every request that wants any output; None is the turn's own length. With a limit,
-            a turn whose length is below it ends with EOS_TOKEN_ID, which must be among the config's `eos_token_ids`.
-        grammar_compile_us: how long it takes to compile a grammar, beside the lane.
-        adapter_load_us: how long an adapter takes to get to the device; loads overlap with everything.
-        adapters: those that the engine knows from its beginning, and what brings them there; then nothing takes
-            `adapter_load_us`.
-        on_finish: called with the number of requests that ended, after each.
-        decode_runs: take uniform stretches of decodes in one go. It changes nothing but the time it takes. Without
-            effect while `check` looks at the engine, which is not up to date inside such a stretch.
-        device_type: what runs batches; see `pipeline.device_type_of`.
-        receive_interval: how seldom the lane looks for arrivals while it launches; see `intake.ReceiveSkipper`.
-        speculation: how many drafts are right, and what they cost, of an engine whose config has a method.
-        forcing: what grammars force, of an engine that computes it together.
-        tiers: what carries KV between the tiers below the device; an engine with such tiers needs it.
-        state_copy_us: what a copy of one request's recurrent state takes.
-        port: of a prefill or a decode engine, where its KV goes and comes from.
-        exchange: of one of several data-parallel ranks, where the others are.
-        witness: told of every step; see Witness.
-        encoder: of an engine whose requests have media.
-        conversations: of an engine whose turns are of sessions that it keeps.
+    Raises: ContractError if the engine's config needs a feature that `options` lacks, or the other way round.
     """
 
     def __init__(
@@ -127,56 +96,39 @@ class EngineHost:
         cpu: CpuModel,
         journal: JournalSink,
         metrics: MetricsSink,
-        *,
-        seed: int = 0,
-        name: str = "engine0",
-        max_new_tokens: int | None = None,
-        grammar_compile_us: int = GRAMMAR_COMPILE_US,
-        check: Callable[[Engine], object] | None = None,
-        check_every: int = 1,
-        on_finish: Callable[[int], None] | None = None,
-        decode_runs: bool = True,
-        adapter_load_us: int = ADAPTER_LOAD_US,
-        device_type: type[Device] = Device,
-        receive_interval: int = 1,
-        speculation: SpeculationModel | None = None,
-        forcing: Forcing | None = None,
-        tiers: TierLinks | None = None,
-        state_copy_us: float = 0.0,
-        port: TransferPort | None = None,
-        exchange: RankExchange | None = None,
-        witness: Observer | None = None,
-        encoder: EncoderLane | None = None,
-        adapters: AdapterLane | None = None,
-        conversations: Conversations | None = None,
+        options: HostOptions | None = None,
     ) -> None:
-        if engine.config.speculates != (speculation is not None):
-            raise ContractError("an engine that verifies drafts, and only such a one, needs to be told which are right")
-        if engine.config.jumps and forcing is None:
-            raise ContractError("an engine that computes forced tokens together needs to be told which are forced")
-        if adapters is not None and engine.memory.adapters is None:
+        options = options or HostOptions()
+        watch, features, max_new_tokens = options.watch, options.features, options.max_new_tokens
+        if engine.config.speculates != (features.speculation is not None):
+            raise ContractError(
+                "a model of accepted drafts is needed for an engine that verifies drafts, and only for such an engine"
+            )
+        if engine.config.jumps and features.forcing is None:
+            raise ContractError("an engine that computes forced tokens together needs a model of what grammars force")
+        if features.adapters is not None and engine.memory.adapters is None:
             raise ContractError("adapters need slots on the device: set max_loras")
-        if engine.memory.tiers is not None and tiers is None:
+        if engine.memory.tiers is not None and features.tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
         self.env = env
         self.engine = engine
         self.arrivals = arrivals
-        self.port = port
-        self.exchange = exchange
+        self.port = options.links.port
+        self.exchange = options.links.exchange
         self._planned: BatchPlan | None = None  # what a rank has proposed
         self._planned_shape = BatchShape()
         self.cpu = cpu
         self.journal = journal
         self.metrics = metrics
-        self.device = device_type(
-            cost, engine.config.rows_max, seed=seed, name=name, early_eos=max_new_tokens is not None
+        self.device = (options.links.device_type or Device)(
+            cost, engine.config.rows_max, seed=options.seed, name=options.name, early_eos=max_new_tokens is not None
         )
-        self.device.speculation = speculation
-        self.device.state_copy_us = state_copy_us
+        self.device.speculation = features.speculation
+        self.device.state_copy_us = features.state_copy_us
         self.device.notes_times = engine.microbatches.several
-        if adapters is not None:
+        if features.adapters is not None:
             self.device.adapter_slots = np.full(engine.config.rows_max, NO_SLOT, np.int32)
         self.stop_requested = False  # set from a signal handler: `run` returns before the next fact
 
@@ -186,28 +138,28 @@ class EngineHost:
         self.rejected: Counter[str] = Counter()
 
         self._max_new_tokens = max_new_tokens
-        self._witness = witness
-        self._watched = witness is not None or check is not None
-        self._check = check
-        self._check_every = check_every
-        self._until_check = check_every
-        self._on_finish = on_finish
-        self._decode_runs = decode_runs and check is None
-        self._grammar_compile_us = grammar_compile_us
+        self._observer = watch.observer
+        self._watched = watch.observer is not None or watch.check is not None
+        self._check = watch.check
+        self._check_every = watch.check_every
+        self._until_check = watch.check_every
+        self._on_finish = watch.on_finish
+        self._decode_runs = options.decode_runs and watch.check is None
+        self._grammar_compile_us = options.grammar_compile_us
         self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
-        self._adapter_load_us = adapter_load_us
-        self._adapters = adapters
+        self._adapter_load_us = options.adapter_load_us
+        self._adapters = features.adapters
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
-        self._forcing = forcing if engine.config.jumps else None
+        self._forcing = features.forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
-        self.tiers = tiers
-        self.encoder = encoder
+        self.tiers = features.tiers
+        self.encoder = features.encoder
         self._samples = OpenSamples()
-        self._conversations = conversations
+        self._conversations = features.conversations
         self._awaiting: dict[RequestId, int] = {}  # media: since when
         self._held = 0  # requests that the engine held when it was looked at who still awaits any
         self.wake_at_us: int | None = None
-        self._skipper = ReceiveSkipper(receive_interval) if receive_interval != 1 else None
+        self._skipper = ReceiveSkipper(options.receive_interval) if options.receive_interval != 1 else None
         self._receives = True  # whether the lane looks for arrivals before its next launch
         self._nothing_new = True  # since the last LaneReady that launched nothing
         self._offered = -1  # the microbatch that launched last, or was offered a slot in vain
@@ -598,8 +550,8 @@ class EngineHost:
 
     def _show(self, event: ObservedEvent, step: Step) -> None:
         """Let those look at the engine who asked for it."""
-        if self._witness is not None:
-            self._witness.observe(event, step, self.engine)
+        if self._observer is not None:
+            self._observer.observe(event, step, self.engine)
         if self._check is not None:
             self._until_check -= 1
             if self._until_check <= 0:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,10 +42,10 @@ from lockstep.sim.fast.fast_path import pays
 from lockstep.sim.fast.machine_code import is_available
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.closed_loop import ConcurrentSessions
-from lockstep.sim.host.device import Device
 from lockstep.sim.host.engine_host import EngineHost
+from lockstep.sim.host.host_options import ALONE, NOT_WATCHED, HostFeatures, HostLinks, HostOptions, HostWatch
 from lockstep.sim.host.pipeline import device_type_of, with_stages
-from lockstep.sim.host.ports import MetricsSink, Observer, RankExchange, RequestSource, TransferPort
+from lockstep.sim.host.ports import MetricsSink, Observer, RequestSource
 from lockstep.sim.host.sessions import Conversations
 from lockstep.sim.host.watch import WatchedMetrics
 from lockstep.sim.metrics.fold import MetricsFold
@@ -152,7 +152,7 @@ def simulate(
     folder: Path | None = None,
     check_every: int = 0,
     on_finish: Callable[[int], None] | None = None,
-    witness: Observer | None = None,
+    observer: Observer | None = None,
     compiled: bool | None = None,
 ) -> Run:
     """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
@@ -160,7 +160,7 @@ def simulate(
     Args:
         check_every: check the core's invariants after every so many events; 0 is never.
         on_finish: called with the number of requests that ended, after each; now and then by machine code.
-        witness: told of every step that decides anything; see host.Witness.
+        observer: receives every step that decides anything; see `ports.Observer`.
         compiled: whether a plain run without a journal is one of machine code, see fast_path.py, which changes no
             result; None: once that is worth it.
     Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
@@ -174,16 +174,24 @@ def simulate(
             "hint: --prefill-engines 1 --decode-engines 1"
         )
     if folder is None:
-        if compiled is not False and not check_every and witness is None:
+        if compiled is not False and not check_every and observer is None:
             run = _run_compiled(setup, on_finish, always=compiled is True)
             if run is not None:
                 return run
-        return _run(setup, NoJournal(), check_every, on_finish, witness)
+        return _run(setup, NoJournal(), check_every, on_finish, observer)
     journal = JournalWriter.create(folder, setup.header())
     with journal:
-        run = _run(setup, journal, check_every, on_finish, witness)
+        run = _run(setup, journal, check_every, on_finish, observer)
         journal.close("interrupted" if run.interrupted else "closed")
     return run
+
+
+def watch_of(
+    check_every: int, on_finish: Callable[[int], None] | None = None, observer: Observer | None = None
+) -> HostWatch:
+    """Return the callbacks of a host that checks the core's invariants every so many events; 0 is never."""
+    check = invariants.self_check if check_every else None
+    return HostWatch(check=check, check_every=check_every or 1, on_finish=on_finish, observer=observer)
 
 
 def host_of(
@@ -193,24 +201,14 @@ def host_of(
     *,
     env: Environment,
     name: str = "engine0",
-    check_every: int = 0,
-    on_finish: Callable[[int], None] | None = None,
-    port: TransferPort | None = None,
-    exchange: RankExchange | None = None,
-    device_type: type[Device] | None = None,
-    tells: Callable[[MetricsSink], MetricsSink] | None = None,
-    witness: Observer | None = None,
+    watch: HostWatch = NOT_WATCHED,
+    links: HostLinks = ALONE,
 ) -> tuple[EngineHost, MetricsFold]:
-    """One engine's host and what measures it, alone or among others: whoever simulates an engine asks here for it.
+    """Return the host of one engine and its metrics. Every simulation of an engine, alone or in a cluster, calls it.
 
     Args:
         env: the clock, its own or one that it shares.
-        check_every: check invariants after so many events; 0: never.
-        port: of a prefill or a decode engine.
-        exchange: of one of several data-parallel ranks.
-        device_type: what runs batches; None: what the cost model asks for.
-        tells: who else hears what is measured, in front of what measures it.
-        witness: told of every step; see host.Witness.
+        links: to other engines; without a `device_type` the cost model chooses the device.
     """
     scenario = setup.scenario
     engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
@@ -226,7 +224,8 @@ def host_of(
         )
     tiers = setup.tier_links()
     frontend_us = round(setup.calibration.correction.frontend_us)
-    sink: MetricsSink = metrics if tells is None else tells(metrics)
+    sessions = Conversations(setup.config.context_tokens_max, metrics) if scenario.server_sessions else None
+    sink: MetricsSink = metrics if links.wrap_metrics is None else links.wrap_metrics(metrics)
     host = EngineHost(
         env,
         engine,
@@ -235,26 +234,25 @@ def host_of(
         setup.cpu,
         journal,
         FrontEnd(sink, frontend_us) if frontend_us else sink,
-        seed=scenario.seed,
-        name=name,
-        max_new_tokens=scenario.max_new_tokens,
-        check=invariants.self_check if check_every else None,
-        check_every=check_every or 1,
-        on_finish=on_finish,
-        decode_runs=not setup.debug,
-        grammar_compile_us=scenario.grammar_compile_us,
-        receive_interval=scenario.receive_interval,
-        device_type=device_type or device_type_of(setup.cost),
-        speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
-        forcing=setup.forcing,
-        tiers=tiers,
-        state_copy_us=setup.state_copy_us,
-        port=port,
-        exchange=exchange,
-        witness=witness,
-        encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
-        adapters=setup.adapter_lane(tiers),
-        conversations=Conversations(setup.config.context_tokens_max, metrics) if scenario.server_sessions else None,
+        HostOptions(
+            seed=scenario.seed,
+            name=name,
+            max_new_tokens=scenario.max_new_tokens,
+            grammar_compile_us=scenario.grammar_compile_us,
+            receive_interval=scenario.receive_interval,
+            decode_runs=not setup.debug,
+            watch=watch,
+            links=replace(links, device_type=links.device_type or device_type_of(setup.cost)),
+            features=HostFeatures(
+                speculation=setup.drafting.for_engine(setup.config) if setup.drafting is not None else None,
+                forcing=setup.forcing,
+                tiers=tiers,
+                encoder=setup.encoding.lane(metrics) if setup.encoding is not None else None,
+                adapters=setup.adapter_lane(tiers),
+                conversations=sessions,
+                state_copy_us=setup.state_copy_us,
+            ),
+        ),
     )
     return host, metrics
 
@@ -264,12 +262,10 @@ def _run(
     journal: JournalSink,
     check_every: int,
     on_finish: Callable[[int], None] | None,
-    witness: Observer | None,
+    observer: Observer | None,
 ) -> Run:
     arrivals, env = arrivals_of(setup), Environment()
-    host, metrics = host_of(
-        setup, arrivals, journal, env=env, check_every=check_every, on_finish=on_finish, witness=witness
-    )
+    host, metrics = host_of(setup, arrivals, journal, env=env, watch=watch_of(check_every, on_finish, observer))
     began_s = time.process_time()
     with stopping_on_interrupt(host), collecting_seldom():
         host.env.process(host.run())

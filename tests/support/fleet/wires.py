@@ -1,0 +1,129 @@
+"""What a fleet keeps: its members, and per room the wire between a prefill and a decode engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.core.contract.commands import (
+    CompileGrammar,
+    ControlAnswered,
+    EncodeMedia,
+    StartTransfer,
+)
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import (
+    AdapterLoaded,
+    GrammarReady,
+    MediaEncoded,
+    Observed,
+    PromptSpan,
+    TurnStarted,
+    WeightsSwapped,
+)
+from lockstep.core.scheduler.engine import Engine
+from tests.support.served import Answer, Asked
+from tests.support.tagged_kv import TaggedKv
+from tests.support.tagged_tiers import Move, TaggedTiers
+
+Status = Literal["accepted", "offered", "done", "failed", "link_down"]
+
+
+@dataclass
+class Sent:
+    """A part of a prompt, as its engine ordered it to be sent."""
+
+    command: StartTransfer
+    ready: bool = False  # its batch succeeded
+
+
+@dataclass
+class Wire:
+    """One room, as the network sees it."""
+
+    room: int
+    asked: Asked
+    prefill: Member
+    decode: Member
+    ids: dict[str, int] = field(default_factory=dict)  # by name of a member, its request's id
+    parts: list[Sent] = field(default_factory=list)
+    moved: int = 0  # parts
+    receive: StartTransfer | None = None
+    generation: int = 0  # of the decode engine when it gave pages
+    outcome: Status | None = None  # the last word to both sides; from then on nobody writes
+    first_token: int | None = None
+    cancelled: bool = False  # its client left
+    about: dict[str, Any] = field(default_factory=dict)  # what more its arrival says, on both engines
+    group: list[Wire] = field(default_factory=list)  # the samples of its arrival, itself among them
+    prompt_tokens: int = 0
+    turn: TurnStarted | None = None  # of a session, which the prefill engine knows nothing of
+    spans: tuple[PromptSpan, ...] = ()  # of that turn's whole prompt
+    dropped: set[str] = field(default_factory=set)  # engines to which its half never comes
+    alone: bool = False  # it ends with its prompt, and goes to a prefill engine only
+    grammar_ends: int | None = None  # outputs after which its grammar admits nothing more
+
+    @property
+    def wanted(self) -> Answer:
+        """What its client must get."""
+        asked = self.asked
+        if self.alone:
+            return Answer("computed", ())
+        if self.turn is not None:
+            most = self.turn.max_new_tokens
+            asked = dataclasses.replace(asked, max_new=most, min_new=min(asked.min_new, most))
+        answer, ends = asked.answer, max(self.grammar_ends or 0, asked.min_new)
+        count = len(answer.tokens)
+        if self.grammar_ends is not None and (ends < count or (ends == count and answer.reason == "length")):
+            return Answer("grammar", answer.tokens[:ends])
+        return answer
+
+
+@dataclass
+class Member:
+    """One engine of a fleet, with its device and its host's books."""
+
+    name: str
+    config: SchedConfig
+    engine: Engine
+    kv: TaggedKv
+    by_id: list[Wire] = field(default_factory=list)  # by request id
+    controls: dict[int, ControlAnswered | None] = field(default_factory=dict)
+    orders: list[WeightsSwapped] = field(default_factory=list)  # answers to come
+    steps: int = 0
+    events: list[tuple[Observed, bytes]] = field(default_factory=list)
+    tiers: TaggedTiers | None = None
+    offered: int = -1  # the microbatch that was offered a slot last
+    changing: dict[int, str] = field(default_factory=dict)  # by control id, the role it is to take
+    compiling: list[CompileGrammar] = field(default_factory=list)  # not answered, as all that follow
+    encoding: list[EncodeMedia] = field(default_factory=list)
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a prefill engine now."""
+        return self.engine.config.role == "prefill"
+
+    @property
+    def kind(self) -> str:
+        """p or d: what it is now."""
+        return "p" if self.sends else "d"
+
+    def answers_due(self) -> list[Observed]:
+        """What its host could be told by a compiler, an encoder or the device, each in its order."""
+        due: list[Observed] = [GrammarReady(0, command.grammar.digest) for command in self.compiling[:1]]
+        due += [MediaEncoded(0, command.digest, "", command.generation) for command in self.encoding[:1]]
+        due += [AdapterLoaded(0, load.adapter, load.version, "", self.engine.generation) for load in self.kv.loads[:1]]
+        return due
+
+    def tier_moves(self) -> list[Move]:
+        """Copies between the tiers of its cache that are under way."""
+        return list(self.tiers.moves.values()) if self.tiers is not None else []
+
+
+@dataclass(frozen=True)
+class Told:
+    """A fact on its way to a host."""
+
+    wire: Wire
+    to: str
+    status: Status
