@@ -138,7 +138,7 @@ def test_killed_again_while_it_recovers(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_torn_tail_is_cut_off_and_computed_again(tmp_path: Path) -> None:
-    """The last record is damaged before the next generation reads it. Its tokens are drawn again, and sent only once."""
+    """The last record is damaged before the next generation reads it. Its tokens are drawn again, and sent once."""
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--journal", str(tmp_path / "run")) as server:
         clients = Clients(server, some(8, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
