@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, Vocabulary, emulated_source
+from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, EmulatedTimes, Vocabulary, emulated_source
 from lockstep.api.observability.drift import DriftMeter
 from lockstep.api.serve import serve
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
@@ -77,7 +77,9 @@ def served(
     """The results of requests that run together on an engine of their own. An adapter load takes 5 ms."""
     config = SchedConfig(**{"pages": 256, "eos_token_ids": (256,), "context_tokens_max": 2048, **settings})
     clock = HostClock()
-    executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed, adapters=bool(lora))
+    executor = EmulatedExecutor(
+        EmulatedTimes(FixedCost(), seed=1, speed=speed, adapters=bool(lora)), WORDS, config.rows_max, clock
+    )
     shelf = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
     host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe, adapters=shelf)
     if shelf is not None:
@@ -191,7 +193,7 @@ def test_adapters_take_the_time_of_the_cost_model() -> None:
 
 
 def test_plans_without_support_are_refused() -> None:
-    executor = EmulatedExecutor(FixedCost(), WORDS, 4, HostClock(), seed=1)
+    executor = EmulatedExecutor(EmulatedTimes(FixedCost(), seed=1), WORDS, 4, HostClock())
     with pytest.raises(ContractError, match="was not deferred"):
         executor.sample(1, ())
     assert not executor.ready()

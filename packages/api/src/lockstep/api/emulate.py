@@ -138,34 +138,60 @@ class Script:
         return answer if at >= 0 else None
 
 
+class EmulatedTimes:
+    """Durations of emulated batches.
+
+    Args:
+        seed: of the spread of the durations.
+        speed: factor by which batches are faster than the cost model predicts.
+        adapters: whether rows may run on adapters, which the cost model then prices.
+    """
+
+    def __init__(self, cost: CostModel, *, seed: int, speed: float = 1.0, adapters: bool = False) -> None:
+        self._cost, self._seed, self._speed = cost, seed, speed
+        self._adapters = RowAdapters() if adapters else None
+
+    def us(self, plan: BatchPlan) -> float:
+        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id.
+
+        To be called once for each plan, in the order of launches.
+        """
+        shape = _shape_of(plan)
+        if self._adapters is not None:
+            self._adapters.take_rows(plan)
+            shape = self._adapters.on(plan, shape)
+        expected = self._cost.batch_us(shape)
+        took_us = expected.mean_us
+        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
+        return max(1.0, took_us / self._speed)
+
+
 class EmulatedExecutor:
     """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
 
     Args:
         clock: the host's clock.
-        speed: factor by which batches are faster than the cost model predicts.
         matchers: grammars of rows; without them no row may have a grammar.
         script: prepared answers; other prompts get tokens determined by their key.
-        adapters: whether rows may run on adapters, which the cost model then prices.
     """
 
     def __init__(
         self,
-        cost: CostModel,
+        times: EmulatedTimes,
         vocabulary: Vocabulary,
         rows_max: int,
         clock: HostClock,
         *,
-        seed: int,
-        speed: float = 1.0,
         matchers: GrammarMatchers | None = None,
         script: Script | None = None,
-        adapters: bool = False,
     ) -> None:
-        self._adapters = RowAdapters() if adapters else None
         self._script = script
         self._scripted: dict[int, Int32s] = {}  # prepared answers, by row
-        self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
+        self._times, self._vocabulary, self._clock = times, vocabulary, clock
         self._keys = np.zeros(rows_max, np.uint64)
         self._prompt_tokens = np.zeros(rows_max, np.int64)
         self._lengths = np.zeros(rows_max, np.int64)
@@ -188,7 +214,7 @@ class EmulatedExecutor:
         for taken in plan.rows_taken:
             self._take_row(taken, NO_CONTEXT if contexts is None else contexts(taken))
         started_us = max(float(self._clock()), self._free_us)
-        self._free_us = started_us + max(1.0, self._took_us(plan) / self._speed)
+        self._free_us = started_us + self._times.us(plan)
         result = BatchResult(plan)
         if deferred:
             self._unsampled.add(plan.batch_id)
@@ -249,21 +275,6 @@ class EmulatedExecutor:
         self._prompt_tokens[taken.row] = context.prompt_tokens
         ends_at = self._vocabulary.length(key)
         self._lengths[taken.row] = max(ends_at, context.min_new_tokens + 1) if ends_at else 0
-
-    def _took_us(self, plan: BatchPlan) -> float:
-        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id."""
-        shape = _shape_of(plan)
-        if self._adapters is not None:
-            self._adapters.take_rows(plan)
-            shape = self._adapters.on(plan, shape)
-        expected = self._cost.batch_us(shape)
-        took_us = expected.mean_us
-        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
-            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
-        return took_us
 
     def _sample(self, result: BatchResult) -> None:
         """Fill in the tokens of a batch; rows under grammars get tokens that their grammars allow."""

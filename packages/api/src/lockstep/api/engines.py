@@ -441,6 +441,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.emulate import (
         EmulatedAdapterCache,
         EmulatedExecutor,
+        EmulatedTimes,
         EmulatedWeightLoader,
         Script,
         emulated_source,
@@ -496,15 +497,12 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
             named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
         )
     executor = EmulatedExecutor(
-        cost,
+        EmulatedTimes(cost, seed=settings.seed, speed=settings.speed, adapters=lora is not None),
         vocabulary,
         config.rows_max,
         clock,
-        seed=settings.seed,
-        speed=settings.speed,
         script=script,
         matchers=None if grammars is None else grammars.matchers,
-        adapters=lora is not None,
     )
 
     no_grammars = "an emulated engine has words for it only with --tokenizer DIR"
