@@ -111,12 +111,12 @@ def test_every_message_has_one_handler() -> None:
     ("frame", "said"),
     [
         (b"\x93\xa9Overthrow\x01\x02", "the engine got a message 'Overthrow'"),
-        (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are no message"),
+        (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are not a message"),
         (b"\x93\xa6Cancel\x01\xa1x", "a message 'Cancel'.*Expected `int`, got `str`"),
         (b"\x94\xa6Cancel\x01\x02\x03", "a message 'Cancel'"),  # a field more than there is
         (b"\x91\xa6Cancel", "a message 'Cancel'"),
-        (b"", "0 bytes that are no message"),
-        (b"\x91" * 5000, "bytes that are no message"),
+        (b"", "0 bytes that are not a message"),
+        (b"\x91" * 5000, "bytes that are not a message"),
         (wire.encode(wire.EngineGone(0, "x")), "a message 'EngineGone'"),  # for a worker
     ],
 )

@@ -359,8 +359,8 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         number: number of the engine among several.
     """
     several = children.read_settings(folder).dp > 1
-    name, life = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
-    settings = children.begin(folder, name + life * (generation > 0))
+    name, suffix = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
+    settings = children.begin(folder, name + suffix * (generation > 0))
     # SIGTERM may go to all processes of a service: workers end first, then StopEngine comes. Ranks would inherit
     # SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
