@@ -91,7 +91,7 @@ def measure(policy: str, prompts: list[list[int]], waiting: int) -> dict[str, fl
         turn = engine.ordering.turn(engine)
         next(turn)
         turn.close()
-        engine.ordering.close(engine)
+        engine.ordering.close()
 
     def forget() -> None:
         engine.ordering = Ordering(engine.config)
@@ -114,7 +114,7 @@ def measure(policy: str, prompts: list[list[int]], waiting: int) -> dict[str, fl
         request.state = RequestState.PREFILLING
         next(turn)
         turn.close()
-        engine.ordering.close(engine)
+        engine.ordering.close()
         request.state, request.matched = RequestState.WAITING, None
         engine.waiting.append(request)
 

@@ -60,7 +60,7 @@ def hear(made: Fleet, status: str, name: str) -> None:
 
 def state(made: Fleet, name: str, request_id: int = 0) -> str:
     transfers = made.members[name].engine.transfers
-    assert transfers is not None
+    assert transfers.hands_over
     transfer = transfers.all.get(request_id)
     return transfer.state if transfer is not None else "over"
 
@@ -290,7 +290,7 @@ def test_all_pools_are_asked_before_anything_is_taken(decode: HybridMemory, rese
     waiting = [number for number in range(3) if state(made, "d0", number) == "preallocating"]
     assert waiting[-1:] == [2], "somebody waits, with none of anything"
     transfers = made.members["d0"].engine.transfers
-    assert transfers is not None
+    assert transfers.hands_over
     assert all(not transfers.all[number].pages.size for number in waiting)
     made.settle()
     assert all(made.answers[key] == asked(key).answer for key in range(3))

@@ -49,7 +49,7 @@ def waiting_engine(count: int, **settings_: object) -> Engine:
 def order_of(engine: Engine) -> list[int]:
     """The order in which a pass would consider those who wait."""
     order = [request.request_id for request in engine.ordering.turn(engine)]
-    engine.ordering.close(engine)
+    engine.ordering.close()
     return order
 
 
@@ -418,4 +418,4 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
 
 def test_a_policy_type_is_what_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
-    assert list(policy(WaitingQueue([], waiting_engine(0)))) == []
+    assert list(policy(WaitingQueue([], waiting_engine(0), 0))) == []

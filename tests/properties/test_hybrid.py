@@ -41,11 +41,11 @@ from tests.support.tiered import moving, returning, tiered
 SEEDS = 9
 STORED_SEEDS = 16
 FETCHED = (
-    "companions alone fetched",
-    "companions alone stored",
-    "companions fetched",
-    "companions loaded",
-    "companions stored",
+    "blocks alone fetched",
+    "blocks alone stored",
+    "blocks fetched",
+    "blocks loaded",
+    "blocks stored",
 )
 REACHED = (
     "checkpoint left",

@@ -442,7 +442,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NOBODY if session.turn is None else session.turn)
-        transfer = engine.transfers.all.get(request_id) if engine.transfers is not None else None
+        transfer = engine.transfers.all.get(request_id)
         if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
             return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)

@@ -19,7 +19,7 @@ from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import TransferState
 from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
-from lockstep.core.features.disaggregation import TOUCHED, comes_after_another
+from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.requests.table import BASE, RequestState
@@ -96,7 +96,7 @@ class Facts:
 
 def is_idle(engine: Engine) -> bool:
     """Nothing waits, runs, is in flight or on its way between engines (S34: the one definition)."""
-    return not engine.requests and not engine.in_flight and not (engine.transfers is not None and engine.transfers.all)
+    return not engine.requests and not engine.in_flight and not engine.transfers.all
 
 
 def self_check(engine: Engine) -> None:
@@ -120,7 +120,9 @@ def check_quiescent(engine: Engine) -> None:
         _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
-        (engine, "waiting held followers in_flight drains"),
+        (engine, "waiting held in_flight"),
+        (engine.prerequisites, "followers"),
+        (engine.controls, "drains"),
         (engine.memory, "deferred_frees deferred_pages rewrites rows_taken pending lent"),
         (engine.media, "pins line deferred queued"),
     )
@@ -145,7 +147,7 @@ def _containers(engine: Engine) -> None:
     running_batch = [request.request_id for request in engine.everybody[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
-    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     contained = [*waiting, *running_batch, *prefilling, *ending, *sent]
     if len(contained) != len(live) or live.keys() != set(contained):
         _fail(
@@ -156,7 +158,7 @@ def _containers(engine: Engine) -> None:
         "S16 who decodes", sorted(running_batch), [request.request_id for request in live.values() if request.decodes]
     )
     running = running_batch + ending + sent
-    _same("S33 sending", engine.sending, len(sent))
+    _same("S33 sending", engine.transfers.sending, len(sent))
     for state, ids in (
         (RequestState.WAITING, waiting),
         (RequestState.PREFILLING, prefilling),
@@ -233,7 +235,7 @@ def _pages(engine: Engine, facts: Facts) -> None:
     ]
     owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred_frees]
     owned += [pages for _, pages in memory.deferred_pages]
-    transfers = list(engine.transfers.all.values()) if engine.transfers is not None else []
+    transfers = list(engine.transfers.all.values())
     owned += [transfer.pages for transfer in transfers]
     given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
     owned += [pages for _, pages in given_up]
@@ -281,8 +283,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [deferred.handle for deferred in engine.memory.deferred_frees if deferred.handle is not None]
     handles += engine.sessions.handles()
-    if engine.transfers is not None:
-        handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
+    handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
     if engine.memory.tiers is not None:
         moves = engine.memory.tiers.operations.values()
         handles += [one.device_handle for one in moves if one.device_handle is not None]
@@ -364,7 +365,7 @@ def _speculation(engine: Engine) -> None:
     """S7, S23: who may stand at its end waits for a result that says so; no drafts where every token is looked at."""
     if not engine.computes_ahead:
         return
-    for request_id, known in engine.forced.items():
+    for request_id, known in engine.jump_forward.forced.items():
         holder = engine.requests.get(request_id)
         if holder is None or holder.row < 0 or holder.grammar is None or holder.watches_text:
             _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
@@ -373,7 +374,7 @@ def _speculation(engine: Engine) -> None:
     running_batch, positions = engine.everybody
     slack, _ = speculation.uncertainty(engine.in_flight, running_batch.rows, len(engine.memory.table.holders))
     for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
-        awaited = not engine.speculates or any(batch.names(request.row) for batch in engine.in_flight)
+        awaited = not engine.config.speculates or any(batch.names(request.row) for batch in engine.in_flight)
         if most + 1 >= request.limit and not awaited:
             _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
         if most - wrong < request.prompt_tokens:
@@ -429,7 +430,7 @@ def _line(engine: Engine) -> None:
 def _held(engine: Engine) -> None:
     """S15, D11: who is held waits for so many things: a turn, a grammar, a sample that computes the prompt, media."""
     engine.media.check()
-    followers = [request.request_id for those in engine.followers.values() for request in those]
+    followers = [request.request_id for those in engine.prerequisites.followers.values() for request in those]
     media = [
         request.request_id
         for request in engine.requests.values()
@@ -437,14 +438,14 @@ def _held(engine: Engine) -> None:
     ]
     turns = [request_id for session in engine.sessions.open.values() for request_id in session.queue]
     grammars = [request_id for known in engine.grammars.known.values() for request_id in known.waiting]
-    transfers = [] if engine.transfers is None else [one.request_id for one in engine.transfers.in_state(*HOLDING)]
+    transfers = [one.request_id for one in engine.transfers.in_state(*HOLDING)]
     holds = {request_id: request.holds for request_id, request in engine.held.items()}
     awaited = _counts(chain(followers, media, turns, grammars, transfers))
     _same("S15 things that held requests wait for", awaited, holds)
     for request_id in media:
         if not engine.media.knows(request_id) or engine.media.has_all(request_id):
             _fail(f"D11: r{request_id} is held for media, which it does not wait for")
-    for leader, those in engine.followers.items():
+    for leader, those in engine.prerequisites.followers.items():
         if leader not in engine.requests or leader in followers:
             _fail(f"L1: {len(those)} samples follow r{leader}, which has ended or follows itself")
         for request in those:
@@ -483,9 +484,9 @@ def _adapters(engine: Engine, facts: Facts) -> None:
 def _transfers(engine: Engine, facts: Facts) -> None:
     """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; who could go on does."""
     transfers, memory = engine.transfers, engine.memory
-    if transfers is None:
+    if not transfers.hands_over:
         _same("S31 rows that are read from elsewhere", memory.lent, {})
-        _same("S33 sending", engine.sending, 0)
+        _same("S33 sending", transfers.sending, 0)
         return
     everyone = list(transfers.all.values())
     slots = [*transfers.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
@@ -523,7 +524,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         alone = False  # a move locks pages, and its answer gives them
     if any(one.slot != NO_SLOT for one in everyone):
         alone = False  # who has one waits for a grammar or for media
-    first = [one for one in transfers.line if not comes_after_another(engine, engine.requests[one])]
+    first = [one for one in transfers.line if not transfers.comes_after_another(engine.requests[one])]
     if alone and first and not engine.paused and engine.maintenance.admits:
         _fail(f"L2: {first} wait for pages or slots, which nobody has")
     change = transfers.change
@@ -646,7 +647,7 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
         _window(engine, hybrid.window, holders, cached)
     if hybrid.states is not None:
         _states(engine, hybrid.states, holders, cached)
-    everyone = engine.transfers.all.values() if engine.transfers is not None and not engine.transfers.sends else ()
+    everyone = engine.transfers.all.values() if not engine.transfers.sends else ()
     coming = sorted(one.request_id for one in everyone if one.state in ("receiving", "ready"))
     given_up = sorted(one.request_id for one in everyone if one.state == "quarantined")
     if (window := hybrid.window) is not None:
@@ -743,7 +744,7 @@ def _progress(engine: Engine) -> None:
         return
     if engine.memory.adapters is not None and engine.memory.adapters.loading:
         return
-    if engine.transfers is not None and engine.transfers.holds_pages:
+    if engine.transfers.holds_pages:
         return  # which come back when it ends
     awaited = len(engine.held)  # something outside the engine comes first
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
@@ -791,7 +792,7 @@ def _ranks(engine: Engine) -> None:
 def _microbatches(engine: Engine, facts: Facts) -> None:
     """S18, S24, S30: who runs has a place in one microbatch, where it decodes; each has its share of all in flight."""
     several = engine.microbatches
-    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]
     _same("S30 who has a place", sorted(several.members), sorted(holders))
     places = [list(several.members.values()).count(number) for number in range(several.count)]

@@ -299,7 +299,7 @@ class RuntimeHost:
         self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end, and
         #                                whoever takes somebody out of `_open` or `_asked` tells them: nobody else does
         self._next_request_id = engine.last_request_id + 1
-        waiting = [*engine.drains, *(job.control_id for job in engine.maintenance.jobs)]
+        waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
         self._next_control_id = max(waiting, default=-1) + 1  # nobody gets the answer to a question from before
         self._open: dict[RequestId, _OpenRequest] = {}
         self._asked: dict[int, Future[ControlAnswered]] = {}

@@ -62,6 +62,7 @@ from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
 
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from lockstep.core.kv.radix import Match, RadixCache
     from lockstep.core.requests.batching import InFlight
     from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget
-    from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no window page, no slot
 AS_IT_IS = -2  # the source of a slot to which nothing is done
@@ -108,7 +108,20 @@ class Stand(NamedTuple):
     apart: tuple[Runners, ...] = ()  # the same by microbatch, where there are several: each decodes in its turn
 
 
-def everybody(engine: Engine) -> Runners:
+class EngineView(Runners, Protocol):
+    """What hybrid pools read of the engine beside that: its settings, its memory and its microbatches."""
+
+    @property
+    def config(self) -> SchedConfig: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def microbatches(self) -> Microbatches: ...
+    @property
+    def everybody(self) -> tuple[RunningBatch, Int32s]: ...
+
+
+def everybody(engine: EngineView) -> Runners:
     """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
     if not engine.microbatches.several:
         return engine
@@ -117,7 +130,7 @@ def everybody(engine: Engine) -> Runners:
     return _by_microbatch(engine, stand)
 
 
-def _by_microbatch(engine: Engine, stand: Stand) -> Stand:
+def _by_microbatch(engine: EngineView, stand: Stand) -> Stand:
     if not engine.microbatches.several:
         return stand
     number_of = engine.microbatches.members
@@ -376,7 +389,7 @@ class WindowPool:
             self.quarantined[request_id] = coming.pages[cached:]
 
     def has_room_to_receive(
-        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+        self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
     ) -> bool:
         """Whether there are windows for a request whose KV will come, and for those before it.
 
@@ -535,7 +548,7 @@ class WindowPool:
         later.evictable += int(np.count_nonzero(came)) - opening
         return later
 
-    def returning(self, engine: Engine) -> int:
+    def returning(self, engine: EngineView) -> int:
         """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
         moved. An underestimate."""
         memory, found, locks = engine.memory, 0, self.locks
@@ -839,7 +852,7 @@ class Hybrid:
         return path.size if self.window is None else self.window.unbroken(request, path)
 
     def has_room_to_receive(
-        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+        self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
     ) -> bool:
         """Whether a request whose KV will come may be given what it needs beside full pages to decode once, at `stop`.
 
@@ -855,7 +868,7 @@ class Hybrid:
 
     def would_start(
         self,
-        engine: Engine,
+        engine: EngineView,
         request: Request,
         span: tuple[int, int],
         path: Int32s,
@@ -907,18 +920,18 @@ class Hybrid:
         """Positions that window pages can be had for now."""
         return self.window.available * self.page_size if self.window is not None else 0
 
-    def decode_needs(self, engine: Engine) -> tuple[int, int, int]:
+    def decode_needs(self, engine: EngineView) -> tuple[int, int, int]:
         """Window pages that the cohort's next decode wants, those that can be had, and those that are coming back."""
         if self.window is None:
             return 0, 0, 0
         available = self.window.available
         return self.window.lacking(engine) + available, available, self.window.returning(engine)
 
-    def decode_lacks(self, engine: Engine) -> int:
+    def decode_lacks(self, engine: EngineView) -> int:
         """Pages without which the cohort does not decode, beyond those that can be had."""
         return self.window.lacking(engine) if self.window is not None else 0
 
-    def short_for_decode(self, engine: Engine) -> bool:
+    def short_for_decode(self, engine: EngineView) -> bool:
         """Let go of what the cohort does not see any more; then, whether its next decode lacks a page."""
         if self.window is None:
             return False
@@ -963,7 +976,7 @@ class Hybrid:
         """By page of a path: whether this kind can go on behind it, where each page's companion is `there` or not."""
         return self.window.usable(there) if kind == "window" and self.window is not None else there
 
-    def has_room(self, kind: Kind, coming: int, there: int, engine: Engine) -> bool:
+    def has_room(self, kind: Kind, coming: int, there: int, engine: EngineView) -> bool:
         """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for who waits."""
         if kind == "window" and self.window is not None:
             return self.window.left_for_newcomers(everybody(engine)) > coming + there

@@ -36,6 +36,7 @@ Source: SGLang's HiCache (defaults, policies); why it is built otherwise is in d
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,9 +75,9 @@ from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache, RadixNode
 from lockstep.core.requests.table import Int32s, Request, RequestState
 
 if TYPE_CHECKING:
+    from lockstep.core.kv.hybrid import EngineView
     from lockstep.core.kv.memory import Memory
     from lockstep.core.requests.budget import PrefillBudget
-    from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no operation
 NO_FETCH: tuple[BlockFetch, ...] = ()
@@ -361,7 +362,9 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------------------------------- load
 
-    def begin_load(self, engine: Engine, request: Request, device: Match, budget: PrefillBudget, step: Step) -> bool:
+    def begin_load(
+        self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
+    ) -> bool:
         """Whether a request that may start should wait instead, for what only the host has of its prefix.
 
         Begins to load that, unless a load is under way that brings it.
@@ -427,7 +430,7 @@ class Tiers:
             return []
         return self.blocks.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
 
-    def _has_room(self, coming: list[Needed], engine: Engine) -> bool:
+    def _has_room(self, coming: list[Needed], engine: EngineView) -> bool:
         if self.blocks is None or self.memory.hybrid is None:
             return True
         return self.blocks.has_room(self.memory.hybrid, coming, engine)
@@ -500,10 +503,10 @@ class Tiers:
 
     # ---------------------------------------------------------------------------------------------------------- storage
 
-    def _look_ahead(self, engine: Engine, step: Step) -> None:
+    def _look_ahead(self, waiting: Sequence[Request], step: Step) -> None:
         """Ask storage for what the host lacks of the prefixes of those who wait, once each, as far as the rate goes."""
         most = int(self.settings.prefetch_share * self.settings.host_pages)
-        for request in engine.waiting[:LOOKAHEAD_REQUESTS]:
+        for request in waiting[:LOOKAHEAD_REQUESTS]:
             candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
             if candidate.asked:
                 continue
@@ -625,10 +628,18 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------------ everything has its end
 
-    def tend(self, engine: Engine, step: Step) -> None:
-        """After every event: let go of who waited long enough or left the line; ask storage for who came."""
+    def tend(
+        self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
+    ) -> bool:
+        """After every event: drop candidates that waited long enough or left the queue; prefetch for new ones.
+
+        Args:
+            admits: whether requests may start; without it nothing is prefetched.
+        Returns: whether a request waits for no tier any more, so that admission may be tried again.
+        """
+        freed = False
         for request_id, candidate in list(self.candidates.items()):
-            request = engine.requests.get(request_id)
+            request = requests.get(request_id)
             if request is None or request.state is not RequestState.WAITING:
                 del self.candidates[request_id]
                 self._give_up(candidate.prefetch, step)
@@ -636,13 +647,14 @@ class Tiers:
                 operation = self.operations[candidate.operation]
                 candidate.loaded = candidate.loaded or operation.kind == "load"
                 self._stop_waiting(candidate, step.time_us)
-                engine.batch_is_full = False
+                freed = True
                 self._give_up(candidate.prefetch, step)
-        if self.settings.storage and engine.maintenance.admits:
-            self._look_ahead(engine, step)
+        if self.settings.storage and admits:
+            self._look_ahead(waiting, step)
         dues = [one.due_us for one in self.candidates.values() if one.due_us is not None]
         if dues:
             step.wake_by(min(dues))
+        return freed
 
     def _stop_waiting(self, candidate: LoadCandidate, now_us: int) -> None:
         candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us

@@ -23,12 +23,13 @@ The ratio is an estimate in tokens, with a page of slack for each newcomer. The 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import DeferReason
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
@@ -40,6 +41,23 @@ CLIP: Int32s = np.array(CLIP_MAX_NEW_TOKENS, np.int32)  # the same for columns
 IGNORE_EOS_RESERVE_TOKENS = 1  # of each request that runs, to be left over at every moment
 
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
+
+
+OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
+"""Reasons that concern one request only, so that requests behind it may pass. A shortage stops the whole queue."""
+
+
+class Deferral(NamedTuple):
+    """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there are any."""
+
+    reason: DeferReason
+    needed: int = 0
+    available: int = 0
+
+    @property
+    def own(self) -> bool:
+        """Whether it concerns this request only, so that requests behind it may pass."""
+        return self.reason in OWN_DEFERRALS
 
 
 class NewTokenRatio:

@@ -27,7 +27,7 @@ from lockstep.core.contract.events import BatchFinished, LaneReady
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.retraction import members_growing
 from lockstep.core.requests.table import ONE, Int32s
-from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state import SchedulerState
 
 RUN_LAUNCHES_MAX = 256
 
@@ -35,7 +35,7 @@ RUN_LAUNCHES_MAX = 256
 class DecodeRun:
     """Up to `left` more pairs of one result and one launch. Only `begin` makes one, and only `close` ends it."""
 
-    def __init__(self, engine: Engine, launches: int) -> None:
+    def __init__(self, engine: SchedulerState, launches: int) -> None:
         self.left = launches
         self._engine = engine
         self._running = engine.microbatches.current
@@ -52,7 +52,7 @@ class DecodeRun:
         self._look_ahead()
 
     @staticmethod
-    def begin(engine: Engine) -> DecodeRun | None:
+    def begin(engine: SchedulerState) -> DecodeRun | None:
         """A run from here, if at least one pair of result and launch needs no decision."""
         launches = _steady_launches(engine)
         if launches <= 0:
@@ -123,10 +123,7 @@ class DecodeRun:
             engine.in_flight.popleft()
             engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
         self._running.advanced_by(done, self._positions)
-        engine.next_batch_id = self._next_batch_id
-        engine.now_us = self._time_us
-        engine.digest = self._digest
-        engine.launch_found_nothing = False
+        engine.end_run(self._next_batch_id, self._time_us, self._digest)
 
     def _open_pages(self, starts: Int32s, step: Step) -> PageDeltas:
         """Pages for the members whose last one is full, from the free list, where `_look_ahead` saw enough."""
@@ -153,7 +150,7 @@ class DecodeRun:
             self.left = 0
 
 
-def _steady_launches(engine: Engine) -> int:
+def _steady_launches(engine: SchedulerState) -> int:
     """How many launches may follow one another, from here, with nothing to decide but to go on.
 
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
@@ -168,14 +165,14 @@ def _steady_launches(engine: Engine) -> int:
         or running_batch.constrained
         or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
         or engine.prefilling is not None
-        or engine.paused
+        or engine.controls.paused
         or engine.maintenance.jobs
-        or engine.pace.watches
+        or engine.controls.pace.watches
         or engine.sessions.due_us is not None
         or engine.sessions.unsettled
         or running.decode_owed
         or engine.timers
-        or (engine.transfers is not None and not engine.transfers.quiet)
+        or not engine.transfers.quiet
         or engine.ranks is not None
         or engine.microbatches.several
         or engine.memory.deferred_frees

@@ -56,9 +56,9 @@ from lockstep.core.contract.events import (
     RequestQueued,
     TokensForced,
 )
-from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.journal.sinks import JournalSink
 from lockstep.core.kv.adapters import NO_SLOT
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.scheduler.decode_run import DecodeRun
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.intake import ReceiveSkipper
