@@ -135,7 +135,7 @@ def decode_us(rows: int) -> float:
 
 
 def children(pid: int) -> dict[str, int]:
-    """The processes of a server by their role: a worker is the launcher's child, the engine forked by its fork server."""
+    """The processes of a server by role: a worker is the launcher's child, the engine a child of its fork server."""
     table: dict[int, tuple[int, list[str]]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

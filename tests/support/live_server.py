@@ -68,7 +68,7 @@ class LiveServer:
             return 0
 
     def children(self) -> dict[str, int]:
-        """Process ids by what they are: `fork_server`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
+        """Process ids by name: `fork_server`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
         found = {}
         table = _processes()
         for pid, (parent, words) in table.items():
