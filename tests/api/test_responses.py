@@ -191,7 +191,7 @@ def test_an_answer_can_be_had_again_until_it_is_deleted(client: Any) -> None:
     assert client.responses.retrieve(said.id) == said
     *_, last = client.responses.create(**asked, stream=True)
     assert client.responses.retrieve(last.response.id) == last.response
-    with pytest.raises(openai.BadRequestError, match="`stream`: a stored response comes whole"):
+    with pytest.raises(openai.BadRequestError, match="`stream`: a stored response is returned whole"):
         list(client.responses.retrieve(said.id, stream=True))
     client.responses.delete(said.id)
     for again in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
