@@ -563,7 +563,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         try:
             runtime_host.run()
         except Exception:
-            log.exception("the engine failed")  # and everybody who waits was told
+            log.exception("the engine failed")  # every waiting client has the error
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 
