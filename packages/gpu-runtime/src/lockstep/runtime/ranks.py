@@ -143,7 +143,7 @@ def rank_device(first: torch.device, rank: int, ranks: int) -> torch.device:
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker as rank 0 knows it. What changes is guarded by the group's lock."""
+    """One worker as rank 0 sees it. What changes is guarded by the group's lock."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -196,7 +196,7 @@ class RankGroup:
         self._kind = ""  # of the failure
         self._lock = threading.Condition()  # of everything below, and of the workers
         self._failed = threading.Event()
-        self._noticed = threading.Event()  # rank 0 knows, or has ended
+        self._noticed = threading.Event()  # rank 0 has noticed, or has ended
         self._closing = False
         self._adapter_answers: dict[int, list[str]] = {}  # by ticket: what workers said, until all have
         self._tickets = 0

@@ -396,7 +396,7 @@ def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
 
 
 def content_files(question: Question) -> list[Path]:
-    """Files whose content decides the answer, besides what the package ships."""
+    """Files that decide the answer, besides what the package ships."""
     workload = question.workload
     sources = [source.workload for source in parse_mix(workload)] if workload.startswith(MIX_PREFIX) else [workload]
     names = [question.model, *question.gpus, *sources]

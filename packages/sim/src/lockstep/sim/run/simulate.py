@@ -95,7 +95,7 @@ class Run:
         }
 
     def remarks(self) -> list[str]:
-        """What a reader of the table must know, one line each; empty if all went as asked."""
+        """Remarks for a reader of the table, one line each; empty if all went as requested."""
         workload, config, scenario = self.setup.workload, self.setup.config, self.setup.scenario
         requests = self.data.summary["requests"]
         lines = []
