@@ -29,7 +29,7 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
-from lockstep.host.grammar_compiler import CompileLimits, make_hands
+from lockstep.host.grammar_compiler import CompileLimits, make_compilers
 from lockstep.host.grammars import choose_backend
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.recovery import Death
@@ -492,7 +492,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     hands = None
     if named and settings.tokenizer is not None:
         ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
-        hands = make_hands(
+        hands = make_compilers(
             named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
         )
     executor = EmulatedExecutor(
@@ -556,7 +556,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         check_request=check,
         watch_text=watch,
         compile_grammar=None if hands is None else hands.compiler,
-        hands=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
+        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
         adapters=shelf,
         adapters_log=None if keeper is None else keeper.adapters,
