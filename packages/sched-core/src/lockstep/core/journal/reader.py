@@ -167,7 +167,7 @@ class Journal:
 
     def _unreadable(self, frame: Frame, why: object) -> JournalError:
         return JournalError(
-            f"{self.segments[frame.segment]}: the record at offset {frame.offset} is whole but not readable by this core "
+            f"{self.segments[frame.segment]}: record at offset {frame.offset} is whole but not readable by this core "
             f"({why})\nwritten by core {self.header.core_version}, read by core {CORE_VERSION}"
         )
 
