@@ -129,9 +129,9 @@ def served(streams: int) -> Iterator[tuple[str, dict[str, int]]]:
 def decode_us(rows: int) -> float:
     """How long a decode of so many rows takes by the cost model."""
     from lockstep.sim.catalogue import load_gpu, load_model
-    from lockstep.sim.cost import decode_shape, roofline
+    from lockstep.sim.cost import decode_shape, roofline_model
 
-    return roofline(load_model("qwen3-8b"), load_gpu("h200")).batch_us(decode_shape(rows, 100)).mean_us
+    return roofline_model(load_model("qwen3-8b"), load_gpu("h200")).batch_us(decode_shape(rows, 100)).mean_us
 
 
 def children(pid: int) -> dict[str, int]:

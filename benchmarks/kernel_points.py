@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from recorded_data import data_folder
 
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import KvDtype, roofline
+from lockstep.sim.cost import KvDtype, roofline_model
 from lockstep.sim.cost.hardware import GpuSpec, achieved
 from lockstep.sim.cost.model import BatchShape, decode_shape
 from lockstep.sim.cost.models import ACTIVATION_BYTES, DELTA_CHUNK, KV_BYTES, GatedDelta, LatentAttention
@@ -220,8 +220,8 @@ def latent_attention(folder: Path) -> None:
     for name in GPUS:
         gpu = load_gpu(name)
         for kv_dtype, called in kinds:
-            cost = roofline(model, gpu, 8, kv_dtype=kv_dtype)
-            wide = roofline(model, gpu, 8)  # what runs after KV in fp8 has been written out
+            cost = roofline_model(model, gpu, 8, kv_dtype=kv_dtype)
+            wide = roofline_model(model, gpu, 8)  # what runs after KV in fp8 has been written out
             table = latent_rows(folder, name, "context", called)
             if table is not None:
                 held = table.held_out()
@@ -263,7 +263,7 @@ def latent_modules(folder: Path) -> None:
             new = batch * length if kind == "context" else batch
             kv_dtypes: tuple[KvDtype, ...] = ("fp8",) if kind == "context" else ("bf16", "fp8")
             for kv_dtype in kv_dtypes:
-                cost = roofline(model, gpu, 8, weights_dtype="fp8", kv_dtype=kv_dtype)
+                cost = roofline_model(model, gpu, 8, weights_dtype="fp8", kv_dtype=kv_dtype)
                 us = np.full_like(new, small_us)
                 hidden = np.full_like(new, model.hidden)
                 for inputs, outputs in (
@@ -346,7 +346,9 @@ def linear_attention(folder: Path) -> None:
                 pairs = tokens * (tokens // batch + 1) // 2
                 prompts = BatchShape(extend_rows=batch, extend_tokens=tokens, extend_pairs=pairs)
                 shape = prompts if phase == "context" else decode_shape(batch, 1)
-                us[i] += roofline(replace(base, delta=delta_of(held, i)), gpu).delta_us(shape) / base.linear_layers
+                us[i] += (
+                    roofline_model(replace(base, delta=delta_of(held, i)), gpu).delta_us(shape) / base.linear_layers
+                )
             bounds, unit = ((17, 129), "rows") if phase == "generation" else ((1_024, 16_384), "tokens")
             label = "prompts" if phase == "context" else "decode"
             by_size(f"{label}, {name}", c["num_tokens"], us / held.us, bounds, unit)
@@ -371,7 +373,7 @@ def spread_experts(folder: Path) -> None:
     print("\n3. Experts of DeepSeek-V3 in fp8, the fullest rank's")
     model = load_model("deepseek-v3")
     for name in ("h100", "h200"):
-        cost = roofline(model, load_gpu(name), 8, weights_dtype="fp8")
+        cost = roofline_model(model, load_gpu(name), 8, weights_dtype="fp8")
         for kind in ("context", "generation"):
             (path,) = folder.glob(f"{GPUS[name]}__*wideep_{kind}_moe_perf.csv.gz")
             even: dict[tuple[int, int], tuple[float, float]] = {}

@@ -29,7 +29,7 @@ from recorded_data import data_folder
 
 from lockstep.sim.calibrate.serving_points import CLIENTS, ENGINES, play, read_serving_points
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline
+from lockstep.sim.cost import CapacityError, CatalogueError, Parallelism, roofline_model
 from lockstep.sim.cost.hardware import achieved
 from lockstep.sim.cost.tables import read_operator_tables
 from lockstep.sim.run.assemble import assemble
@@ -172,7 +172,7 @@ def kernels(folder: Path) -> None:
             continue
         assert table is not None
         for dtype, table_dtype in (("fp8", "fp8_block"), ("bf16", "bfloat16")):
-            cost = roofline(load_model("qwen3-235b-a22b"), gpu, weights_dtype=dtype)  # type: ignore[arg-type]
+            cost = roofline_model(load_model("qwen3-235b-a22b"), gpu, weights_dtype=dtype)  # type: ignore[arg-type]
             for ep in (1, 2, 4, 8, 16):
                 for distribution in ("balanced", "power_law_1.01"):
                     c = table.columns
@@ -214,7 +214,9 @@ def deep_ep(folder: Path, name: str) -> None:
             if kind != what or count < 64:
                 continue
             shaped = replace(model, hidden=hidden, experts=replace(model.experts, count=count, per_token=topk))
-            cost = roofline(shaped, gpu, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True), weights_dtype="fp8")
+            cost = roofline_model(
+                shaped, gpu, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True), weights_dtype="fp8"
+            )
             assert cost.exchange is not None
             ratios.append(cost.exchange.all_to_all_us(what, tokens, 8 * tokens) / us)
         print(f"{what:8} {name} {len(ratios):5} shapes  " + quantiles(np.array(ratios)))

@@ -41,7 +41,7 @@ from lockstep.core.contract.events import ObservedEvent
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CostModel, CpuModel, roofline
+from lockstep.sim.cost import CostModel, CpuModel, roofline_model
 from lockstep.sim.cost.calibration import Calibration, CalibrationSource, Correction, Residuals
 from lockstep.sim.cost.roofline import RooflineModel
 from lockstep.sim.host.arrivals import Arrivals
@@ -396,7 +396,7 @@ def main() -> int:
     rows, series, missed = [], [], 0
     replays = {}
     for name, base in (("generic", replace(gpu, measured={})), ("catalogue", gpu)):
-        replays[name] = simulate(recording, roofline(model, base), CpuModel())
+        replays[name] = simulate(recording, roofline_model(model, base), CpuModel())
         rows.append(compare(name, measured, replays[name], everyone, "all requests"))
         show(rows[-1])
         missed += judge(rows[-1], BARS.get(name, {}))
@@ -406,7 +406,7 @@ def main() -> int:
     rows.append(compare("catalogue", measured, replays["catalogue"], rest, which))
     show(rows[-1])
 
-    base = roofline(model, gpu)
+    base = roofline_model(model, gpu)
     calibration, delay_s, left_s = calibrate(recording, base, arguments.prefix)
     correction = calibration.correction
     print(

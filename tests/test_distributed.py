@@ -308,7 +308,7 @@ def test_f4_slots_come_back_from_every_state() -> None:
         made.settle()
     for name in ("p0", "d0"):
         transfers = made.members[name].engine.transfers
-        assert transfers is not None
+        assert transfers.hands_over
         assert sorted(transfers.free_slots) == [0, 1]
 
 

@@ -103,7 +103,7 @@ def test_f6_failed_on_one_rank(first: str, moment: str) -> None:
     assert [made.answers[key].reason for key in (0, 1)] == ["transfer"] * 2
     for member in made.members.values():
         assert not member.engine.requests
-        assert member.engine.transfers is not None
+        assert member.engine.transfers.hands_over
         assert sorted(member.engine.transfers.free_slots) == [0, 1]
     made.replay()
 
@@ -129,7 +129,7 @@ def test_f6_failed_while_both_stages_have_a_batch(heard: int) -> None:
     assert made.answers[1] == asked(1).answer
     for member in made.members.values():
         assert not member.engine.requests
-        assert member.engine.transfers is not None
+        assert member.engine.transfers.hands_over
         assert sorted(member.engine.transfers.free_slots) == [0, 1]
     made.replay()
 

@@ -24,7 +24,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
-from lockstep.sim.cost import UNCALIBRATED, Calibration, roofline
+from lockstep.sim.cost import UNCALIBRATED, Calibration, roofline_model
 from lockstep.sim.results.batch_times import of_journal, predict
 from tests.support.live_server import serving, until
 from tests.support.recorded import record_simulation
@@ -49,7 +49,7 @@ def told(meter: DriftMeter, folder: Path, slower: float = 1.0) -> DriftMeter:
 @pytest.mark.parametrize("steps", [1, 3])
 def test_times_of_the_simulator_are_those_predicted(steps: int, tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD, batching="mixed", decode_steps_per_launch=steps)
-    cost = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
+    cost = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     found = {one.kind: one for one in told(DriftMeter(cost), folder).read()}
     times = of_journal(folder)
     assert set(found) == {"extend", "decode", "mixed"}
@@ -63,7 +63,7 @@ def test_times_of_the_simulator_are_those_predicted(steps: int, tmp_path: Path) 
 
 def test_a_slower_device_is_seen_in_every_figure(tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD)
-    cost = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
+    cost = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     for one in told(DriftMeter(cost), folder, slower=1.3).read():
         assert one.measured_s / one.predicted_s == pytest.approx(1.3, rel=0.02)
         assert one.counts[RATIOS.index(1.5)] == sum(one.counts)
@@ -73,7 +73,7 @@ def test_a_slower_device_is_seen_in_every_figure(tmp_path: Path) -> None:
 
 def test_what_failed_or_was_lost_is_not_counted(tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD)
-    meter = DriftMeter(roofline(load_model("qwen3-0.6b"), load_gpu("h200")))
+    meter = DriftMeter(roofline_model(load_model("qwen3-0.6b"), load_gpu("h200")))
     for event, step in fold(folder):
         if isinstance(event, BatchFinished):
             event = BatchFinished(event.time_us, event.batch_id, error="broken")
@@ -83,7 +83,7 @@ def test_what_failed_or_was_lost_is_not_counted(tmp_path: Path) -> None:
 
 def test_prometheus_gets_a_histogram_by_kind(tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD)
-    drift = told(DriftMeter(roofline(load_model("qwen3-0.6b"), load_gpu("h200"))), folder, slower=1.07).read()
+    drift = told(DriftMeter(roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))), folder, slower=1.07).read()
     metrics = Metrics(("vllm",))
     metrics.name_model("m")
     text = metrics.exposition(Gauges(0, 0, 10, 0.0, 0, 0, 0, True, drift)).decode()

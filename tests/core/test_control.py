@@ -61,7 +61,7 @@ STATES: dict[str, list[Action]] = {
     "prefilling": [LONG, READY, FINISH],
     "running": [SHORT, SHORT, READY, FINISH, READY, FINISH],
     "three batches in flight": [SHORT, READY, READY, READY],
-    "its last row leased": [SHORT, READY, READY, READY, ("cancel", 0)],
+    "its last row freed later": [SHORT, READY, READY, READY, ("cancel", 0)],
     "turns running and waiting": [TURN, TURN, READY, READY],
     "a session at rest": [TURN, *[READY, FINISH] * 6],
     "an adapter under way": [LOAD, ON_LAW, SHORT, READY],

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from lockstep.core.contract.commands import CompileGrammar, RowTaken
 from lockstep.core.contract.events import Grammar
 from lockstep.host import grammars
+from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import CompileLimits, GrammarCompilers, make_compilers
-from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend, make_grammar
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files/tokenizer.json"

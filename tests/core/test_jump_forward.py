@@ -93,7 +93,7 @@ def test_forced_tokens_are_one_launch_and_one_result() -> None:
     step = engine.step(BatchFinished(0, plan.batch_id, ids(8, 9, 10, 11), accepted=ids(4)))
     (said,) = [command for command in step.commands if type(command).__name__ == "StreamTokens"]
     assert said.tokens.tolist() == [8, 9, 10, 11]
-    assert not engine.forced
+    assert not engine.jump_forward.forced
     plan, _ = launch(engine)
     assert (plan.mode, plan.starts.tolist()) == ("decode", [7])
 
@@ -176,7 +176,7 @@ def test_of_requests_that_have_ended_nothing_is_forced() -> None:
     plan, _ = launch(engine)
     engine.step(BatchFinished(0, plan.batch_id, ids(8)))
     force(engine, 9, first=2)
-    assert not engine.forced
+    assert not engine.jump_forward.forced
     assert not engine.requests
 
 

@@ -235,10 +235,10 @@ def test_flush_and_drain_wait_for_every_microbatch() -> None:
     assert "3 running, 3 in flight" in str(refused)
     assert not played.engine.step(ControlRequested(0, 1, Drain())).commands
     played.tell(ControlRequested(0, 2, CancelAll()))
-    answered = [played.engine.drains == []]
+    answered = [played.engine.controls.drains == []]
     for _ in range(3):
         played.finish()
-        answered.append(played.engine.drains == [])
+        answered.append(played.engine.controls.drains == [])
     assert answered == [False, False, False, True]
 
 

@@ -49,7 +49,7 @@ def waiting_engine(count: int, **settings_: object) -> Engine:
 def order_of(engine: Engine) -> list[int]:
     """The order in which a pass would consider those who wait."""
     order = [request.request_id for request in engine.ordering.turn(engine)]
-    engine.ordering.close(engine)
+    engine.ordering.close()
     return order
 
 
@@ -141,7 +141,6 @@ def test_a_policy_that_looked_at_the_clock_is_asked_when_time_has_passed(monkeyp
 def test_only_requests_whose_part_of_the_tree_changed_are_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = waiting_engine(0, schedule_policy="lpm")
     radix = engine.memory.radix
-    assert radix is not None
 
     def tokens(*ids: int) -> bytes:
         return np.array(ids, np.int32).tobytes()
@@ -418,4 +417,4 @@ def test_positions_may_come_as_an_array(folder: Path) -> None:
 
 def test_a_policy_type_is_what_the_core_calls() -> None:
     policy: Policy = ordering.fcfs
-    assert list(policy(WaitingQueue([], waiting_engine(0)))) == []
+    assert list(policy(WaitingQueue([], waiting_engine(0), 0))) == []

@@ -71,7 +71,7 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
         )
         before = engine.memory.available_pages
         step = Step(time_us=driver.now_us)
-        engine.break_ranks(members)
+        engine.leave_running(members)
         for member in members:
             engine.retract(member, "forced", step)
             driver.kv.leave(member.request_id)

@@ -24,7 +24,7 @@ GRANTED = {
     "journal/writer.py": {"os", "pathlib", "threading"},  # files, and a thread that syncs them to disk
     "journal/reader.py": {"os", "pathlib", "open"},  # files
     "command.py": {"os", "pathlib", "importlib", "print"},  # the command line
-    "scheduler/policies.py": {"importlib"},  # which policies are installed
+    "contract/policies.py": {"importlib"},  # which policies are installed
     "__init__.py": {"importlib"},  # public names that load their module when first asked for
 }
 

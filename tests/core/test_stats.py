@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from lockstep.core.admin.stats import Watched, healthy, stats, watch
+from lockstep.core.admin.stats import Watched, healthy, watch
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import (
@@ -38,15 +38,15 @@ def test_a_long_prompt_in_chunks_of_a_second_is_well() -> None:
     """One prompt of 100 chunks emits nothing for 100 s, and is well all the time (SG#22511)."""
     engine = Engine(SchedConfig(page_size=2, pages=200, chunked_prefill_size=2, overlap_depth=0))
     engine.step(arrived(0, 200))
-    watched, now_us = watch(None, stats(engine), 0), 0
+    watched, now_us = watch(None, engine.stats(), 0), 0
     for batch_id in range(100):
         plan = engine.step(LaneReady(now_us)).launched()
         assert plan is not None
         now_us += SECOND_US
         engine.step(BatchFinished(now_us, batch_id, bytes(4 * len(plan.sample_rows))))
-        watched = watch(watched, stats(engine), now_us)
+        watched = watch(watched, engine.stats(), now_us)
         assert healthy(watched, now_us, 3 * SECOND_US)
-    assert stats(engine).idle
+    assert engine.stats().idle
 
 
 def test_a_device_that_does_not_answer_is_noticed_although_events_come() -> None:
@@ -58,17 +58,17 @@ def test_a_device_that_does_not_answer_is_noticed_although_events_come() -> None
         now_us = second * SECOND_US
         engine.step(arrived(second + 1, 3, now_us))
         engine.step(ClockAdvanced(now_us))
-        watched = watch(watched, stats(engine), now_us)
+        watched = watch(watched, engine.stats(), now_us)
         assert healthy(watched, now_us, STALLED_US) == (second <= 20)
 
 
 def test_an_engine_at_rest_or_told_to_stand_still_is_well() -> None:
     engine = Engine(SchedConfig(page_size=2, pages=200, overlap_depth=0))
-    watched = watch(None, stats(engine), 0)
-    assert healthy(watch(watched, stats(engine), 10**9), 10**9, STALLED_US)
+    watched = watch(None, engine.stats(), 0)
+    assert healthy(watch(watched, engine.stats(), 10**9), 10**9, STALLED_US)
     engine.step(arrived(0, 3))
     engine.step(ControlRequested(0, 1, Pause()))
-    assert healthy(watch(watched, stats(engine), 10**9), 10**9, STALLED_US)
+    assert healthy(watch(watched, engine.stats(), 10**9), 10**9, STALLED_US)
 
 
 def test_asking_for_the_state_answers_with_the_statistics() -> None:
@@ -76,7 +76,7 @@ def test_asking_for_the_state_answers_with_the_statistics() -> None:
     engine.step(arrived(0, 3))
     (answer,) = engine.step(ControlRequested(0, 1, GetState())).commands
     assert isinstance(answer, ControlAnswered)
-    assert answer.stats == stats(engine)
+    assert answer.stats == engine.stats()
     assert msgspec.json.decode(msgspec.json.encode(answer.stats))["waiting"] == 1
 
 
@@ -84,13 +84,13 @@ def test_counts_survive_a_snapshot_and_an_answer_is_not_changed_by_what_follows(
     driver = Driver(pressed_config(random.Random(3)), check=False)
     for action in pressed_actions(random.Random(3), 400):
         driver.do(action)
-    before = stats(driver.engine)
+    before = driver.engine.stats()
     assert before.counts.admitted > 0
-    assert stats(snapshot.restore(snapshot.dump(driver.engine))) == before
+    assert snapshot.restore(snapshot.dump(driver.engine)).stats() == before
     finished = dict(before.counts.finished)
     driver.settle()
     assert before.counts.finished == finished
-    after = stats(driver.engine)
+    after = driver.engine.stats()
     assert after.idle
     ended = sum(after.counts.finished.values()) + sum(after.counts.rejected.values())
     assert ended == len(driver.records)

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError, InvariantError
-from lockstep.core.features import microbatches
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import Divergence, replay
+from lockstep.core.requests import microbatches
 from lockstep.core.scheduler import ordering
 from lockstep.tools.decision_text import decision_of, decisions_text, read_decisions
 from lockstep.tools.journal import journal

@@ -20,7 +20,7 @@ from lockstep.core.journal.replay import fold, replay
 from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CpuModel, roofline
+from lockstep.sim.cost import CpuModel, roofline_model
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.metrics.fold import MetricsFold
@@ -125,7 +125,7 @@ def test_cancelled_requests_replay_strictly(depth: int, tmp_path: Path) -> None:
             env,
             Engine(config),
             Arrivals(turns, {turn.index: 3000 * (turn.index % 40) for turn in turns if turn.index % 3 == 0}),
-            roofline(load_model("qwen3-0.6b"), load_gpu("h200")),
+            roofline_model(load_model("qwen3-0.6b"), load_gpu("h200")),
             CpuModel(),
             journal,
             MetricsFold(kv_pages=config.pages),

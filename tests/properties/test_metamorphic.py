@@ -23,7 +23,7 @@ Instant = list[Asked]
 
 
 @st.composite
-def asked_of(draw: st.DrawFn, key: int) -> Asked:
+def requested_of(draw: st.DrawFn, key: int) -> Asked:
     """One request; the first tokens of its prompt are likely another's too."""
     base = draw(st.sampled_from([100, 200]))
     max_new = draw(st.integers(1, 12))
@@ -42,7 +42,7 @@ def instants(draw: st.DrawFn) -> list[Instant]:
     """Batches of arrivals, each known to the host at one instant."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     keys = iter(range(sum(sizes)))
-    return [[draw(asked_of(next(keys))) for _ in range(size)] for size in sizes]
+    return [[draw(requested_of(next(keys))) for _ in range(size)] for size in sizes]
 
 
 @st.composite
@@ -50,7 +50,7 @@ def configs(draw: st.DrawFn) -> SchedConfig:
     """Any schedule, with a pool that is ample or as small as lets each request run alone."""
     page_size = draw(st.sampled_from([1, 2, 4]))
     radix = draw(st.booleans())
-    smallest = -(-22 // page_size)  # the longest prompt and output of `asked_of`
+    smallest = -(-22 // page_size)  # the longest prompt and output of `requested_of`
     return SchedConfig(
         page_size=page_size,
         pages=draw(st.one_of(st.just(AMPLE_PAGES), st.integers(smallest, smallest + 12))),
@@ -88,7 +88,7 @@ def expected(batches: list[Instant]) -> dict[int, Answer]:
 passes = st.integers(1, 4)
 
 
-@given(configs(), instants(), passes, asked_of(STRANGER), st.data())
+@given(configs(), instants(), passes, requested_of(STRANGER), st.data())
 @settings(max_examples=60)
 def test_a_stranger_changes_nobodys_tokens(
     config: SchedConfig, batches: list[Instant], passes: int, stranger: Asked, data: st.DataObject

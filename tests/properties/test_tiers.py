@@ -209,4 +209,4 @@ def test_what_a_batch_in_flight_is_still_to_compute_is_written_no_sooner() -> No
         ("arrive", first, tokens, outputs, {"priority": rank}) for first, tokens, outputs, rank in arrivals
     ]
     driver = run_actions(config, actions, replay=True)
-    assert "companions written" in driver.marks
+    assert "blocks written" in driver.marks

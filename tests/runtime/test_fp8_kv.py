@@ -19,7 +19,8 @@ from lockstep.runtime.attention.reference import ReferenceAttention  # noqa: E40
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
 from lockstep.runtime.kv_pool import KvPool  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
-from lockstep.runtime.quantized.fp8 import FP8, to_fp8  # noqa: E402
+from lockstep.runtime.quantized.fp8 import to_fp8  # noqa: E402
+from lockstep.runtime.quantized.fp8_format import FP8  # noqa: E402
 from tests.runtime.test_models import some_tokens  # noqa: E402
 from tests.runtime.test_quantized import QWEN3, folder_of  # noqa: E402
 from tests.support.model_passes import Passes  # noqa: E402

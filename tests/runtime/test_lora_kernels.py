@@ -14,7 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the GPU runtime is not installed")
 
-from lockstep.runtime.lora.slots import add_lora_reference, lay_out  # noqa: E402
+from lockstep.runtime.lora.batch import lay_out  # noqa: E402
+from lockstep.runtime.lora.slots import add_lora_reference  # noqa: E402
 
 CASES: list[tuple[list[int], list[int], int, list[int], int]] = [  # slots and tokens of rows, inputs, sizes, rank
     ([0, -1, 2, 0], [1, 1, 1, 1], 24, [8], 4),  # decodes

@@ -24,7 +24,8 @@ from lockstep.core.journal.records import EndRecord
 from lockstep.core.journal.replay import replay
 from lockstep.sim.cli import demo as demo_module
 from lockstep.sim.cli.demo import answer, demo
-from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, simulate
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS
 
 BASE = ["--model", "qwen3-0.6b", "--gpu", "h200"]
 SMALL = [*BASE, "--workload", "gen:n=20,rate=50,input=fixed:64,output=fixed:8"]

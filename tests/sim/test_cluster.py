@@ -22,7 +22,6 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EventRecord
 from lockstep.core.journal.replay import replay
 from lockstep.host.router_journal import FILE, RouterDivergence, verify_router
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines
@@ -36,6 +35,7 @@ from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 
 CHAT = "gen:n=120,rate=25,turns=uniform:1:4,think=lognormal:300ms:0.9,input=lognormal:300:0.9,output=lognormal:60:0.9"
 BASE = Scenario(model="qwen3-8b", gpu="h100", workload=CHAT, slos=(Slo.parse("ttft_p99=500ms"),))

@@ -23,13 +23,14 @@ from lockstep.sim.cost import (
     decode_shape,
     extend_shape,
     kv_capacity,
-    roofline,
+    roofline_model,
 )
+from lockstep.sim.cost.roofline import Graphs
 from tests.support.shapes import shapes
 
 # One of each kind of attention and feed-forward.
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
-MODELS: dict[str, RooflineModel] = {name: roofline(load_model(name), load_gpu("h200")) for name in KINDS}
+MODELS: dict[str, RooflineModel] = {name: roofline_model(load_model(name), load_gpu("h200")) for name in KINDS}
 CAPACITY_ERROR_MAX = 0.05  # largest seen: 3.1 % (RTX 4090), 1.4 % on H100
 
 
@@ -70,7 +71,7 @@ def test_more_ranks_compute_less_and_talk_more(name: str, shape: BatchShape, tp:
     # From Hopper on, switches add up themselves: eight GPUs reduce 64 MB faster than four, in the public tables, too.
     model, gpu = load_model(name), load_gpu("a100")
     silent = replace(shape, sampled_rows=0)
-    few, many = (roofline(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
+    few, many = (roofline_model(model, gpu, ranks).terms_us(silent) for ranks in (tp, 2 * tp))
     for terms in (few, many):
         terms.pop("launch", None)
     assert many.pop("all_reduce", 0.0) >= few.pop("all_reduce", 0.0)
@@ -100,7 +101,7 @@ def test_one_decode_row_costs_about_its_bytes() -> None:
     table = model.hidden * model.vocab * 2  # the embedding table is looked up, not read
     moved = model.weights_bytes() - table + context * model.kv_bytes_per_token()
     bytes_us = moved / (gpu.measured["weight_read_gbs"].value * 1e3)
-    ratio = roofline(model, gpu).batch_us(decode_shape(1, context)).mean_us / bytes_us
+    ratio = roofline_model(model, gpu).batch_us(decode_shape(1, context)).mean_us / bytes_us
     assert 1.1 < ratio < 1.4
 
 
@@ -108,7 +109,7 @@ def test_a_long_prefill_costs_about_its_flops() -> None:
     model, gpu = load_model("llama-3.1-8b"), load_gpu("h100")
     flops = model.flops_per_token * 8192
     flops_us = flops / (gpu.measured["bf16_gemm_tflops"].value * 1e6)
-    assert 1.0 < roofline(model, gpu).batch_us(extend_shape(8192)).mean_us / flops_us < 1.5
+    assert 1.0 < roofline_model(model, gpu).batch_us(extend_shape(8192)).mean_us / flops_us < 1.5
 
 
 def test_chunks_cost_at_least_the_whole_prompt() -> None:
@@ -124,7 +125,7 @@ def test_an_empty_batch_takes_no_time() -> None:
 
 def test_sliding_layers_stop_growing_at_the_window() -> None:
     model, gpu = load_model("gemma-3-27b"), load_gpu("h200")
-    cost = roofline(model, gpu)
+    cost = roofline_model(model, gpu)
     short, long = (cost.terms_us(decode_shape(32, n))["attention_decode"] for n in (2000, 12_000))
     grown_bytes = 32 * 10_000 * model.full_layers * model.kv_values_per_layer() * 2
     assert long - short == pytest.approx(grown_bytes / (gpu.measured["attention_decode_read_gbs"].value * 1e3))
@@ -132,7 +133,7 @@ def test_sliding_layers_stop_growing_at_the_window() -> None:
 
 def test_linear_attention_decodes_from_a_fixed_state() -> None:
     model, gpu = load_model("qwen3-next-80b-a3b"), load_gpu("h200")
-    cost = roofline(model, gpu)
+    cost = roofline_model(model, gpu)
     one, many = (cost.terms_us(decode_shape(rows, 1))["linear_attention"] for rows in (1, 65))
     state_us = 64 * 2 * model.state_bytes_per_request() / (gpu.measured["weight_read_gbs"].value * 1e3)
     assert many - one == pytest.approx(state_us, rel=0.01)
@@ -141,7 +142,7 @@ def test_linear_attention_decodes_from_a_fixed_state() -> None:
 def linear_us(shape: BatchShape, gpu: str = "h100", model: str = "qwen3-next-80b-a3b") -> float:
     """Linear attention of one layer."""
     spec = load_model(model)
-    return roofline(spec, load_gpu(gpu)).terms_us(shape)["linear_attention"] / spec.linear_layers
+    return roofline_model(spec, load_gpu(gpu)).terms_us(shape)["linear_attention"] / spec.linear_layers
 
 
 def prompts(rows: int, tokens: int) -> BatchShape:
@@ -182,18 +183,18 @@ def test_little_work_of_the_delta_rule_stays_in_the_cache_of_a_gpu_that_has_one(
 
 def test_launching_latent_attention_bounds_short_prompts_from_below() -> None:
     model, gpu = load_model("deepseek-v3"), load_gpu("h200")
-    cost, captured = roofline(model, gpu, 8), decode_shape(64, 500)
+    cost, captured = roofline_model(model, gpu, 8), decode_shape(64, 500)
     floor = cost.constants["latent_eager_us"].value * model.layers
     assert floor < cost.batch_us(extend_shape(1)).mean_us == cost.batch_us(extend_shape(64)).mean_us < 1.3 * floor
     assert cost.batch_us(captured).mean_us < floor  # a CUDA graph needs no launches
     long = extend_shape(8_192)
-    assert cost.batch_us(long) == roofline(model, gpu, 8, cuda_graph=False).batch_us(long)
+    assert cost.batch_us(long) == roofline_model(model, gpu, 8, graphs=Graphs(captured=False)).batch_us(long)
     assert cost.terms_us(long)["launch"] == pytest.approx(10.0)
 
 
 def test_latent_decodes_have_a_latency_and_a_rate_of_their_own() -> None:
     model, gpu = load_model("deepseek-v3"), load_gpu("h200")
-    one, two = (roofline(model, gpu).terms_us(decode_shape(64, n))["attention_decode"] for n in (10_000, 20_000))
+    one, two = (roofline_model(model, gpu).terms_us(decode_shape(64, n))["attention_decode"] for n in (10_000, 20_000))
     flops = 64 * 10_000 * 2 * 128 * (2 * 512 + 64)
     per_layer = flops / (gpu.measured["latent_decode_tflops"].value * 1e6)
     assert (two - one) / model.layers == pytest.approx(per_layer)
@@ -203,7 +204,7 @@ def test_latent_decodes_have_a_latency_and_a_rate_of_their_own() -> None:
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "gpt-oss-120b", "gemma-3-27b"])
 def test_other_models_know_nothing_of_latents_and_states(name: str) -> None:
     """That their times are what they were is in test_parallel.py, to the last bit."""
-    constants = roofline(load_model(name), load_gpu("h100")).constants
+    constants = roofline_model(load_model(name), load_gpu("h100")).constants
     assert not [constant for constant in constants if constant.startswith(("latent", "delta"))]
 
 
@@ -217,7 +218,7 @@ def test_experts_touched_saturate() -> None:
 
 def test_eager_launch_bounds_small_batches_from_below() -> None:
     model, gpu = load_model("qwen3-0.6b"), load_gpu("h200")
-    graph, eager = roofline(model, gpu), roofline(model, gpu, cuda_graph=False)
+    graph, eager = roofline_model(model, gpu), roofline_model(model, gpu, graphs=Graphs(captured=False))
     small = decode_shape(1, 10)
     assert eager.batch_us(small).mean_us > 1.2 * graph.batch_us(small).mean_us
     assert eager.batch_us(small).mean_us >= 5.0 * eager.kernels
@@ -228,7 +229,7 @@ def test_eager_launch_bounds_small_batches_from_below() -> None:
 def test_low_precision_needs_hardware_for_its_flops() -> None:
     model, prompt, row = load_model("qwen3-8b"), extend_shape(4096), decode_shape(1, 100)
     for gpu, gains in (("h100", True), ("a100", False)):
-        bf16, fp8 = (roofline(model, load_gpu(gpu), weights_dtype=dtype) for dtype in ("bf16", "fp8"))
+        bf16, fp8 = (roofline_model(model, load_gpu(gpu), weights_dtype=dtype) for dtype in ("bf16", "fp8"))
         assert fp8.batch_us(row).mean_us < 0.8 * bf16.batch_us(row).mean_us
         assert (fp8.batch_us(prompt).mean_us < 0.8 * bf16.batch_us(prompt).mean_us) is gains
 
@@ -236,9 +237,11 @@ def test_low_precision_needs_hardware_for_its_flops() -> None:
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
 def test_fp8_weights_that_are_widened_take_the_bytes_of_fp8_and_the_flops_of_bf16(name: str) -> None:
     model, gpu, prompt, row = load_model(name), load_gpu("h100"), extend_shape(4096), decode_shape(1, 100)
-    plain, rounded = (roofline(model, gpu, weights_dtype=dtype) for dtype in ("bf16", "fp8"))
-    widened = roofline(model, gpu, weights_dtype="fp8", fp8_activations="off")
-    assert roofline(model, gpu, weights_dtype="fp8", fp8_activations="on").batch_us(prompt) == rounded.batch_us(prompt)
+    plain, rounded = (roofline_model(model, gpu, weights_dtype=dtype) for dtype in ("bf16", "fp8"))
+    widened = roofline_model(model, gpu, weights_dtype="fp8", fp8_activations="off")
+    assert roofline_model(model, gpu, weights_dtype="fp8", fp8_activations="on").batch_us(prompt) == rounded.batch_us(
+        prompt
+    )
     assert rounded.batch_us(prompt).mean_us < 0.8 * widened.batch_us(prompt).mean_us
     assert widened.batch_us(prompt).mean_us == pytest.approx(plain.batch_us(prompt).mean_us, rel=0.05)
     assert widened.batch_us(row).mean_us == pytest.approx(rounded.batch_us(row).mean_us, rel=0.1)
@@ -262,30 +265,30 @@ def test_a_checkpoint_of_fp8_weights_alone_is_priced_as_the_runtime_runs_it(tmp_
         model = load_model(str(folder))
         assert model.weights_only is (said is None)
         for gpu, products in (("h100", expected), ("a100", "bf16")):
-            cost = roofline(model, load_gpu(gpu))
+            cost = roofline_model(model, load_gpu(gpu))
             assert {cost.precision_of(one) for one in cost.gemm_matrices if one.kind == "linear"} == {products}
 
 
 def test_products_in_fp8_that_cannot_be_are_refused() -> None:
     model = load_model("qwen3-8b")
     with pytest.raises(CatalogueError, match="`fp8_activations` is on, but weights are bf16"):
-        roofline(model, load_gpu("h100"), fp8_activations="on")
+        roofline_model(model, load_gpu("h100"), fp8_activations="on")
     with pytest.raises(CatalogueError, match=r"`fp8_activations` is on, but A100.* has no fp8 tensor cores"):
-        roofline(model, load_gpu("a100"), weights_dtype="fp8", fp8_activations="on")
+        roofline_model(model, load_gpu("a100"), weights_dtype="fp8", fp8_activations="on")
     with pytest.raises(CatalogueError, match="`fp8_activations` must be auto, on or off, got `yes`"):
-        roofline(model, load_gpu("h100"), fp8_activations="yes")  # type: ignore[arg-type]
+        roofline_model(model, load_gpu("h100"), fp8_activations="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gpu", gpu_names())
 @pytest.mark.parametrize("name", model_names())
 def test_every_model_has_a_cost_on_every_gpu(name: str, gpu: str) -> None:
-    cost: CostModel = roofline(load_model(name), load_gpu(gpu))
+    cost: CostModel = roofline_model(load_model(name), load_gpu(gpu))
     assert 100 < cost.batch_us(decode_shape(8, 500)).mean_us < 10e6
     assert cost.batch_us(decode_shape(8, 500)).spread_us == 0
 
 
 def test_describe_gives_every_constant_a_source_and_survives_json() -> None:
-    described = json.loads(json.dumps(roofline(load_model("deepseek-v3"), load_gpu("b200"), tp=8).describe()))
+    described = json.loads(json.dumps(roofline_model(load_model("deepseek-v3"), load_gpu("b200"), tp=8).describe()))
     assert described["kind"] == "roofline"
     assert described["weights_dtype"] == "fp8"
     assert all(constant["source"] for constant in described["constants"].values())
@@ -296,13 +299,13 @@ def test_describe_gives_every_constant_a_source_and_survives_json() -> None:
 def test_impossible_settings_are_refused() -> None:
     model, gpu = load_model("qwen3-8b"), load_gpu("h100")
     with pytest.raises(CapacityError, match="tp 16 needs 16 H100-SXM in one scale-up domain, which holds 8"):
-        roofline(model, gpu, tp=16)
+        roofline_model(model, gpu, tp=16)
     with pytest.raises(CapacityError, match="`tp` must be at least 1, got `0`"):
-        roofline(model, gpu, tp=0)
+        roofline_model(model, gpu, tp=0)
     with pytest.raises(CatalogueError, match="`kv_dtype` must be one of bf16, fp8, got `int4`"):
-        roofline(model, gpu, kv_dtype="int4")  # type: ignore[arg-type]
+        roofline_model(model, gpu, kv_dtype="int4")  # type: ignore[arg-type]
     with pytest.raises(CatalogueError, match="mxfp4 stores experts only"):
-        roofline(model, gpu, weights_dtype="mxfp4")
+        roofline_model(model, gpu, weights_dtype="mxfp4")
 
 
 # --- capacity -------------------------------------------------------------------------------------------------------

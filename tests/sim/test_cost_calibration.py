@@ -31,7 +31,7 @@ from lockstep.sim.cost import (
     CpuModel,
     decode_shape,
     extend_shape,
-    roofline,
+    roofline_model,
 )
 from lockstep.sim.cost.calibration import (
     FEATURES,
@@ -144,7 +144,7 @@ corrections = st.builds(
     collective_us=st.floats(0.0, 50.0),
 )
 BASES = {
-    (name, tp): roofline(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
+    (name, tp): roofline_model(load_model(name), load_gpu("h100"), tp, "fp8" if name == "qwen3-235b-a22b" else None)
     for name, tps in (("qwen3-8b", (1, 2, 8)), ("gpt-oss-120b", (2, 8)), ("qwen3-235b-a22b", (4,)))
     for tp in tps
 }
@@ -483,7 +483,7 @@ def test_a_journal_gives_back_the_correction_that_made_it(tmp_path: Path) -> Non
 
 
 def test_a_journal_tells_the_spread_of_its_batches(tmp_path: Path) -> None:
-    base = roofline(load_model("qwen3-0.6b"), load_gpu("h200"))
+    base = roofline_model(load_model("qwen3-0.6b"), load_gpu("h200"))
     run_folder = recorded(tmp_path, Correction(), spread=0.05)
     batches = timed_batches(of_journal(run_folder), base, run_folder)
     source = CalibrationSource(kind="journal", file="run", sha256="0" * 64, rows_used=1)

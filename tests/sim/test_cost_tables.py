@@ -29,7 +29,7 @@ from lockstep.sim.cost import (
     RooflineModel,
     decode_shape,
     extend_shape,
-    roofline,
+    roofline_model,
 )
 from lockstep.sim.cost.models import GatedDelta
 from lockstep.sim.cost.tables import OPERATORS, Grid, MeasuredModel, Ratios, read_operator_tables, unnoted
@@ -64,7 +64,7 @@ def write_tables(
 
 @pytest.fixture
 def base() -> RooflineModel:
-    return roofline(load_model("qwen3-8b"), GPU)
+    return roofline_model(load_model("qwen3-8b"), GPU)
 
 
 def test_every_operator_takes_what_its_table_reports(tmp_path: Path, base: RooflineModel) -> None:
@@ -141,7 +141,7 @@ def test_files_of_other_gpus_are_passed_over(tmp_path: Path, base: RooflineModel
     assert {table.operator for table in tables.files} == {"gemm", "generation_attention"}
     assert all(table.file.startswith("h100_sxm__") for table in tables.files)
     with pytest.raises(CatalogueError, match="tables are of H100-SXM, the model runs on H200-SXM"):
-        MeasuredModel(roofline(load_model("qwen3-8b"), load_gpu("h200")), tables)
+        MeasuredModel(roofline_model(load_model("qwen3-8b"), load_gpu("h200")), tables)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_calibrating_from_tables_finds_how_much_slower_the_card_is(tmp_path: Pat
 
 def test_attention_takes_rows_of_the_models_heads(tmp_path: Path) -> None:
     """A table may have a pair of dtypes for other heads only, whose kernel is another one."""
-    base = roofline(load_model("qwen3-8b"), GPU, kv_dtype="fp8")
+    base = roofline_model(load_model("qwen3-8b"), GPU, kv_dtype="fp8")
     rows = ["batch_size,isl,num_heads,num_key_value_heads,head_dim,attn_dtype,kv_cache_dtype,latency"]
     for attn, head_dim, times in (("bfloat16", 512, 9.0), ("fp8", 512, 8.0), ("fp8", 128, 2.0)):
         for batch in (1, 4, 16):
@@ -222,7 +222,7 @@ def test_prompts_through_linear_attention_take_what_was_published(name: str) -> 
         delta = GatedDelta(key_heads=key_heads, value_heads=value_heads, key_dim=128, value_dim=128, conv_kernel=4)
         pairs = rows * tokens * (tokens + 1) // 2
         shape = BatchShape(extend_rows=rows, extend_tokens=rows * tokens, extend_pairs=pairs)
-        us = roofline(replace(base, delta=delta), gpu).delta_us(shape) / base.linear_layers
+        us = roofline_model(replace(base, delta=delta), gpu).delta_us(shape) / base.linear_layers
         ratios.append(us / (float(row["latency"]) * 1e3))
     low, middle, high = np.quantile(ratios, (0.1, 0.5, 0.9))
     assert len(ratios) > 200
@@ -242,7 +242,7 @@ def write_collectives(folder: Path, *, named: bool, gpus: int = 4) -> Path:
     Where they are named, their dtype is that of activations, otherwise that of the same size that NCCL's tests have.
     """
     folder.mkdir(exist_ok=True)
-    base = roofline(load_model("deepseek-v3"), GPU, Parallelism(tp=gpus, attention_dp=gpus))
+    base = roofline_model(load_model("deepseek-v3"), GPU, Parallelism(tp=gpus, attention_dp=gpus))
     assert base.exchange is not None
     rows = ["nccl_dtype,num_gpus,message_size,latency" + ",op_name" * named]
     for name, times in COLLECTIVES.items():
@@ -262,7 +262,7 @@ def test_each_collective_takes_the_rows_of_its_own_operation(tmp_path: Path, nam
     """By name, or by the order in which they are measured; in bytes, where tables count elements."""
     tables = read_operator_tables(write_collectives(tmp_path / f"named-{named}", named=named), GPU)
     for split in (Parallelism(tp=4), Parallelism(tp=4, attention_dp=4), Parallelism(tp=4, attention_dp=2)):
-        base = roofline(load_model("deepseek-v3"), GPU, split)
+        base = roofline_model(load_model("deepseek-v3"), GPU, split)
         measured = MeasuredModel(base, tables)
         for shape in (decode_shape(64, 100), extend_shape(2048)):
             before, after = base.terms_us(shape), measured.terms_us(shape)
@@ -327,7 +327,7 @@ def test_the_catalogue_has_the_collectives_of_the_public_tables() -> None:
 @needs_data
 @pytest.mark.parametrize(("model", "tp", "dtype"), [("qwen3-32b", 4, None), ("deepseek-v3", 8, None)])
 def test_public_tables_agree_with_the_roofline_made_of_their_medians(model: str, tp: int, dtype: None) -> None:
-    base = roofline(load_model(model), GPU, tp, dtype)
+    base = roofline_model(load_model(model), GPU, tp, dtype)
     tables = read_operator_tables(DATA, GPU)
     assert {table.operator for table in tables.files} == set(OPERATORS)
     measured = MeasuredModel(base, tables)

@@ -30,7 +30,7 @@ from lockstep.sim.cluster.simulate import simulate_cluster
 from lockstep.sim.cost import BatchShape
 from lockstep.sim.cost.model import decode_shape, extend_shape
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.roofline import roofline
+from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.host.speculation import ModelDraftCost
 from lockstep.sim.host.stages import Stages
 from lockstep.sim.run.ranks import config_of_engine, settings_of_rank
@@ -72,7 +72,7 @@ def test_ranks_share_out_what_the_engine_has() -> None:
     assert not whole.shares_passes
 
 
-MODEL = roofline(load_model("deepseek-v3"), load_gpu("h200"), Parallelism(tp=8, ep=8, attention_dp=8))
+MODEL = roofline_model(load_model("deepseek-v3"), load_gpu("h200"), Parallelism(tp=8, ep=8, attention_dp=8))
 
 
 def agreed(extends: bool = False, padding: Any = "max_length") -> Ranks:

@@ -16,7 +16,7 @@ from lockstep.sim.cost.expert_balance import fullest_of_gammas, spread_of
 from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.roofline import roofline
+from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.scenario.scenario import Scenario
 
@@ -57,9 +57,9 @@ def test_the_load_of_the_fullest_rank_is_that_of_drawn_assignments_on_placed_exp
 
 
 def test_balanced_experts_are_faster_need_memory_and_moving_them_costs_time() -> None:
-    plain, eplb, drifting = (roofline(MODEL, GPU, one) for one in (PLAIN, EPLB, replace(EPLB, expert_drift=0.3)))
+    plain, eplb, drifting = (roofline_model(MODEL, GPU, one) for one in (PLAIN, EPLB, replace(EPLB, expert_drift=0.3)))
     terms = [cost.terms_us(PREFILL) for cost in (plain, eplb, drifting)]
-    even = roofline(MODEL, GPU, Parallelism(tp=8, ep=8)).terms_us(PREFILL)
+    even = roofline_model(MODEL, GPU, Parallelism(tp=8, ep=8)).terms_us(PREFILL)
     assert even["experts"] == pytest.approx(terms[1]["experts"], rel=0.01)
     assert terms[1]["experts"] < terms[2]["experts"] < terms[0]["experts"]
     for cost, parts in zip((plain, eplb, drifting), terms, strict=True):
@@ -69,7 +69,7 @@ def test_balanced_experts_are_faster_need_memory_and_moving_them_costs_time() ->
     bytes_us = drifting.constants["send_gbs"].value * 1e3
     assert terms[2]["expert_moves"] == pytest.approx(drifting.moved_bytes / bytes_us / 1_000)
     assert described["moved_bytes_per_gpu"] == round(drifting.moved_bytes)
-    rarer = roofline(MODEL, GPU, replace(EPLB, expert_drift=0.3, eplb_interval=4_000)).terms_us(PREFILL)
+    rarer = roofline_model(MODEL, GPU, replace(EPLB, expert_drift=0.3, eplb_interval=4_000)).terms_us(PREFILL)
     assert rarer["expert_moves"] == pytest.approx(terms[2]["expert_moves"] / 4)
     more = (MODEL.weights_bytes(None, EPLB) - MODEL.weights_bytes(None, PLAIN)) / (4 * MODEL.moe_layers)
     assert more == pytest.approx(eplb.expert_bytes)
@@ -77,7 +77,7 @@ def test_balanced_experts_are_faster_need_memory_and_moving_them_costs_time() ->
 
 
 def test_without_it_nothing_is_reported_of_it() -> None:
-    assert "eplb" not in roofline(MODEL, GPU, PLAIN).describe()
+    assert "eplb" not in roofline_model(MODEL, GPU, PLAIN).describe()
     assert PLAIN.describe() == {"ep": 8, "expert_cv": 1.0}
     assert str(EPLB) == "tp 8, ep 8, expert_cv 1, eplb, redundant_experts 32"
 

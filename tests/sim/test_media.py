@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -457,11 +456,9 @@ def test_where_some_engines_have_one_gpu_the_others_may_have_the_encoder_whole_o
     assert modes == ["weights", "data"]
     with pytest.raises(ConfigError, match="`mm_encoder_tp_mode` is data"):
         assemble_cluster(ClusterScenario(base=base, replicas=2), {})
-    one = Trial(model="m", gpu="g", workload="w", replicas=1, rate=1.0, limit=1, seed=1, media=IMAGES)
-    of_tp = {
-        tp: msgspec.structs.replace(one, tp=tp, mm_encoder_tp_mode="data").scenario().base.mm_encoder_tp_mode
-        for tp in (1, 2)
-    }
+    one = Scenario(model="m", gpu="g", workload="w", media=IMAGES, mm_encoder_tp_mode="data")
+    trials = {tp: Trial(base=replace(one, tp=tp), replicas=1) for tp in (1, 2)}
+    of_tp = {tp: trial.scenario().base.mm_encoder_tp_mode for tp, trial in trials.items()}
     assert of_tp == {1: "weights", 2: "data"}
     common = {"media": IMAGES, "mm_encoder_tp_mode": "data"}
     asked: dict[str, Any] = {"model": "m", "gpus": ("g",), "workload": "w", "slos": (Slo.parse("ttft_p99=1s"),)}

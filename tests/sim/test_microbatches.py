@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import LaneReady
-from lockstep.core.features import microbatches
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import replay
+from lockstep.core.requests import microbatches
 from lockstep.sim.cli.simulate import simulate as command
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup
 from lockstep.sim.cluster.setup import assemble_cluster

@@ -22,7 +22,6 @@ from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
 from lockstep.sim.cli.plan import plan as plan_command
-from lockstep.sim.cli.settings import parse_setting
 from lockstep.sim.cli.simulate import simulate as simulate_command
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
@@ -38,14 +37,14 @@ from lockstep.sim.cost import (
     decode_shape,
     extend_shape,
     kv_capacity,
-    roofline,
+    roofline_model,
 )
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import AllReduce
 from lockstep.sim.cost.models import WEIGHT_BYTES, ceil_div
-from lockstep.sim.cost.roofline import fullest_shard
 from lockstep.sim.cost.stages import PipelineModel, stages_of
 from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.cost.terms import fullest_shard
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.question import QUICK, Length, Question, parse_search
@@ -53,6 +52,7 @@ from lockstep.sim.plan.search import prepare
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import parse_setting
 from tests.support.shapes import shapes
 
 KINDS = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b", "gemma-3-27b")
@@ -73,7 +73,7 @@ ALL_REDUCES_BEFORE = {  # of the catalogue when the figures were taken, which re
     "l40s": {2: (5.61, 9.82, 19.1, 22.4)},
 }
 MODELS: dict[tuple[str, Parallelism], RooflineModel] = {
-    (name, split): roofline(load_model(name), GPU, split)
+    (name, split): roofline_model(load_model(name), GPU, split)
     for name in ("deepseek-v3", "gpt-oss-120b")
     for split in LAYOUTS
 }
@@ -100,7 +100,7 @@ def test_tensor_parallelism_alone_costs_what_it_did_to_the_last_bit() -> None:
         lines = ALL_REDUCES_BEFORE[gpu_name].items()
         gpu = replace(load_gpu(gpu_name), all_reduce={n: AllReduce(*line, source="") for n, line in lines})
         for split in (int(tp[2:]), Parallelism(tp=int(tp[2:]))):
-            cost = roofline(load_model(model), gpu, split, weights_dtype=dtype)  # type: ignore[arg-type]
+            cost = roofline_model(load_model(model), gpu, split, weights_dtype=dtype)  # type: ignore[arg-type]
             assert [cost.batch_us(shape).mean_us for shape in asked] == figures["batch"], name
             assert [cost.collectives_us(tokens) for tokens in (1, 100, 5000)] == figures["collectives"], name
             assert not set(cost.describe()) & {"ep", "attention_dp", "pp", "moe_a2a", "expert_cv", "all_gather"}
@@ -186,7 +186,8 @@ def test_uneven_routing_costs_where_ranks_wait_for_each_other() -> None:
     prompt = extend_shape(8192)
     for split in (Parallelism(tp=8, ep=8), Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True)):
         even, uneven = (
-            roofline(load_model("deepseek-v3"), GPU, replace(split, expert_cv=cv)).terms_us(prompt) for cv in (0.0, 1.0)
+            roofline_model(load_model("deepseek-v3"), GPU, replace(split, expert_cv=cv)).terms_us(prompt)
+            for cv in (0.0, 1.0)
         )
         assert uneven["experts"] > 1.1 * even["experts"]
         for term in ("dispatch", "combine"):
@@ -322,13 +323,13 @@ def test_the_fullest_shard_has_its_share_of_rows_and_tokens(shape: BatchShape, s
 
 def test_attention_of_shards_reads_an_eighth_of_the_latents() -> None:
     model, batch = load_model("deepseek-v3"), decode_shape(256, 20_000)
-    alike = roofline(model, GPU, 8).terms_us(batch)
-    apart = roofline(model, GPU, Parallelism(tp=8, ep=8, attention_dp=8)).terms_us(batch)
+    alike = roofline_model(model, GPU, 8).terms_us(batch)
+    apart = roofline_model(model, GPU, Parallelism(tp=8, ep=8, attention_dp=8)).terms_us(batch)
     flops_ratio = 8  # heads: a rank has all of them instead of an eighth, of an eighth of the rows
     assert alike["attention_decode"] / 8 <= apart["attention_decode"] <= alike["attention_decode"] / 8 * flops_ratio
     assert "all_reduce" not in apart
     assert apart["all_gather"] == apart["reduce_scatter"] > 0
-    whole = roofline(model, GPU, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True)).terms_us(batch)
+    whole = roofline_model(model, GPU, Parallelism(tp=8, ep=8, attention_dp=8, moe_a2a=True)).terms_us(batch)
     assert {"dispatch", "combine"} <= set(whole)
     assert whole["all_gather"] < apart["all_gather"] / 10  # the three dense layers are left
 
@@ -336,16 +337,18 @@ def test_attention_of_shards_reads_an_eighth_of_the_latents() -> None:
 def test_exchange_counts_its_collectives() -> None:
     model = load_model("deepseek-v3")
     layers, dense = model.layers, model.dense_layers
-    calls = [roofline(model, GPU, split).collectives for split in LAYOUTS]
+    calls = [roofline_model(model, GPU, split).collectives for split in LAYOUTS]
     moe = layers - dense
     assert calls == [2 * layers] * 4 + [4 * layers, 2 * layers, 4 * layers, 2 * dense + 4 * moe]
-    cost = roofline(model, GPU, LAYOUTS[3])
-    assert cost.collectives_us(800) == pytest.approx(sum(cost.exchange.terms_us(800, 100).values()))  # type: ignore[union-attr]
+    cost = roofline_model(model, GPU, LAYOUTS[3])
+    terms, names = cost.terms_us(decode_shape(800, 1)), ("all_gather", "reduce_scatter")
+    assert {term.name for term in cost.terms if term.is_collective} == {*names}
+    assert cost.collectives_us(800) == pytest.approx(sum(terms[name] for name in names))
 
 
 def test_describe_names_the_layout_and_its_constants() -> None:
     split = Parallelism(tp=8, ep=8, attention_dp=4, moe_a2a=True, expert_cv=0.5)
-    described = json.loads(json.dumps(roofline(load_model("deepseek-v3"), load_gpu("b200"), split).describe()))
+    described = json.loads(json.dumps(roofline_model(load_model("deepseek-v3"), load_gpu("b200"), split).describe()))
     assert {name: described[name] for name in ("ep", "attention_dp", "moe_a2a", "expert_cv")} == {
         "ep": 8, "attention_dp": 4, "moe_a2a": True, "expert_cv": 0.5,
     }  # fmt: skip
@@ -434,7 +437,7 @@ def pipeline(name: str = "qwen3-8b", **layout: int) -> PipelineModel:
 @given(shapes(decodes_max=100), st.sampled_from((2, 3, 4)))
 def test_a_batch_alone_takes_its_stages_and_sends(shape: BatchShape, pp: int) -> None:
     cost = pipeline(pp=pp)
-    whole = roofline(load_model("qwen3-8b"), load_gpu("h100")).batch_us(shape).mean_us
+    whole = roofline_model(load_model("qwen3-8b"), load_gpu("h100")).batch_us(shape).mean_us
     alone = cost.batch_us(shape).mean_us
     if not shape.extend_rows + shape.decode_rows:
         assert alone == 0

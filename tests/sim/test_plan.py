@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
 from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.config import refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.options import options_of
 from lockstep.sim.cli.plan import plan, usable_cores
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan import answer as answers
@@ -55,7 +55,7 @@ from lockstep.sim.plan.search import (
     surely_missed,
 )
 from lockstep.sim.plan.trial import SloResult, Trial, TrialResult, run_trial
-from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, crew_of
+from lockstep.sim.plan.workers import Alone, check_joins, check_reachable, workers_of
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
@@ -214,9 +214,9 @@ def test_a_rate_is_sustained_only_if_the_whole_interval_lies_within_the_bound() 
 def trial(**changes: Any) -> Trial:
     described: dict[str, Any] = {
         "model": "qwen3-8b", "gpu": "h100", "workload": "gen:n=80,input=fixed:2000,output=fixed:40",
-        "replicas": 1, "rate": 5.0, "limit": 80, "seed": 7, "slos": ("ttft_p90=1s",),
+        "replicas": 1, "rate": 5.0, "limit": 80, "seed": 7, "slos": ("ttft_p90=1s",), "router": {},
     }  # fmt: skip
-    return Trial(**described | changes)
+    return Trial.of_record(described | changes)
 
 
 def test_giving_up_changes_no_verdict() -> None:
@@ -224,7 +224,7 @@ def test_giving_up_changes_no_verdict() -> None:
     verdicts = []
     for rate in (5.0, 25.0, 40.0):
         long = trial(rate=rate, workload="gen:n=300,input=fixed:2000,output=fixed:20", limit=300)
-        whole, short = run_trial(long), run_trial(msgspec.structs.replace(long, give_up=True))
+        whole, short = run_trial(long), run_trial(replace(long, give_up=True))
         missed = whole.slos[0].value > 1e6
         assert missed or not short.gave_up
         if not short.gave_up:
@@ -406,8 +406,8 @@ def test_the_load_of_a_closed_loop_is_sessions_at_a_time() -> None:
     assert candidate.missed is not None
     assert candidate.best.load == int(candidate.best.load)
     assert candidate.missed.load == candidate.best.load + 1  # so few that there is nothing between
-    assert candidate.best.first_trial.concurrency == candidate.best.load
-    assert candidate.best.first_trial.rate is None
+    assert candidate.best.first_trial.base.concurrency == candidate.best.load
+    assert candidate.best.first_trial.base.rate is None
     assert len(candidate.best.results) >= 2  # other seeds, other orders of sessions
     assert f"sustains {candidate.best.load:,.0f} sessions within" in found.headline
     assert found.remarks()[0].startswith("The load is sessions in progress at a time")
@@ -428,7 +428,7 @@ def test_so_many_sessions_take_so_many_replicas() -> None:
     assert not any("--router session_sticky" in line for line in found.remarks())
     candidate = found.candidates[0]
     assert candidate.trial is not None
-    candidate.trial = msgspec.structs.replace(candidate.trial, router=RouterConfig(policy="round_robin"))
+    candidate.trial = replace(candidate.trial, router=RouterConfig(policy="round_robin"))
     assert any("--router session_sticky" in line for line in found.remarks())
 
 
@@ -443,7 +443,7 @@ def test_a_closed_loop_is_given_up_when_too_many_were_late_though_few_ever_wait(
         rate=None, concurrency=24, limit=600, slos=("ttft_p90=30ms",),
         workload="gen:n=600,turns=fixed:5,think=fixed:100ms,input=fixed:3000,output=fixed:20",
     )  # fmt: skip
-    whole, short = run_trial(long), run_trial(msgspec.structs.replace(long, give_up=True))
+    whole, short = run_trial(long), run_trial(replace(long, give_up=True))
     assert whole.slos[0].value > 30_000
     assert short.gave_up
     assert short.requests < whole.requests / 2
@@ -464,41 +464,41 @@ def test_what_load_a_workload_has_by_nature(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- who runs what
 
 
-class ManyHands:
+class ManyWorkers:
     """Runs everything it is given, the last one first."""
 
-    def __init__(self, hands: int) -> None:
-        self.hands = hands
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.running: dict[str, Trial] = {}
         self.given: list[Trial] = []
 
     def submit(self, trial: Trial) -> None:
         self.running[trial.key] = trial
         self.given.append(trial)
-        assert len(self.running) <= self.hands
+        assert len(self.running) <= self.size
 
     def next_result(self) -> tuple[Trial, TrialResult]:
         key = list(self.running)[-1]
         trial = self.running.pop(key)
         return trial, run_trial(trial)
 
-    def __enter__(self) -> ManyHands:
+    def __enter__(self) -> ManyWorkers:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
 @pytest.mark.parametrize("asked", [question(), closed()])
-def test_any_number_of_hands_in_any_order_gives_the_same_answer(asked: Question) -> None:
+def test_any_number_of_workers_in_any_order_gives_the_same_answer(asked: Question) -> None:
     alone = planned(asked).to_json()
     given = []
-    for hands in (3, 20):
+    for size in (3, 20):
         candidates, _ = prepare(asked)
-        crew = ManyHands(hands)
-        run_plan(asked, candidates, crew, TrialStore(None))
+        workers = ManyWorkers(size)
+        run_plan(asked, candidates, workers, TrialStore(None))
         assert answers.PlanAnswer(question=asked, candidates=candidates, workload_line="a workload").to_json() == alone
-        assert len({trial.key for trial in crew.given}) == len(crew.given)  # nothing twice
-        given.append(len(crew.given))
+        assert len({trial.key for trial in workers.given}) == len(workers.given)  # nothing twice
+        given.append(len(workers.given))
     assert given == sorted(given)
 
 
@@ -636,9 +636,12 @@ def test_lockstep_serve_takes_the_emulated_winner() -> None:
 def test_what_is_simulated_only_is_reported_and_not_in_the_line(
     settings: dict[str, Any], more: dict[str, Any], lacks: list[str], simplest: Candidate
 ) -> None:
+    more = dict(more)
     serve = pytest.importorskip("lockstep.api.serve", reason="the server is not installed").serve
     assert simplest.trial is not None
-    trial = msgspec.structs.replace(simplest.trial, settings={"schedule_policy": "lpm", **settings}, **more)
+    scenario = {name: more.pop(name) for name in list(more) if name in options_of(Scenario)}
+    base = replace(simplest.trial.base, settings={"schedule_policy": "lpm", **settings}, **scenario)
+    trial = replace(simplest.trial, base=base, **more)
     served, emulated = answers.serve_commands(replace(simplest, trial=trial))
     assert emulated.lacks == lacks
     words = shlex.split(emulated.line)
@@ -774,8 +777,8 @@ def test_a_host_that_never_answers_is_given_up_after_the_time_out(monkeypatch: p
     ("greeting", "timeout_s", "message"),
     [
         (None, 0.3, "no answer within 0.3 s"),
-        (b"", 120.0, "somebody else answers there"),
-        (b"HTTP/1.1 400 Bad Request\r\n", 120.0, "somebody else answers there"),
+        (b"", 120.0, "another program answers there"),
+        (b"HTTP/1.1 400 Bad Request\r\n", 120.0, "another program answers there"),
         (b"\x00\x00\x06\x04\x00\x00\x00\x00\x00", 120.0, ""),  # as gRPC does
     ],
 )
@@ -806,7 +809,7 @@ def test_a_listener_that_is_no_ray_is_found_out_before_ray_is_called(
     [
         ("import sys; print('first', 'reason', sep='\\n', file=sys.stderr); sys.exit(1)", 120.0, "reason"),
         ("import os; os.abort()", 120.0, "exit status -6"),
-        ("import time; time.sleep(3600)", 1.0, "nobody could join within 1 s"),
+        ("import time; time.sleep(3600)", 1.0, "no process could join within 1 s"),
     ],
 )
 def test_a_cluster_that_no_worker_can_join_is_one_message(
@@ -826,11 +829,11 @@ def test_what_a_process_reported_that_could_not_join_in_time_is_part_of_the_mess
     program = "import sys, time; print('not yours', file=sys.stderr, flush=True); time.sleep(3600)"
     monkeypatch.setattr("lockstep.sim.plan.workers.JOIN", program)
     for timeout_s in (1, 5, 25, 125):  # until it is enough for an interpreter to start and to say something
-        with pytest.raises(ConfigError, match=f"nobody could join within {timeout_s} s") as raised:
+        with pytest.raises(ConfigError, match=f"no process could join within {timeout_s} s") as raised:
             check_joins("10.0.0.1:6379", timeout_s)
         if "not yours" in str(raised.value):
             break
-    assert f"nobody could join within {timeout_s} s: not yours\nhint: start it" in str(raised.value)
+    assert f"no process could join within {timeout_s} s: not yours\nhint: start it" in str(raised.value)
 
 
 def test_a_process_that_dies_is_one_message_and_not_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -937,7 +940,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_worker_pools_are_chosen_by_the_options() -> None:
-    assert isinstance(crew_of(1, None), Alone)
+    assert isinstance(workers_of(1, None), Alone)
 
 
 def test_progress_reports_stages_searches_and_simulations() -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -134,7 +133,7 @@ def test_a_plan_without_splits_has_the_trials_that_it_had() -> None:
     """Nothing is written of splits, so keys and with them kept simulations stay what they are."""
     (candidate,), _ = prepare(question("tp=1"))
     assert candidate.trial is not None
-    written = msgspec.json.decode(msgspec.json.encode(candidate.trial))
+    written = candidate.trial.record()
     assert not {"prefill_decode", "link_gbs", "link_latency_us"} & set(written)
     mixed, split = prepare(question(common={"link_gbs": 10.0}))[0]
     assert mixed.trial == candidate.trial
@@ -221,8 +220,9 @@ def trial(**more: Any) -> Trial:
         "seed": 7,
         "slos": ("ttft_p90=1s",),
         "prefill_decode": "1:1",
+        "router": {},
     }
-    return Trial(**asked | more)
+    return Trial.of_record(asked | more)
 
 
 def limit(result: TrialResult, metric: str = "ttft") -> str:

@@ -14,7 +14,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.replay import replay
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cost import BatchShape, Parallelism
-from lockstep.sim.cost.roofline import roofline
+from lockstep.sim.cost.roofline import roofline_model
 from lockstep.sim.cost.stages import PipelineModel
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.host.speculation import Acceptance, ModelDraftCost, NgramDraftCost, expected_tokens, parse_rates
@@ -88,7 +88,7 @@ def test_right_drafts_follow_from_request_and_position() -> None:
 
 
 def test_drafting_and_verifying_cost_what_they_run() -> None:
-    cost = roofline(load_model("qwen3-8b"), load_gpu("h200"))
+    cost = roofline_model(load_model("qwen3-8b"), load_gpu("h200"))
     plain = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=8)
     verify = BatchShape(decode_rows=8, decode_context_tokens=8000, sampled_rows=32, draft_tokens=24)
     alone, drafted = cost.batch_us(plain).mean_us, cost.batch_us(verify).mean_us

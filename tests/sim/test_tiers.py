@@ -28,11 +28,11 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.host.cache_tiers import TierLinks
 from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
-from lockstep.sim.host.tier_options import HostTiers, host_tiers
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import HostTiers, host_tiers
 
 AGAIN = "gen:n=60,rate=3,turns=uniform:3:5,think=lognormal:4s:1,input=lognormal:1500:0.5,output=lognormal:60:0.5"
 SMALL = {"pages": 1200, "page_size": 16}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lockstep.sim.catalogue import load_gpu, load_model
-from lockstep.sim.cost import CpuModel, roofline
+from lockstep.sim.cost import CpuModel, roofline_model
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "rtx4090_truth.py"
 FOLDER = Path(os.environ.get("LOCKSTEP_DATA", "/nowhere"), "published", "llmservingsim")
@@ -30,7 +30,7 @@ def truth() -> ModuleType:
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="LOCKSTEP_DATA has no published/llmservingsim")
 def test_replay_of_an_overloaded_run_is_within_its_bar(truth: ModuleType) -> None:
     recording = truth.read_recording(FOLDER)
-    replay = truth.simulate(recording, roofline(load_model("llama-3.1-8b"), load_gpu("rtx4090")), CpuModel())
+    replay = truth.simulate(recording, roofline_model(load_model("llama-3.1-8b"), load_gpu("rtx4090")), CpuModel())
     row = truth.compare("catalogue", recording.timeline, replay, np.ones(300, np.bool_), "all requests")
     assert row["e2e"]["mean_ms"][0] == pytest.approx(86_606, abs=1)
     assert abs(row["e2e"]["mean_error"]) < 0.05  # -2.9 %; the bar is 8.6 %
@@ -43,7 +43,7 @@ def test_replay_of_an_overloaded_run_is_within_its_bar(truth: ModuleType) -> Non
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="LOCKSTEP_DATA has no published/llmservingsim")
 def test_a_replay_that_stops_early_is_the_beginning_of_the_whole_one(truth: ModuleType) -> None:
     recording = truth.read_recording(FOLDER)
-    cost = roofline(load_model("llama-3.1-8b"), load_gpu("rtx4090"))
+    cost = roofline_model(load_model("llama-3.1-8b"), load_gpu("rtx4090"))
     whole = truth.simulate(recording, cost, CpuModel()).timeline
     part = truth.simulate(recording, cost, CpuModel(), until_s=10.0).timeline
     early = whole.first_token <= 10.0

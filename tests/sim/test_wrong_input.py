@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lockstep.core.command import main
-from lockstep.sim.cli.out_paths import check_file, check_folder
 from lockstep.sim.cluster import intervals
+from lockstep.sim.run.out_paths import check_file, check_folder
 
 SIMULATE = ["simulate", "--model", "qwen3-0.6b", "--gpu", "h100", "--workload", "gen:n=2", "--no-intervals"]
 POINTS_HEADER = "engine,model,gpu,tp,precision,isl,osl,concurrency,ttft_ms,tpot_ms"

@@ -28,7 +28,7 @@ def asked(key: int, prompt: int = 4, max_new: int = 4, **more: Any) -> Asked:
 
 def state(made: Fleet, name: str, request_id: int = 0) -> str:
     transfers = made.members[name].engine.transfers
-    assert transfers is not None
+    assert transfers.hands_over
     transfer = transfers.all.get(request_id)
     return transfer.state if transfer is not None else "over"
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CROWD = 3
 
 
-def asked_of(server: str) -> list[dict[str, Any]]:
+def requested_of(server: str) -> list[dict[str, Any]]:
     """What the server was asked, in the order in which it came."""
     request = urllib.request.Request(f"{server}/prompts", data=b"", method="POST")
     with urllib.request.urlopen(request, timeout=120) as answer:
@@ -33,7 +33,7 @@ def asked_of(server: str) -> list[dict[str, Any]]:
 def await_asked(server: str, count: int) -> None:
     """Wait until the server was asked so often; how long that takes does not matter, a hang does."""
     until_s = time.monotonic() + 120
-    while len(asked_of(server)) < count:
+    while len(requested_of(server)) < count:
         assert time.monotonic() < until_s, f"not asked {count} times within 120 s"
         time.sleep(0.05)
 

@@ -17,18 +17,21 @@ import numpy as np
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
-from lockstep.core.features.microbatches import Microbatches
 from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
-from lockstep.core.scheduler.engine import Decodes, Deferral, Engine, ExtendShare
+from lockstep.core.scheduler.decode import DecodePlanner, Decodes
+from lockstep.core.scheduler.prefill import PrefillPlanner
+from lockstep.core.scheduler.state import SchedulerState
 
 Plant = AbstractContextManager[None]
 Original = Callable[..., Any]
@@ -57,18 +60,19 @@ def gate_off_by_a_page() -> Plant:
     """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
 
     def bug(
-        examine: Original, engine: Engine, request: Request, budget: PrefillBudget, parts: int
+        examine: Original, planner: PrefillPlanner, request: Request, budget: PrefillBudget, parts: int
     ) -> ExtendShare | Deferral:
-        found: ExtendShare | Deferral = examine(engine, request, budget, parts)
+        found: ExtendShare | Deferral = examine(planner, request, budget, parts)
+        engine = planner._state
         tokens, page_size = len(request.tokens) // 4, engine.config.page_size
         if (
             isinstance(found, ExtendShare)
             and tokens + request.max_new_tokens - request.outputs + page_size > budget.current
         ):
-            return Deferral("kv_budget") if not engine.active else found
+            return Deferral("kv_budget", lasts=True) if not engine.active else found
         return found
 
-    return _replaced(Engine, "_examine", bug)
+    return _replaced(PrefillPlanner, "_examine", bug)
 
 
 def hold_forgotten() -> Plant:
@@ -80,9 +84,9 @@ def prompt_charged_on_resume() -> Plant:
     """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
     examining: list[Request] = []
 
-    def remember(examine: Original, engine: Engine, request: Request, *rest: object) -> ExtendShare | Deferral:
+    def remember(examine: Original, planner: PrefillPlanner, request: Request, *rest: object) -> ExtendShare | Deferral:
         examining[:] = [request]
-        found: ExtendShare | Deferral = examine(engine, request, *rest)
+        found: ExtendShare | Deferral = examine(planner, request, *rest)
         return found
 
     def bug(wanted: Original, budget: PrefillBudget, new_tokens: int, remaining_output: int) -> int:
@@ -91,7 +95,7 @@ def prompt_charged_on_resume() -> Plant:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(Engine, "_examine", remember), _replaced(PrefillBudget, "wanted", bug):
+        with _replaced(PrefillPlanner, "_examine", remember), _replaced(PrefillBudget, "wanted", bug):
             yield
 
     return both()
@@ -109,13 +113,14 @@ def edge_of_the_context() -> Plant:
 def skipped_reversed() -> Plant:
     """Whoever was looked at and skipped is put back into the line in reverse (VL#32173)."""
 
-    def bug(plan_extend: Original, engine: Engine, step: Step) -> InFlight | None:
-        batch: InFlight | None = plan_extend(engine, step)
+    def bug(plan_extend: Original, planner: PrefillPlanner, running: RunningState, step: Step) -> InFlight | None:
+        batch: InFlight | None = plan_extend(planner, running, step)
+        engine = planner._state
         if batch is None and not engine.batch_is_full:
             engine.waiting.reverse()
         return batch
 
-    return _replaced(Engine, "_plan_extend", bug)
+    return _replaced(PrefillPlanner, "plan_extend", bug)
 
 
 def whole_prompt_matched() -> Plant:
@@ -132,12 +137,13 @@ def whole_prompt_matched() -> Plant:
 def row_freed_between_chunks() -> Plant:
     """A split prompt gives its row up between two chunks, while the first may still be running (SG#17850)."""
 
-    def bug(extend_to: Original, engine: Engine, request: Request, *rest: object) -> None:
-        extend_to(engine, request, *rest)
+    def bug(extend_to: Original, planner: PrefillPlanner, request: Request, *rest: object) -> None:
+        extend_to(planner, request, *rest)
+        engine = planner._state
         if engine.prefilling is request:
             engine.memory.table.free_rows.append(request.row)
 
-    return _replaced(Engine, "_extend_to", bug)
+    return _replaced(PrefillPlanner, "_extend_to", bug)
 
 
 # ----------------------------------------------------------------------------------------------------------- retraction
@@ -147,20 +153,20 @@ def whole_batch_must_fit() -> Plant:
     """Retraction asks whether the whole batch fits by now, not whether those who are left do (SG#9989)."""
     needed: list[int] = []
 
-    def remember(make_room: Original, engine: Engine, step: Step) -> bool:
-        needed[:] = [engine._pages_needed()]
+    def remember(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
+        needed[:] = [planner._pages_needed(running)]
         try:
-            fits: bool = make_room(engine, step)
+            fits: bool = make_room(planner, running, step)
         finally:
             needed.clear()
         return fits
 
-    def bug(pages_needed: Original, engine: Engine) -> int:
-        return needed[0] if needed else pages_needed(engine)
+    def bug(pages_needed: Original, planner: DecodePlanner, running: RunningState) -> int:
+        return needed[0] if needed else pages_needed(planner, running)
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(Engine, "_make_room", remember), _replaced(Engine, "_pages_needed", bug):
+        with _replaced(DecodePlanner, "_make_room", remember), _replaced(DecodePlanner, "_pages_needed", bug):
             yield
 
     return both()
@@ -169,34 +175,35 @@ def whole_batch_must_fit() -> Plant:
 def lone_decoder_ended() -> Plant:
     """The only one that decodes ends for want of pages, although a split prompt could give some back (NV#274)."""
 
-    def bug(make_room: Original, engine: Engine, step: Step) -> bool:
+    def bug(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
+        engine = planner._state
         if engine.running_batch.size == 1 and engine.prefilling is not None:
             engine.finish(engine.running_batch.requests[0], "out_of_kv", step, flush=True)
             return False
-        fits: bool = make_room(engine, step)
+        fits: bool = make_room(planner, running, step)
         return fits
 
-    return _replaced(Engine, "_make_room", bug)
+    return _replaced(DecodePlanner, "_make_room", bug)
 
 
 def output_cursor_reset() -> Plant:
     """Who is retracted starts over, but what it was sent is not taken back (SG#39645)."""
 
-    def bug(retract: Original, engine: Engine, request: Request, *rest: object, **options: object) -> None:
+    def bug(retract: Original, engine: SchedulerState, request: Request, *rest: object, **options: object) -> None:
         retract(engine, request, *rest, **options)
         request.tokens, request.outputs = request.tokens[: 4 * request.prompt_tokens], 0
 
-    return _replaced(Engine, "retract", bug)
+    return _replaced(SchedulerState, "retract", bug)
 
 
 def running_counted_down_twice() -> Plant:
     """A retracted request is subtracted from those who run twice, so that too many run afterwards (SG#13142)."""
 
-    def bug(retract: Original, engine: Engine, *rest: object, **options: object) -> None:
+    def bug(retract: Original, engine: SchedulerState, *rest: object, **options: object) -> None:
         retract(engine, *rest, **options)
         engine.active -= 1
 
-    return _replaced(Engine, "retract", bug)
+    return _replaced(SchedulerState, "retract", bug)
 
 
 def double_free() -> Plant:
@@ -258,14 +265,15 @@ def duplicates_not_deferred() -> Plant:
 def plan_mutated_after_launch() -> Plant:
     """A launched plan shares its positions with the scheduler, which moves them on (SG#1712)."""
 
-    def bug(advance: Original, engine: Engine, growing: Int32s, step: Step) -> Decodes:
+    def bug(advance: Original, planner: DecodePlanner, running: RunningState, growing: Int32s, step: Step) -> Decodes:
+        engine = planner._state
         before = engine.in_flight[-1].plan.stops if engine.in_flight else None
-        decodes: Decodes = advance(engine, growing, step)
+        decodes: Decodes = advance(planner, running, growing, step)
         if before is not None:
             before += 1
         return decodes
 
-    return _replaced(Engine, "_advance", bug)
+    return _replaced(DecodePlanner, "_advance", bug)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cache
@@ -274,11 +282,13 @@ def plan_mutated_after_launch() -> Plant:
 def published_at_launch() -> Plant:
     """A prompt's KV is shared as soon as its extend is planned: others hit what is not computed yet (VL#37152)."""
 
-    def bug(extend_to: Original, engine: Engine, request: Request, stop: int, parts: list[Any], step: Step) -> None:
-        extend_to(engine, request, stop, parts, step)
-        engine.memory.publish(request, stop, step)
+    def bug(
+        extend_to: Original, planner: PrefillPlanner, request: Request, stop: int, parts: list[Any], step: Step
+    ) -> None:
+        extend_to(planner, request, stop, parts, step)
+        planner._state.memory.publish(request, stop, step)
 
-    return _replaced(Engine, "_extend_to", bug)
+    return _replaced(PrefillPlanner, "_extend_to", bug)
 
 
 def key_without_namespace() -> Plant:
@@ -383,7 +393,7 @@ def adapter_evicted_in_use() -> Plant:
     def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
         leave(memory, request, step, **how)
-        if memory.adapters is not None:
+        if memory.adapters.present:
             memory.adapters.give_back(row)
 
     @contextmanager

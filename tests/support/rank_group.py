@@ -320,7 +320,7 @@ class RankGroup:
                 case CompileGrammar(grammar):
                     member.compiling.append(grammar)
                 case CopyToHost(blocks=blocks) | LoadFromHost(blocks=blocks) if blocks:
-                    self.marks[f"companions moved ({type(command).__name__})"] += 1
+                    self.marks[f"blocks moved ({type(command).__name__})"] += 1
                 case LaunchBatch(plan):
                     assert plan.ranks is not None, "S29: a batch that nobody agreed upon"
                     if plan.speculation is not None and plan.speculation.forced_lengths.any():
@@ -502,7 +502,7 @@ EXPECTED_MARKS = (
     *("checkpoint left", "started from a checkpoint", "window page opened"),
     *(f"deferred ({reason})" for reason in ("state", "window")),
     *(f"evicted ({kind})" for kind in ("state", "window")),
-    *(f"companions moved ({how})" for how in ("CopyToHost", "LoadFromHost")),
+    *(f"blocks moved ({how})" for how in ("CopyToHost", "LoadFromHost")),
     "grammar refused",
     "heard from before a restart",
     "moved between tiers",
@@ -627,7 +627,7 @@ def make_trouble(group: RankGroup, rng: random.Random, trouble: str) -> None:
         case "resume":
             group.control(member.rank, Resume())
         case "weights":
-            version = 1 + member.engine.maintenance.newest_version(member.engine)
+            version = 1 + member.engine.maintenance.newest_version()
             group.control(member.rank, UpdateWeights(version, "w", rng.choice(["wait", "retract", "in_place"])))
         case "grammar" if member.compiling:
             group.compiled(member, rng.randrange(100), "no such word")

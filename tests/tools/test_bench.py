@@ -26,7 +26,7 @@ from lockstep.tools.bench import bench
 from lockstep.tools.bench_run import measure
 from lockstep.tools.http_stream import ServerAddress
 from lockstep.tools.live import WORDS, Asking, Sender, Sent, TokenIdPrompts
-from tests.support.null_server import asked_of, await_asked, null_server
+from tests.support.null_server import await_asked, null_server, requested_of
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
 
@@ -186,7 +186,7 @@ def test_rates_windows_and_bodies_arrive(server: str, tmp_path: Path) -> None:
     assert found["requests"]["arrived"] == len(turns) < 40
     assert found["about"]["measured"]["fields"] == {"top_p": 0.5}
     assert found["about"]["command"].endswith("""--no-ignore-eos --body '{"top_p": 0.5}'""")
-    asked = asked_of(server)
+    asked = requested_of(server)
     assert {one["top_p"] for one in asked} == {0.5}
     assert not any("ignore_eos" in one for one in asked)
 

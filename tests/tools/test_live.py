@@ -21,7 +21,7 @@ from lockstep.sim.workload.workload import open_workload
 from lockstep.tools import live
 from lockstep.tools.http_stream import HttpClient, ServerAddress
 from lockstep.tools.replay import replay
-from tests.support.null_server import CROWD, asked_of, await_asked, null_server
+from tests.support.null_server import CROWD, await_asked, null_server, requested_of
 from tests.support.recorded import record_simulation
 
 SESSIONS = "gen:n=40,rate=100,turns=uniform:1:3,think=fixed:20ms,shared_prefix=16x2,input=fixed:24,output=fixed:5"
@@ -93,7 +93,7 @@ def test_nothing_that_was_there_before_is_collected_while_requests_are_due(
 
 def test_prompts_share_what_they_shared_and_go_on_from_real_answers(server: str) -> None:
     assert run_live(SESSIONS, "--to", server).exit_code == 0
-    asked = [one["prompt"].split() for one in asked_of(server)]
+    asked = [one["prompt"].split() for one in requested_of(server)]
     turns = open_workload(SESSIONS, seed=7).turns
     roots = [turn for turn in turns if turn.after is None]
     for turn in roots:

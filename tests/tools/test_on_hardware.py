@@ -18,7 +18,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_gpu, load_model
 from lockstep.sim.cli.calibrate import calibrate
-from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline
+from lockstep.sim.cost import BatchShape, Calibration, CalibrationError, decode_shape, roofline_model
 from lockstep.sim.results.batch_times import (
     BatchTime,
     BatchTimesHeader,
@@ -78,7 +78,7 @@ def test_every_batch_of_a_simulated_run_is_timed_on_the_demo_model(run: Path, me
     assert {row["mode"] for row in said["errors"]} == {"extend", "decode", "mixed", "all"}
     assert times.measured is not None
     assert (times.measured.model, times.measured.gpu, times.measured.device) == ("demo", "cpu-core", "cpu")
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     assert np.allclose(predict(cost, times.batches), [one.predicted_us for one in times.batches], atol=0.1)
 
 
@@ -107,7 +107,7 @@ def test_what_was_measured_makes_predictions_better(run: Path, measured: tuple[P
     assert again.exit_code == 0, again.output
     batches = read_batch_times(tmp_path / "again").batches
     assert len(batches) == 60
-    cost = calibration.cost_model(roofline(load_model("demo"), load_gpu("cpu")))
+    cost = calibration.cost_model(roofline_model(load_model("demo"), load_gpu("cpu")))
     assert np.allclose(predict(cost, batches), [one.predicted_us for one in batches], atol=0.1)
 
 
@@ -255,7 +255,7 @@ def test_a_journal_without_batches_is_refused(tmp_path: Path) -> None:
 
 def planted(path: Path, count: int = 200, *, slow: int = -1) -> list[BatchTime]:
     """A file of decodes and extends on a device that takes 1.5 times as long as predicted, and 300 us for each pass."""
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     batches = []
     for number in range(count):
         rows, context = 1 + number % 8, 50 + 7 * number % 400
@@ -312,7 +312,7 @@ def test_calibrate_from_a_journal_is_calibrate_journal(run: Path, tmp_path: Path
 
 def test_the_slow_batch_is_the_outlier(tmp_path: Path) -> None:
     batches = planted(tmp_path / "measured.jsonl", slow=77)
-    cost = roofline(load_model("demo"), load_gpu("cpu"))
+    cost = roofline_model(load_model("demo"), load_gpu("cpu"))
     [found] = outliers(batches, predict(cost, batches))
     assert found.batch.batch_id == 77
     assert found.times == pytest.approx(4.0, rel=0.15)

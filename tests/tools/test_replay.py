@@ -9,9 +9,9 @@ from click.testing import CliRunner, Result
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import AdmissionDeferred, RequestRetracted
-from lockstep.core.features import microbatches
 from lockstep.core.journal import snapshot
 from lockstep.core.journal.replay import fold
+from lockstep.core.requests import microbatches
 from lockstep.tools import stepping
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import read_decisions

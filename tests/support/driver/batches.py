@@ -53,7 +53,7 @@ class BatchPiece(Piece):
         samplers = list(zip(plan.request_ids[sampled].tolist(), plan.stops[sampled].tolist(), strict=True))
         rows = len(samplers)
         if trouble == "error":
-            self.subject.fold(kv.finished(now_us, error="the device failed"))
+            self.subject.fold(kv.finished(now_us, error="the device says no"))
             return
         odd = (choice % rows,) if rows and trouble else ()
         records = [self.subject.records[request_id] for request_id, _ in samplers]
@@ -127,7 +127,7 @@ class BatchPiece(Piece):
 
     def _skipped(self, event: DecodeSkipped, step: Step) -> None:
         if step.launched() is None:
-            self.mark("decode waits for fenced pages")
+            self.mark("decode waits for deferred frees")
 
     def checked(self, event: Observed, step: Step) -> None:
         plan = step.launched()
@@ -136,9 +136,9 @@ class BatchPiece(Piece):
                 if span.start > int(plan.starts[span.index]):
                     self.mark("results wanted from inside an extend")
         if self.engine.memory.deferred_frees:
-            self.mark("row leased to work in flight")
+            self.mark("row kept for work in flight")
         if self.engine.memory.deferred_pages:
-            self.mark("duplicate pages fenced")
+            self.mark("duplicate pages freed later")
 
     def at_rest(self) -> None:
         if self.subject.check:
@@ -203,7 +203,7 @@ class LimitPiece(Piece):
 
     def _check_last_victim(self, step: Step) -> None:
         """S27: no request is retracted in vain: with the last victim still there, the decode would not have fit."""
-        if self.engine.memory.hybrid is not None:
+        if self.engine.memory.hybrid.present:
             return  # another pool may have been short
         victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
         for victim in victims[-1:]:

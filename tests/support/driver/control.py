@@ -37,7 +37,7 @@ class ControlPiece(Piece):
         """Request one of CONTROLS. Weights come in ever newer versions, at times in an old one."""
         control = CONTROLS[index]
         if isinstance(control, UpdateWeights):
-            newest = self.engine.maintenance.newest_version(self.engine)
+            newest = self.engine.maintenance.newest_version()
             control = msgspec.structs.replace(control, version=newest + (self.next_id % 7 > 0))
         self.ask(control)
 

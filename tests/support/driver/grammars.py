@@ -28,7 +28,7 @@ class GrammarPiece(Piece):
             return
         name = self.compiling.pop(choice % len(self.compiling))
         waiting = any(self.subject.records[request_id].grammar == name for request_id in self.engine.held)
-        self.mark(("grammar refused" if error else "grammar compiled") if waiting else "grammar compiled for nobody")
+        self.mark(("grammar refused" if error else "grammar compiled") if waiting else "grammar compiled in vain")
         if error and self.engine.grammars.known[name.encode()].error is None:
             self.invalid.add(name)
         self.subject.fold(GrammarReady(self.subject.now_us, name.encode(), error))

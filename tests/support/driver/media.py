@@ -26,7 +26,7 @@ class MediaPiece(Piece):
             command = self.encoding.pop(0)
             late = command.generation != self.engine.generation
             self.mark("encoder output of an older generation ignored" if late else "media encoded")
-            message = "the encoder failed" if error else ""
+            message = "the encoder says no" if error else ""  # its bytes are part of the digests of histories
             self.subject.fold(MediaEncoded(self.subject.now_us, command.digest, message, command.generation))
 
     def commands(self) -> dict[type, Callable[[Any], None]]:
@@ -38,6 +38,6 @@ class MediaPiece(Piece):
             if any(isinstance(decided, RequestRetracted) for decided in step.decided):
                 self.mark("retraction asks for media again")
         if media.deferred:
-            self.mark("encoder output fenced")
+            self.mark("encoder output freed later")
         if media.encodings and any(encoding.outdated for encoding in media.encodings.values()):
             self.mark("encoder output outdated by new weights")

@@ -85,7 +85,7 @@ class RequestPiece(Piece):
             held, grammar = request.request_id in engine.held, request.grammar
             if grammar is not None and request.request_id in engine.grammars.known[grammar.digest].waiting:
                 self.mark("grammar cancelled while compiling")
-            self.mark("cancelled while held" if held else f"cancelled while {request.state.name}")
+            self.mark("cancelled while waiting for prerequisites" if held else f"cancelled while {request.state.name}")
             self.left.add(request.request_id)
             self.subject.fold(RequestCancelled(self.subject.now_us, request.request_id))
 
@@ -179,7 +179,7 @@ class RequestPiece(Piece):
                 assert due is None or wakes <= due, f"{request.name} is due at {due} us, the engine wakes at {wakes}"
         for request in self.engine.held.values():
             if request.holds > 1:
-                self.mark("held for several things")
+                self.mark("several prerequisites")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.mark("turn waits for its media")
 
@@ -192,7 +192,7 @@ class SamplePiece(Piece):
     """Parallel samples: which wait for the prompt of their leader, and which sample leads when the leader has left."""
 
     def before(self, event: Observed) -> None:
-        waiting = self.engine.followers.items()
+        waiting = self.engine.prerequisites.followers.items()
         self._waiting = {leader: [one.request_id for one in samples] for leader, samples in waiting}
 
     def joined_behind(self, step: Step) -> list[int]:
@@ -202,5 +202,5 @@ class SamplePiece(Piece):
 
     def checked(self, event: Observed, step: Step) -> None:
         if self._waiting:
-            for leader in self._waiting.keys() - self.engine.followers.keys():
+            for leader in self._waiting.keys() - self.engine.prerequisites.followers.keys():
                 self.mark("samples follow" if leader in self.engine.requests else "another sample leads")

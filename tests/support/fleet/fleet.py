@@ -261,7 +261,7 @@ class Fleet:
 
     def _stands(self, wire: Wire, name: str) -> str:
         transfers = self.members[name].engine.transfers
-        transfer = transfers.all.get(wire.ids[name]) if transfers is not None else None
+        transfer = transfers.all.get(wire.ids[name])
         return transfer.state if transfer is not None else "running"
 
     # --------------------------------------------------------------------------------------------------------- devices
@@ -399,7 +399,7 @@ class Fleet:
         """S31: what is read and what is written belongs to this transfer, on both sides."""
         for member in (wire.prefill, wire.decode):
             transfers, request_id = member.engine.transfers, wire.ids[member.name]
-            transfer = transfers.all.get(request_id) if transfers is not None else None
+            transfer = transfers.all.get(request_id)
             state = transfer.state if transfer is not None else "over"
             assert state in TOUCHED, f"S31: room {wire.room} moves, but for {member.name} its transfer is {state}"
             assert transfer is not None
@@ -418,7 +418,7 @@ class Fleet:
     def _check_beside(self, member: Member, command: StartTransfer, request_id: int) -> None:
         """The same of window pages and slots of state: they are still those of these pages, and locked."""
         hybrid, beside = member.engine.memory.hybrid, command.hybrid
-        if hybrid is None or beside is None:
+        if beside is None:
             return
         if hybrid.window is not None and beside.window_pages.size:
             pages = command.pages[-beside.window_pages.size :]
@@ -486,7 +486,7 @@ class Fleet:
     def _pass_results(self, wire: Wire, event: TransferAdvanced) -> None:
         """With the first token the decode engine's host gets what else came of the prompt, if the KV counts."""
         transfers, request_id = wire.decode.engine.transfers, wire.ids[wire.decode.name]
-        transfer = transfers.all.get(request_id) if transfers is not None else None
+        transfer = transfers.all.get(request_id)
         if transfer is None or transfer.state != "receiving" or transfer.weights != event.weights_version:
             return
         if wire.decode.engine.memory.weights_version == event.weights_version:
@@ -501,7 +501,9 @@ class Fleet:
         if self.heard:
             name, event = self.heard[choice % len(self.heard)]
             transfers = self.members[name].engine.transfers
-            if transfers is None or (event.transfer_id in transfers.all and event.status in ("accepted", "offered")):
+            if not transfers.hands_over or (
+                event.transfer_id in transfers.all and event.status in ("accepted", "offered")
+            ):
                 self.marks["repeated while it lives"] += 1
             again = TransferAdvanced(
                 self.now_us, event.transfer_id, event.source, 0, event.seq, event.status, 0, event.first_token
@@ -776,5 +778,5 @@ class Fleet:
             f"{name}: {list(member.engine.requests)} live, transfers "
             f"{[(one.request_id, one.state) for one in member.engine.transfers.all.values()]}"
             for name, member in self.members.items()
-            if member.engine.transfers is not None
+            if member.engine.transfers.hands_over
         )

@@ -318,7 +318,7 @@ def make_trouble(fleet: Fleet, rng: random.Random, trouble: str) -> None:
         case "resume":
             fleet.control(name, Resume())
         case "weights":
-            version = 1 + fleet.members[name].engine.maintenance.newest_version(fleet.members[name].engine)
+            version = 1 + fleet.members[name].engine.maintenance.newest_version()
             fleet.control(name, UpdateWeights(version, "w", rng.choice(["wait", "retract", "in_place"])))
         case "late":
             if waiting := fleet.late_halves():

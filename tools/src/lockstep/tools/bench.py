@@ -1,6 +1,6 @@
 """`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
 
-Senders and arrivals are those of a simulation of the same command line (`sim/run/simulate.py: arrivals_of_load`);
+Senders and arrivals are those of a simulation of the same command line (`sim/run/load.py: arrivals_of_load`);
 it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
 """
 
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.progress import terminal_bar
-from lockstep.sim.cli.simulate import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.scenario.scenario import Scenario
@@ -254,7 +254,7 @@ def _command(
     body: str | None,
 ) -> str:
     """The command line that runs this again."""
-    from lockstep.sim.scenario.scenario import number_word, option_of
+    from lockstep.host.options import number_word, option_of
 
     words = ["lockstep", "bench", "serve", "--to", url, "--workload", scenario.workload]
     if scenario.model:

@@ -23,8 +23,8 @@ from lockstep.core.contract.commands import BatchPlan, Step
 from lockstep.core.contract.events import BatchFinished, Decided, ObservedEvent, decided_types
 from lockstep.core.contract.render import Names
 from lockstep.core.scheduler.engine import Engine
-from lockstep.sim.cli.out_paths import check_folder
 from lockstep.sim.metrics.fold import MetricsFold
+from lockstep.sim.run.out_paths import check_folder
 from lockstep.tools.runs import RUN, Walk, print_json, refusals
 
 TABLES = ("steps", "decisions", "batches", "parts", "requests")

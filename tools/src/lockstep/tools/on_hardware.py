@@ -21,7 +21,6 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
-from lockstep.sim.cli.out_paths import check_file
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
 from lockstep.sim.cost.tables import base_cost_model
@@ -39,6 +38,7 @@ from lockstep.sim.results.batch_times import (
     predict,
 )
 from lockstep.sim.results.text import duration
+from lockstep.sim.run.out_paths import check_file
 from lockstep.tools.runs import JSON, RUN, ToolError, engine_journal, print_json, refusals
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The requests of a journal, read back as a workload that can be simulated again.
 
-A run that `lockstep simulate` wrote states how to get its workload, which is exact (sim/run/options.py). Of any other
+A run that `lockstep simulate` wrote states how to get its workload, which is exact (sim/cli/requested.py). Of any other
 journal the requests are read off the events: when each came, its prompt, how many tokens it was given. A request whose
 prompt begins with the prompt and the whole answer of an earlier one is that one's next turn: it is sent again when that
 answer has ended, as long after it as it was, so that a conversation waits for a slower engine as its user did.

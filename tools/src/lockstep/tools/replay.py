@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from lockstep.core.admin.stats import stats
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import ClockAdvanced, HostTimeClamped, LaneReady
 from lockstep.core.contract.render import decided_line, observed_line, plan_lines, stats_text
@@ -212,7 +211,7 @@ class Hand:
             "tree": lambda: tree_lines(stepper.engine.memory.radix),
             "sessions": lambda: session_lines(stepper.engine, stepper.names),
             "adapters": lambda: adapter_lines(stepper.engine.memory.adapters),
-            "stats": lambda: [stats_text(stats(stepper.engine))],
+            "stats": lambda: [stats_text(stepper.engine.stats())],
             "last": self._last,
             "plan": self._plan,
             "why": self._why,

@@ -442,7 +442,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NOBODY if session.turn is None else session.turn)
-        transfer = engine.transfers.all.get(request_id) if engine.transfers is not None else None
+        transfer = engine.transfers.all.get(request_id)
         if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
             return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
@@ -452,7 +452,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         if own.reason == "adapter" and request.deferred == "adapter":
             return Cause("adapter")
         tiers = engine.memory.tiers
-        if tiers is not None and tiers.holds_back(request, engine.now_us) == own.reason:
+        if tiers.holds_back(request, engine.now_us) == own.reason:
             return Cause(own.reason)
     return line_cause(engine, request_id, said)
 

@@ -29,8 +29,10 @@ from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import ROUTER_OPTIONS, given_settings, progress_bar, refusals, scheduler_options
+from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.cli.requested import requested_by_command
+from lockstep.sim.cli.simulate import progress_bar
 from lockstep.sim.cluster.routed import ClusterWatch
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario
@@ -45,10 +47,11 @@ from lockstep.sim.results.stored_run import StoredRun, read_run
 from lockstep.sim.results.text import duration
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
-from lockstep.sim.run.options import asked_by_command
+from lockstep.sim.run.out_paths import check_file
 from lockstep.sim.run.run_folder import prepare_folder, write_run
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import given_settings, scheduler_options
 from lockstep.sim.workload.adapters import RECORDED
 from lockstep.sim.workload.workload import Workload, WorkloadError
 from lockstep.tools.narration import key_text
@@ -203,7 +206,7 @@ def read_base(run: Path, given: dict[str, Any]) -> Base:
             f"`{run}` is one engine of a cluster, whose requests are those that its router sent there\n"
             f"hint: ask the whole run, {run.parent.parent}"
         )
-    asked = asked_by_command(str(about["command"]))
+    asked = requested_by_command(str(about["command"]))
     scenario = asked if isinstance(asked, Scenario) else asked.base
     notes: tuple[str, ...] = ()
     try:

@@ -79,7 +79,7 @@ class EngineBefore:
             pages_needed=engine.next_pages(engine.running_batch, engine.positions) if engine.running_batch.size else 0,
             batch_is_full=engine.batch_is_full,
             since_extend=running.decode_launches - running.extended_at,
-            slow_until_us=engine.pace.not_before_us if engine.pace.gap_us else 0,
+            slow_until_us=engine.controls.pace.not_before_us if engine.controls.pace.gap_us else 0,
         )
 
 

@@ -29,8 +29,8 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
-from lockstep.host.grammars import choose_backend
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper

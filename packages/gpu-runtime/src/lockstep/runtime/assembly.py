@@ -47,7 +47,7 @@ from lockstep.runtime.models import Decoder, Parallel, build_model
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.overlap import CpuLane, CudaLane, StreamLane
 from lockstep.runtime.pooling import Pooling
-from lockstep.runtime.quantized.fp8 import FP8
+from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.sampling import (
     LogitProcessor,

@@ -45,7 +45,7 @@ from lockstep.runtime.drafting import Drafter, kept_samples, places_of, right_on
 from lockstep.runtime.errors import DeviceLost, PlanError
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import DecodeGraphs
-from lockstep.runtime.lora.slots import lay_out
+from lockstep.runtime.lora.batch import lay_out
 from lockstep.runtime.overlap import POLL_S, Download, StreamLane
 from lockstep.runtime.pooling import Pooling
 from lockstep.runtime.sampling import Sampled, logprobs_of

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.runtime.lora.slots import AdapterBatch
+from lockstep.runtime.lora.batch import AdapterBatch
 
 Int32s = NDArray[np.int32]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.quantized.fp8 import FP8, to_fp8
+from lockstep.runtime.quantized.fp8 import to_fp8
+from lockstep.runtime.quantized.fp8_format import FP8
 
 KvScales = Sequence[tuple[float, float]]
 """Of keys and of values, by layer: what lies in the pool is multiplied by them."""

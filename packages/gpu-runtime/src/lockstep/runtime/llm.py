@@ -63,8 +63,9 @@ from lockstep.host.batches import Float32s
 from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
+from lockstep.host.grammar_backends import BackendName, choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
-from lockstep.host.grammars import BackendName, Kind, choose_backend, make_grammar
+from lockstep.host.grammars import Kind, make_grammar
 from lockstep.host.loop import HostClock, ResultExtras, RuntimeHost, TokenLogprobs
 from lockstep.host.quantization import Fp8Activations
 from lockstep.host.startup import Keeper

@@ -15,7 +15,8 @@ import torch
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers, choose_backend, make_backend
+from lockstep.host.grammar_backends import choose_backend, make_backend
+from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
@@ -26,7 +27,7 @@ from lockstep.runtime.models import read_settings
 from lockstep.runtime.models.config_reader import DTYPES
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.pooling import choose_pooling
-from lockstep.runtime.quantized.fp8 import FP8
+from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 

@@ -19,7 +19,7 @@ from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import TransferState
 from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
-from lockstep.core.features.disaggregation import TOUCHED, comes_after_another
+from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.requests.table import BASE, RequestState
@@ -69,7 +69,7 @@ class Facts:
     def __init__(self, engine: Engine) -> None:
         radix, (running_batch, positions) = engine.memory.radix, engine.everybody
         self.free = engine.memory.pool.free_ids()
-        self.cached = radix.nodes() if radix is not None else []
+        self.cached = radix.nodes()
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
@@ -96,7 +96,7 @@ class Facts:
 
 def is_idle(engine: Engine) -> bool:
     """Nothing waits, runs, is in flight or on its way between engines (S34: the one definition)."""
-    return not engine.requests and not engine.in_flight and not (engine.transfers is not None and engine.transfers.all)
+    return not engine.requests and not engine.in_flight and not engine.transfers.all
 
 
 def self_check(engine: Engine) -> None:
@@ -111,16 +111,18 @@ def check_quiescent(engine: Engine) -> None:
     """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
     check(engine)
     tiers = engine.memory.tiers
-    cached = engine.memory.radix.total_pages if engine.memory.radix is not None else 0
-    cached += tiers.loading_pages if tiers is not None else 0
-    locked = engine.memory.radix.locked_pages if engine.memory.radix is not None else 0
+    cached = engine.memory.radix.total_pages
+    cached += tiers.loading_pages
+    locked = engine.memory.radix.locked_pages
     free_rows = len(engine.memory.table.free_rows)
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
-    if tiers is None or not tiers.device_busy:
+    if not tiers.device_busy:
         _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
-        (engine, "waiting held followers in_flight drains"),
+        (engine, "waiting held in_flight"),
+        (engine.prerequisites, "followers"),
+        (engine.controls, "drains"),
         (engine.memory, "deferred_frees deferred_pages rewrites rows_taken pending lent"),
         (engine.media, "pins line deferred queued"),
     )
@@ -130,10 +132,10 @@ def check_quiescent(engine: Engine) -> None:
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
     hybrid = engine.memory.hybrid
-    at_rest = tiers is None or not tiers.device_busy
-    if hybrid is not None and hybrid.window is not None and at_rest:
+    at_rest = not tiers.device_busy
+    if hybrid.window is not None and at_rest:
         _same("L9 locked window pages", int(hybrid.window.locks.sum()), 0)
-    if hybrid is not None and hybrid.states is not None and at_rest:
+    if hybrid.states is not None and at_rest:
         states = hybrid.states
         _same("L9 slots of state", states.pool.free_count + int((states.page_of >= 0).sum()), states.pool.total)
 
@@ -145,7 +147,7 @@ def _containers(engine: Engine) -> None:
     running_batch = [request.request_id for request in engine.everybody[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
-    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     contained = [*waiting, *running_batch, *prefilling, *ending, *sent]
     if len(contained) != len(live) or live.keys() != set(contained):
         _fail(
@@ -156,7 +158,7 @@ def _containers(engine: Engine) -> None:
         "S16 who decodes", sorted(running_batch), [request.request_id for request in live.values() if request.decodes]
     )
     running = running_batch + ending + sent
-    _same("S33 sending", engine.sending, len(sent))
+    _same("S33 sending", engine.transfers.sending, len(sent))
     for state, ids in (
         (RequestState.WAITING, waiting),
         (RequestState.PREFILLING, prefilling),
@@ -233,11 +235,11 @@ def _pages(engine: Engine, facts: Facts) -> None:
     ]
     owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred_frees]
     owned += [pages for _, pages in memory.deferred_pages]
-    transfers = list(engine.transfers.all.values()) if engine.transfers is not None else []
+    transfers = list(engine.transfers.all.values())
     owned += [transfer.pages for transfer in transfers]
     given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
     owned += [pages for _, pages in given_up]
-    loads = [] if memory.tiers is None else [one for one in memory.tiers.operations.values() if one.kind == "load"]
+    loads = [one for one in memory.tiers.operations.values() if one.kind == "load"]
     owned += [one.device_pages for one in loads]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
@@ -276,14 +278,13 @@ def _reserve(engine: Engine, facts: Facts) -> None:
 def _locks(engine: Engine, facts: Facts) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
     radix, table = engine.memory.radix, engine.memory.table
-    if radix is None:
+    if not radix.present:
         return
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [deferred.handle for deferred in engine.memory.deferred_frees if deferred.handle is not None]
     handles += engine.sessions.handles()
-    if engine.transfers is not None:
-        handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
-    if engine.memory.tiers is not None:
+    handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
+    if engine.memory.tiers.present:
         moves = engine.memory.tiers.operations.values()
         handles += [one.device_handle for one in moves if one.device_handle is not None]
     radix.check(handles, facts.cached)
@@ -364,7 +365,7 @@ def _speculation(engine: Engine) -> None:
     """S7, S23: who may stand at its end waits for a result that says so; no drafts where every token is looked at."""
     if not engine.computes_ahead:
         return
-    for request_id, known in engine.forced.items():
+    for request_id, known in engine.jump_forward.forced.items():
         holder = engine.requests.get(request_id)
         if holder is None or holder.row < 0 or holder.grammar is None or holder.watches_text:
             _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
@@ -373,7 +374,7 @@ def _speculation(engine: Engine) -> None:
     running_batch, positions = engine.everybody
     slack, _ = speculation.uncertainty(engine.in_flight, running_batch.rows, len(engine.memory.table.holders))
     for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
-        awaited = not engine.speculates or any(batch.names(request.row) for batch in engine.in_flight)
+        awaited = not engine.config.speculates or any(batch.names(request.row) for batch in engine.in_flight)
         if most + 1 >= request.limit and not awaited:
             _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
         if most - wrong < request.prompt_tokens:
@@ -419,7 +420,7 @@ def _line(engine: Engine) -> None:
         if limit is not None and request.bypassed > limit:
             _fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
         found = request.matched
-        if radix is not None and found is not None and found.node.version == found.version:
+        if radix.present and found is not None and found.node.version == found.version:
             most = request.cacheable_tokens // engine.config.page_size
             pages = radix.match(request.namespace, request.tokens, most).pages
             if found.pages != pages:
@@ -429,7 +430,7 @@ def _line(engine: Engine) -> None:
 def _held(engine: Engine) -> None:
     """S15, D11: who is held waits for so many things: a turn, a grammar, a sample that computes the prompt, media."""
     engine.media.check()
-    followers = [request.request_id for those in engine.followers.values() for request in those]
+    followers = [request.request_id for those in engine.prerequisites.followers.values() for request in those]
     media = [
         request.request_id
         for request in engine.requests.values()
@@ -437,14 +438,14 @@ def _held(engine: Engine) -> None:
     ]
     turns = [request_id for session in engine.sessions.open.values() for request_id in session.queue]
     grammars = [request_id for known in engine.grammars.known.values() for request_id in known.waiting]
-    transfers = [] if engine.transfers is None else [one.request_id for one in engine.transfers.in_state(*HOLDING)]
+    transfers = [one.request_id for one in engine.transfers.in_state(*HOLDING)]
     holds = {request_id: request.holds for request_id, request in engine.held.items()}
     awaited = _counts(chain(followers, media, turns, grammars, transfers))
     _same("S15 things that held requests wait for", awaited, holds)
     for request_id in media:
         if not engine.media.knows(request_id) or engine.media.has_all(request_id):
             _fail(f"D11: r{request_id} is held for media, which it does not wait for")
-    for leader, those in engine.followers.items():
+    for leader, those in engine.prerequisites.followers.items():
         if leader not in engine.requests or leader in followers:
             _fail(f"L1: {len(those)} samples follow r{leader}, which has ended or follows itself")
         for request in those:
@@ -458,7 +459,7 @@ def _held(engine: Engine) -> None:
 def _adapters(engine: Engine, facts: Facts) -> None:
     """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for somebody."""
     adapters = engine.memory.adapters
-    if adapters is None:
+    if not adapters.present:
         return
     live = {request.row: request.adapter for request in facts.holders}
     for deferred in engine.memory.deferred_frees:
@@ -483,9 +484,9 @@ def _adapters(engine: Engine, facts: Facts) -> None:
 def _transfers(engine: Engine, facts: Facts) -> None:
     """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; who could go on does."""
     transfers, memory = engine.transfers, engine.memory
-    if transfers is None:
+    if not transfers.hands_over:
         _same("S31 rows that are read from elsewhere", memory.lent, {})
-        _same("S33 sending", engine.sending, 0)
+        _same("S33 sending", transfers.sending, 0)
         return
     everyone = list(transfers.all.values())
     slots = [*transfers.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
@@ -514,16 +515,15 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         owed = groups.owes_elsewhere() or groups.current.decode_owed
         if groups.several and (owed or not groups.has_place()):
             able = []  # another microbatch may have a place, or goes first, or has the pages that all of this one gave
-        if (adapters := memory.adapters) is not None:
-            able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
+        able = [one for one in able if memory.adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
-    if memory.tiers is not None and memory.tiers.device_busy:
+    if memory.tiers.device_busy:
         alone = False  # a move locks pages, and its answer gives them
     if any(one.slot != NO_SLOT for one in everyone):
         alone = False  # who has one waits for a grammar or for media
-    first = [one for one in transfers.line if not comes_after_another(engine, engine.requests[one])]
+    first = [one for one in transfers.line if not transfers.comes_after_another(engine.requests[one])]
     if alone and first and not engine.paused and engine.maintenance.admits:
         _fail(f"L2: {first} wait for pages or slots, which nobody has")
     change = transfers.change
@@ -536,7 +536,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
 def _tiers(engine: Engine, facts: Facts) -> None:
     """S1, S9, S32 of the tiers below: each host page has one owner; locks and marks are those of what is under way."""
     tiers = engine.memory.tiers
-    if tiers is None:
+    if not tiers.present:
         return
     moves = list(tiers.operations.values())
     nodes, arriving = tiers.host.nodes(), [one for one in moves if one.kind in ("write", "prefetch")]
@@ -630,7 +630,7 @@ def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -
 def _hybrid(engine: Engine, facts: Facts) -> None:
     """S1, S3, S5, S9, S10 of the pools beside full attention: see `_window` and `_states`."""
     hybrid = engine.memory.hybrid
-    if hybrid is None:
+    if not hybrid.present:
         return
     holders = [
         (request.name, request.row, computed) for request, computed in zip(facts.holders, facts.computed, strict=True)
@@ -646,7 +646,7 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
         _window(engine, hybrid.window, holders, cached)
     if hybrid.states is not None:
         _states(engine, hybrid.states, holders, cached)
-    everyone = engine.transfers.all.values() if engine.transfers is not None and not engine.transfers.sends else ()
+    everyone = engine.transfers.all.values() if not engine.transfers.sends else ()
     coming = sorted(one.request_id for one in everyone if one.state in ("receiving", "ready"))
     given_up = sorted(one.request_id for one in everyone if one.state == "quarantined")
     if (window := hybrid.window) is not None:
@@ -659,7 +659,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     """A window page is free or belongs to one full page that somebody has; what may be read is there and locked."""
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
-    moves = list(memory.tiers.operations.values()) if memory.tiers is not None else []
+    moves = list(memory.tiers.operations.values())
     loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "window"]
     ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one], *(one.device for one in loads))))
     if ids.tobytes() != _all_pages(window.pool.total):
@@ -708,7 +708,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. Who copies one locks it."""
     checkpoints = (states.page_of >= 0).nonzero()[0]
     tiers = engine.memory.tiers
-    moves = list(tiers.operations.values()) if tiers is not None else []
+    moves = list(tiers.operations.values())
     loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
     owners = {
         "on their way": [slot for one in loads for slot in one.device.tolist()],
@@ -739,11 +739,11 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
 
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
-    if engine.memory.tiers is not None and engine.memory.tiers.awaited:
+    if engine.memory.tiers.awaited:
         return
-    if engine.memory.adapters is not None and engine.memory.adapters.loading:
+    if engine.memory.adapters.loading:
         return
-    if engine.transfers is not None and engine.transfers.holds_pages:
+    if engine.transfers.holds_pages:
         return  # which come back when it ends
     awaited = len(engine.held)  # something outside the engine comes first
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
@@ -791,7 +791,7 @@ def _ranks(engine: Engine) -> None:
 def _microbatches(engine: Engine, facts: Facts) -> None:
     """S18, S24, S30: who runs has a place in one microbatch, where it decodes; each has its share of all in flight."""
     several = engine.microbatches
-    sent = [] if engine.transfers is None else [one.request_id for one in engine.transfers.all.values() if one.ends]
+    sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]
     _same("S30 who has a place", sorted(several.members), sorted(holders))
     places = [list(several.members.values()).count(number) for number in range(several.count)]

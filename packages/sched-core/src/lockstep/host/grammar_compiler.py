@@ -30,7 +30,8 @@ import msgspec
 
 from lockstep.core.contract.commands import CompileGrammar
 from lockstep.core.contract.events import Grammar
-from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_backend
+from lockstep.host.grammar_backends import make_backend
+from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers
 
 log = logging.getLogger("lockstep.host")
 
@@ -179,7 +180,7 @@ def make_compilers(
     end_tokens: Sequence[int],
     limits: CompileLimits | None = None,
 ) -> GrammarCompilers:
-    """Matchers and compiler of one engine; arguments as of `grammars.make_backend`."""
+    """Matchers and compiler of one engine; arguments as of `grammar_backends.make_backend`."""
     compiled = CompiledGrammars(partial(make_backend, backend, tokenizer, vocabulary, end_tokens))
     compiler = GrammarCompiler(compiled, backend, tokenizer, vocabulary, end_tokens, limits)
     return GrammarCompilers(backend, GrammarMatchers(compiled, vocabulary, end_tokens), compiler)

@@ -17,8 +17,9 @@ import numpy as np
 
 from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import Grammar
+from lockstep.host.grammar_backends import make_backend
 from lockstep.host.grammar_compiler import TrialSettings, read_message, write_message
-from lockstep.host.grammars import GrammarBackend, GrammarError, make_backend
+from lockstep.host.grammars import GrammarBackend, GrammarError
 
 
 def main() -> None:

@@ -15,8 +15,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -29,7 +27,6 @@ from lockstep.host.batches import Int32s
 log = logging.getLogger("lockstep.host")
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
-BackendName = Literal["auto", "llguidance", "xgrammar", "none"]
 
 FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each is a megabyte or two,
@@ -83,36 +80,6 @@ class GrammarBackend(Protocol):
 
     def compile(self, grammar: Grammar) -> Compiled:
         """Raises GrammarError."""
-
-
-def choose_backend(name: BackendName) -> str:
-    """The library to use; "" for none. Raises ConfigError for one that is not installed."""
-    if name == "none":
-        return ""
-    if name == "auto":
-        return "llguidance" if find_spec("llguidance") is not None else ""
-    if find_spec(name) is None:
-        raise ConfigError(f"`grammar_backend` {name} is not installed\nhint: pip install {name}, or auto")
-    return name
-
-
-def make_backend(name: str, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> GrammarBackend:
-    """A library with a tokenizer.
-
-    Args:
-        name: from `choose_backend`.
-        tokenizer: a tokenizer.json.
-        vocabulary: ids that the model's logits have.
-        end_tokens: which of them end an answer.
-    Raises: ConfigError for a tokenizer that the library cannot use.
-    """
-    if name == "xgrammar":
-        from lockstep.host.xgrammar_backend import XGrammar
-
-        return XGrammar(tokenizer, vocabulary, end_tokens)
-    from lockstep.host.llguidance_backend import LlGuidance
-
-    return LlGuidance(tokenizer, vocabulary, end_tokens)
 
 
 class CompiledGrammars:

@@ -30,7 +30,7 @@ LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False
 
 
 class LlGuidance:
-    """The library with one tokenizer; arguments as of `grammars.make_backend`."""
+    """The library with one tokenizer; arguments as of `grammar_backends.make_backend`."""
 
     name = "llguidance"
 

@@ -297,13 +297,10 @@ class RuntimeHost:
         self.performed = performed
         self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are assigned in the order of the inbox; nothing enters after the end, and
-        #                                code that removes an entry of `_open` or `_answers` must call its sink or
-        # future
+        #                                code that removes an entry of `_open` or `_answers` must answer it
         self._next_request_id = engine.last_request_id + 1
-        waiting = [*engine.drains, *(job.control_id for job in engine.maintenance.jobs)]
-        self._next_control_id = (
-            max(waiting, default=-1) + 1
-        )  # answers to control requests of an earlier generation are dropped
+        waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
+        self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
         self._open: dict[RequestId, _OpenRequest] = {}
         self._answers: dict[int, Future[ControlAnswered]] = {}
         self._wake_at_us: int | None = None

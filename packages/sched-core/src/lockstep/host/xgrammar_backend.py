@@ -23,7 +23,7 @@ from lockstep.host.grammars import FORCED_MAX, GrammarError, short
 
 
 class XGrammar:
-    """The library with one tokenizer; arguments as of `grammars.make_backend`."""
+    """The library with one tokenizer; arguments as of `grammar_backends.make_backend`."""
 
     name = "xgrammar"
 

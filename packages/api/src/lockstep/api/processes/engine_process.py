@@ -172,7 +172,7 @@ class EngineProcess:
             self.generation,
             engine.config.pool_tokens if engine.config.radix_cache else 0,
             tuple(map(session_key, engine.sessions.open)),
-            engine.draining,
+            engine.controls.draining,
         )
         self._to_router = writer(self._context, router_address(self._folder.parent))
         self._to_router.send(encode(here))

@@ -27,7 +27,6 @@ from lockstep.api.processes.wire import (
     ToWorker,
     encode,
 )
-from lockstep.core.admin.stats import stats
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import KnownAdapters
@@ -165,7 +164,7 @@ class Outbox:
         if engine.requests and soon and version == self._weights_version:
             return None
         self._gauges_us, self._weights_version = engine.now_us, version
-        now = stats(engine)
+        now = engine.stats()
         self.newest = Gauges(
             waiting=now.waiting + now.held,
             running=now.running + now.prefilling,

@@ -1,4 +1,4 @@
-"""What adapters add, in Triton: tiles of tokens that run on one adapter, laid out by `slots.lay_out`.
+"""What adapters add, in Triton: tiles of tokens that run on one adapter, laid out by `batch.lay_out`.
 
     shrink   inner[token, parts * rank] = down[slot] x          summed in float32, kept in the model's dtype
     expand   out[token, n]             += up[slot, n] inner     of n's part; one launch for each part
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.runtime.lora.slots import AdapterBatch
+from lockstep.runtime.lora.batch import AdapterBatch
 
 BLOCK_N, BLOCK_K = 64, 64
 LEAST = 16  # the smallest side of a tile that tensor cores multiply

@@ -21,49 +21,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime import triton_trial
 from lockstep.runtime.checkpoint import WHOLE, TensorSplit
-
-Int32s = NDArray[np.int32]
-
-NO_SLOT = -1
-LOW_TILE, HIGH_TILE = 16, 64  # tokens of a tile: a decode has a few for each adapter, an extend many
-FEW_TOKENS = 32  # for each adapter, up to which tiles are low
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterBatch:
-    """Which new tokens of a pass run on which slot. Only passes in which some do have one."""
-
-    tokens: Tensor  # int64 [tokens on adapters], numbers of new tokens, by slot
-    tiles: Tensor  # int32 [3, tiles]: first and stop in `tokens`, and slot
-    groups: tuple[tuple[int, int, int], ...]  # (slot, first, stop) in `tokens`, on the CPU
-    tile: int  # tokens of a tile at most
-
-
-def lay_out(slots: Int32s, counts: Int32s, upload: Callable[[Int32s], Tensor]) -> AdapterBatch:
-    """Which tokens run on what.
-
-    Args:
-        slots: [rows], of each row of the pass, NO_SLOT for the model alone; counts: its new tokens.
-        upload: brings an array to the device.
-    """
-    of_tokens = slots if (counts == 1).all() else np.repeat(slots, counts)
-    order = np.argsort(of_tokens, kind="stable")
-    order = order[np.searchsorted(of_tokens[order], 0) :]
-    used, firsts = np.unique(of_tokens[order], return_index=True)
-    stops = np.append(firsts[1:], len(order))
-    groups = tuple(zip(used.tolist(), firsts.tolist(), stops.tolist(), strict=True))
-    tile = LOW_TILE if len(order) <= FEW_TOKENS * len(used) else HIGH_TILE
-    tiles = np.array(
-        [(at, min(at + tile, stop), slot) for slot, first, stop in groups for at in range(first, stop, tile)], np.int32
-    ).T
-    flat = upload(np.concatenate((order.astype(np.int32), tiles.ravel())))
-    return AdapterBatch(flat[: len(order)].long(), flat[len(order) :].view(3, -1), groups, tile)
+from lockstep.runtime.lora.batch import FEW_TOKENS, AdapterBatch, Int32s, lay_out
 
 
 class LoraSlots(nn.Module):

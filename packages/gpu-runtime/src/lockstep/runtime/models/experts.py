@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - its name everywhere
 
 from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
-from lockstep.runtime.lora.slots import AdapterBatch
+from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.models.elementwise import silu_and_mul
 from lockstep.runtime.models.grouped import grouped_linear
 from lockstep.runtime.models.layers import Maker, Weight

@@ -23,7 +23,8 @@ from lockstep.host.quantization import FIELD, Activations, Fp8Activations, Weigh
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.checkpoint import TensorSpec, TensorSplit
 from lockstep.runtime.forward import ForwardBatch
-from lockstep.runtime.lora.slots import AdapterBatch, LoraSlots, LoraTarget
+from lockstep.runtime.lora.batch import AdapterBatch
+from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
 from lockstep.runtime.quantized.fp8 import Fp8Matrices
 from lockstep.runtime.quantized.int4 import Int4Matrices

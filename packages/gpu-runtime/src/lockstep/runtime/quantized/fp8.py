@@ -30,15 +30,13 @@ from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.quantization import Activations, WeightFormat
 from lockstep.runtime.checkpoint import FP8_STD, RANDOM_STD, TensorSpec
+from lockstep.runtime.quantized.fp8_format import FP8, FP8_MAX, STEP_LEAST
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
 log = logging.getLogger("lockstep.runtime")
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 LEAST = 1e-10  # rows of smaller numbers, such as of zeros, are scaled as if this were the largest of them
 STORED = ("F8_E4M3",)
-STEP_LEAST = 32  # of inputs, that a GPU multiplies fp8 by
 RANDOM_INPUT_SCALE = 8 / FP8_MAX  # with random weights: what follows a norm is hardly above 8
 
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.runtime.quantized.fp8 import FP8, STEP_LEAST
+from lockstep.runtime.quantized.fp8_format import FP8, STEP_LEAST
 from lockstep.runtime.quantized.kernels import _stored, _tile, step_of
 
 FEW_ROWS, MORE_ROWS = 64, 256  # of a group, up to which tiles are narrow, and not the largest

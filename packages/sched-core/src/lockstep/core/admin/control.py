@@ -14,14 +14,13 @@ comes later.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from lockstep.core.admin.maintenance import Job, objection
-from lockstep.core.admin.stats import stats
+from lockstep.core.admin.maintenance import Job, Maintenance
 from lockstep.core.contract.commands import ControlAnswered, FreezeHeap, StartProfile, Step, StopProfile
-from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import (
     CancelAll,
     CancelMany,
@@ -29,7 +28,6 @@ from lockstep.core.contract.events import (
     CloseSession,
     ControlRequested,
     Drain,
-    EngineRestarted,
     Flush,
     FreezeGc,
     GetState,
@@ -46,13 +44,9 @@ from lockstep.core.contract.events import (
     UnloadAdapterControl,
     UpdateWeights,
 )
-from lockstep.core.features import prerequisites
-from lockstep.core.features.disaggregation import RoleChange, take_role
-from lockstep.core.requests.budget import NewTokenRatio
-
-if TYPE_CHECKING:
-    from lockstep.core.features.data_parallel import Rounds
-    from lockstep.core.scheduler.engine import Engine
+from lockstep.core.features.disaggregation import Transfers
+from lockstep.core.features.sessions import Sessions
+from lockstep.core.features.view import AdminView
 
 LATER = None
 DONE = ""
@@ -69,118 +63,6 @@ SETTABLE = (
 """Settings that may change at run time. Intervals hold for requests that arrive from then on."""
 
 MAY_BE_UNSET = ("max_queued_requests", "chunked_prefill_size")
-
-
-def apply(engine: Engine, event: ControlRequested, step: Step) -> None:
-    """Do what was asked, or refuse with the reason."""
-    engine.now_us = event.time_us
-    control = event.control
-    if isinstance(control, GetState):
-        step.commands.append(ControlAnswered(event.control_id, True, stats=stats(engine)))
-        return
-    refused = HANDLERS[type(control)](engine, event.control_id, control, step)
-    if refused is not LATER:
-        step.commands.append(ControlAnswered(event.control_id, not refused, refused))
-
-
-def answer_drains(engine: Engine, step: Step, *, ok: bool, message: str = "") -> None:
-    """Answer everybody who waits for the end of a drain."""
-    for control_id in engine.drains:
-        step.commands.append(ControlAnswered(control_id, ok, message))
-    engine.drains = []
-
-
-# ------------------------------------------------------------------------------------------------- stop, empty, go on
-
-
-def _flush(engine: Engine, control_id: int, control: Flush, step: Step) -> str | None:
-    if engine.requests or engine.in_flight:
-        waiting = len(engine.waiting) + len(engine.held)
-        running = len(engine.requests) - waiting
-        return f"not idle: {waiting} waiting, {running} running, {len(engine.in_flight)} in flight"
-    if engine.memory.tiers is not None and engine.memory.tiers.operations:
-        return f"not idle: pages move between cache tiers, in {len(engine.memory.tiers.operations)} operations"
-    engine.sessions.lose_kv(engine)
-    engine.memory.empty_cache("flush", step)
-    return DONE
-
-
-def _pause(engine: Engine, control_id: int, control: Pause, step: Step) -> str | None:
-    engine.paused = True
-    if control.mode == "cancel":
-        engine.cancel_all(list(engine.requests.values()), step)
-    elif control.mode == "retract":
-        engine.retract_all("pause", step)
-    if engine.requests:
-        answer_drains(engine, step, ok=False, message="paused before everything had ended")
-    return DONE
-
-
-def _resume(engine: Engine, control_id: int, control: Resume, step: Step) -> str | None:
-    engine.paused = False
-    engine.draining = False
-    answer_drains(engine, step, ok=False, message="resumed before everything had ended")
-    if engine.transfers is not None and engine.transfers.change is not None:
-        changing, engine.transfers.change = engine.transfers.change, None
-        step.commands.append(ControlAnswered(changing.control_id, False, "resumed before everything had ended"))
-    return DONE
-
-
-def _drain(engine: Engine, control_id: int, control: Drain, step: Step) -> str | None:
-    if engine.paused and engine.requests:
-        return f"paused with {len(engine.requests)} requests unfinished; resume first"
-    engine.draining = True
-    engine.drains.append(control_id)  # answered by the engine once nothing is left, perhaps in this very step
-    return LATER
-
-
-def _cancel_many(engine: Engine, control_id: int, control: CancelMany, step: Step) -> str | None:
-    ids = dict.fromkeys(control.request_ids)
-    engine.cancel_all([engine.requests[request_id] for request_id in ids if request_id in engine.requests], step)
-    return DONE
-
-
-def _cancel_all(engine: Engine, control_id: int, control: CancelAll, step: Step) -> str | None:
-    engine.cancel_all(list(engine.requests.values()), step)
-    return DONE
-
-
-# ---------------------------------------------------------------------------------------------------------- the device
-
-
-def _maintain(
-    engine: Engine, control_id: int, control: UpdateWeights | ReleaseMemory | ResumeMemory, step: Step
-) -> str | None:
-    refused = objection(engine, control)
-    if refused:
-        return refused
-    engine.maintenance.jobs.append(Job(control_id, control))
-    return LATER
-
-
-def _profile(engine: Engine, control_id: int, control: Profile, step: Step) -> str | None:
-    pace = engine.pace
-    if control.action == "stop":
-        if not pace.profiling:
-            return "no profile is running"
-        pace.end_profile(step)
-        return DONE
-    if pace.profiling:
-        return "a profile is running already; stop it first"
-    if control.launches is not None and control.launches < 1:
-        return f"`launches` must be at least 1 or left out, got {control.launches}"
-    pace.profiling = True
-    pace.profile_launches_left = control.launches
-    step.commands.append(StartProfile())
-    return DONE
-
-
-def _freeze(engine: Engine, control_id: int, control: FreezeGc, step: Step) -> str | None:
-    step.commands.append(FreezeHeap())
-    return DONE
-
-
-# ------------------------------------------------------------------------------------------------------------ settings
 
 
 class Pace(msgspec.Struct):
@@ -204,163 +86,240 @@ class Pace(msgspec.Struct):
             if not self.profile_launches_left:
                 self.end_profile(step)
 
+    def restarted(self) -> None:
+        """The device is new: a profile ended with the one that took it."""
+        self.profiling, self.profile_launches_left = False, None
+
     def end_profile(self, step: Step) -> None:
         self.profiling = False
         self.profile_launches_left = None
         step.commands.append(StopProfile())
 
 
-def _slow_down(engine: Engine, control_id: int, control: SlowDown, step: Step) -> str | None:
-    if control.gap_us < 0:
-        return f"`gap_us` must be 0 or more, got {control.gap_us}"
-    engine.pace.gap_us = control.gap_us
-    engine.pace.not_before_us = engine.now_us + control.gap_us
-    return DONE
-
-
-def _set_state(engine: Engine, control_id: int, control: SetState, step: Step) -> str | None:
-    name, value = control.name, control.value
-    if name not in SETTABLE:
-        return f"`{name}` cannot change at run time; what can: {', '.join(SETTABLE)}"
-    if value is None and name not in MAY_BE_UNSET:
-        return f"`{name}` must be a number, got none"
-    if isinstance(value, float) and name != "schedule_conservativeness":
-        return f"`{name}` must be a whole number, got `{value}`"
-    rows = engine.memory.table.rows_max
-    try:
-        config = msgspec.structs.replace(engine.config, **{name: value, "request_rows": rows})
-    except ConfigError as error:
-        return str(error).replace("\n", "; ")
-    engine.config = config
-    if name == "schedule_conservativeness":
-        engine.ratio = NewTokenRatio(config.schedule_conservativeness)
-    engine.batch_is_full = False
-    return DONE
-
-
-def _switch_role(engine: Engine, control_id: int, control: SwitchRole, step: Step) -> str | None:
-    transfers = len(engine.transfers.all) if engine.transfers is not None else 0
-    if engine.requests or engine.in_flight or transfers:
-        requests, batches = len(engine.requests), len(engine.in_flight)
-        return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
-    if engine.ranks is not None:
-        return _of_ranks(engine.ranks)
-    return take_role(engine, control.role)
-
-
-def _of_ranks(rounds: Rounds) -> str:
-    return f"it is one of {rounds.ranks} data-parallel ranks, whose role none of them changes alone"
-
-
-def _change_role(engine: Engine, control_id: int, control: ChangeRole, step: Step) -> str | None:
-    transfers = engine.transfers
-    if transfers is None:
-        return "it is no prefill or decode engine: drain it, then switch its role"
-    if engine.ranks is not None:
-        return _of_ranks(engine.ranks)
-    if transfers.change is not None:
-        return f"its role is being changed to {transfers.change.role} already"
-    if control.within_us < 0:
-        return f"`within_us` must be 0 or more, got {control.within_us}"
-    if control.role == engine.config.role:
-        return DONE
-    refused = take_role(engine, control.role, tried=True)
-    if refused:
-        return refused
-    transfers.change = RoleChange(control_id, control.role, engine.now_us + control.within_us)
-    return LATER
-
-
-# ------------------------------------------------------------------------------------------------------------ sessions
-
-
-def _open_session(engine: Engine, control_id: int, control: OpenSession, step: Step) -> str | None:
-    transfers = engine.transfers
-    if transfers is not None and transfers.sends:
-        return "this is a prefill engine: sessions live on decode engines, and their turns come here as whole prompts"
-    if transfers is not None and transfers.change is not None:
-        return f"its role is being changed to {transfers.change.role}; open it elsewhere"
-    return engine.sessions.begin(engine, control)
-
-
-def _close_session(engine: Engine, control_id: int, control: CloseSession, step: Step) -> str | None:
-    return engine.sessions.end(engine, control.session, "closed", step)
-
-
-# ------------------------------------------------------------------------------------------------------------ adapters
-
 NO_LORA = "LoRA is off (`max_loras` is not set)"
 
 
-def _load_adapter(engine: Engine, control_id: int, control: LoadAdapterControl, step: Step) -> str | None:
-    adapters = engine.memory.adapters
-    return adapters.register(control) if adapters is not None else NO_LORA
+class Controls:
+    """Control requests, and what operators set with them: pause, drain, the pace of launches."""
+
+    def __init__(
+        self, scheduler: AdminView, sessions: Sessions, transfers: Transfers, maintenance: Maintenance
+    ) -> None:
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._transfers = transfers
+        self._maintenance = maintenance
+        self._ranks = 1 if scheduler.config.dp_ranks is msgspec.UNSET else scheduler.config.dp_ranks
+        self.paused = False
+        self.draining = False
+        self.drains: list[int] = []  # control ids that are answered once everything has ended
+        self.pace = Pace()
+
+    def load(self, paused: bool, draining: bool, drains: list[int], pace: Pace) -> None:
+        """Become what a snapshot stored."""
+        self.paused, self.draining, self.drains, self.pace = paused, draining, drains, pace
+
+    def apply(self, event: ControlRequested, step: Step) -> None:
+        """Do what was asked, or refuse with the reason."""
+        control = event.control
+        if isinstance(control, GetState):
+            step.commands.append(ControlAnswered(event.control_id, True, stats=self._scheduler.stats()))
+            return
+        refused = HANDLERS[type(control)](self, event.control_id, control, step)
+        if refused is not LATER:
+            step.commands.append(ControlAnswered(event.control_id, not refused, refused))
+
+    def answer_drains(self, step: Step, *, ok: bool, message: str = "") -> None:
+        """Answer everybody who waits for the end of a drain."""
+        for control_id in self.drains:
+            step.commands.append(ControlAnswered(control_id, ok, message))
+        self.drains = []
+
+    # ----------------------------------------------------------------------------------------------- stop, empty, go on
+
+    def _flush(self, control_id: int, control: Flush, step: Step) -> str | None:
+        if self._scheduler.requests or self._scheduler.in_flight:
+            waiting = len(self._scheduler.waiting) + len(self._scheduler.held)
+            running = len(self._scheduler.requests) - waiting
+            return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
+        tiers = self._scheduler.memory.tiers
+        if tiers.operations:
+            return f"not idle: pages move between cache tiers, in {len(tiers.operations)} operations"
+        self._scheduler.void_kv()
+        self._scheduler.memory.empty_cache("flush", step)
+        return DONE
+
+    def _pause(self, control_id: int, control: Pause, step: Step) -> str | None:
+        self.paused = True
+        if control.mode == "cancel":
+            self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
+        elif control.mode == "retract":
+            self._scheduler.retract_all("pause", step)
+        if self._scheduler.requests:
+            self.answer_drains(step, ok=False, message="paused before everything had ended")
+        return DONE
+
+    def _resume(self, control_id: int, control: Resume, step: Step) -> str | None:
+        self.paused = False
+        self.draining = False
+        self.answer_drains(step, ok=False, message="resumed before everything had ended")
+        self._transfers.keep_role(step)
+        return DONE
+
+    def _drain(self, control_id: int, control: Drain, step: Step) -> str | None:
+        if self.paused and self._scheduler.requests:
+            return f"paused with {len(self._scheduler.requests)} requests unfinished; resume first"
+        self.draining = True
+        self.drains.append(control_id)  # answered by the engine once nothing is left, perhaps in this very step
+        return LATER
+
+    def _cancel_many(self, control_id: int, control: CancelMany, step: Step) -> str | None:
+        ids = dict.fromkeys(control.request_ids)
+        self._scheduler.cancel_all(
+            [self._scheduler.requests[request_id] for request_id in ids if request_id in self._scheduler.requests], step
+        )
+        return DONE
+
+    def _cancel_all(self, control_id: int, control: CancelAll, step: Step) -> str | None:
+        self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
+        return DONE
+
+    # ------------------------------------------------------------------------------------------------------- the device
+
+    def _maintain(
+        self, control_id: int, control: UpdateWeights | ReleaseMemory | ResumeMemory, step: Step
+    ) -> str | None:
+        refused = self._maintenance.objection(control)
+        if refused:
+            return refused
+        self._maintenance.jobs.append(Job(control_id, control))
+        return LATER
+
+    def _profile(self, control_id: int, control: Profile, step: Step) -> str | None:
+        pace = self.pace
+        if control.action == "stop":
+            if not pace.profiling:
+                return "no profile is running"
+            pace.end_profile(step)
+            return DONE
+        if pace.profiling:
+            return "a profile is running already; stop it first"
+        if control.launches is not None and control.launches < 1:
+            return f"`launches` must be at least 1 or left out, got {control.launches}"
+        pace.profiling = True
+        pace.profile_launches_left = control.launches
+        step.commands.append(StartProfile())
+        return DONE
+
+    def _freeze(self, control_id: int, control: FreezeGc, step: Step) -> str | None:
+        step.commands.append(FreezeHeap())
+        return DONE
+
+    # --------------------------------------------------------------------------------------------------------- settings
+
+    def _slow_down(self, control_id: int, control: SlowDown, step: Step) -> str | None:
+        if control.gap_us < 0:
+            return f"`gap_us` must be 0 or more, got {control.gap_us}"
+        self.pace.gap_us = control.gap_us
+        self.pace.not_before_us = self._scheduler.now_us + control.gap_us
+        return DONE
+
+    def _set_state(self, control_id: int, control: SetState, step: Step) -> str | None:
+        name, value = control.name, control.value
+        if name not in SETTABLE:
+            return f"`{name}` cannot change at run time; what can: {', '.join(SETTABLE)}"
+        if value is None and name not in MAY_BE_UNSET:
+            return f"`{name}` must be a number, got none"
+        if isinstance(value, float) and name != "schedule_conservativeness":
+            return f"`{name}` must be a whole number, got `{value}`"
+        rows = self._scheduler.memory.table.rows_max
+        try:
+            config = msgspec.structs.replace(self._scheduler.config, **{name: value, "request_rows": rows})
+        except ConfigError as error:
+            return str(error).replace("\n", "; ")
+        self._scheduler.reconfigure(config)
+        if name == "schedule_conservativeness":
+            self._scheduler.reset_ratio()
+        self._scheduler.retry_admission()
+        return DONE
+
+    def _switch_role(self, control_id: int, control: SwitchRole, step: Step) -> str | None:
+        transfers = len(self._transfers.all)
+        if self._scheduler.requests or self._scheduler.in_flight or transfers:
+            requests, batches = len(self._scheduler.requests), len(self._scheduler.in_flight)
+            return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
+        if self._ranks > 1:
+            return self._of_ranks()
+        return self._transfers.switch_role(control.role)
+
+    def _of_ranks(self) -> str:
+        return f"it is one of {self._ranks} data-parallel ranks, whose role none of them changes alone"
+
+    def _change_role(self, control_id: int, control: ChangeRole, step: Step) -> str | None:
+        transfers = self._transfers
+        if not transfers.hands_over:
+            return "it is no prefill or decode engine: drain it, then switch its role"
+        if self._ranks > 1:
+            return self._of_ranks()
+        if transfers.change is not None:
+            return f"its role is being changed to {transfers.change.role} already"
+        if control.within_us < 0:
+            return f"`within_us` must be 0 or more, got {control.within_us}"
+        if control.role == self._scheduler.config.role:
+            return DONE
+        refused = transfers.switch_role(control.role, tried=True)
+        if refused:
+            return refused
+        transfers.change_role(control_id, control.role, control.within_us)
+        return LATER
+
+    # --------------------------------------------------------------------------------------------------------- sessions
+
+    def _open_session(self, control_id: int, control: OpenSession, step: Step) -> str | None:
+        transfers = self._transfers
+        if transfers.sends:
+            return (
+                "this is a prefill engine: sessions live on decode engines, and their turns come here as whole prompts"
+            )
+        if transfers.change is not None:
+            return f"its role is being changed to {transfers.change.role}; open it elsewhere"
+        return self._sessions.begin(control)
+
+    def _close_session(self, control_id: int, control: CloseSession, step: Step) -> str | None:
+        return self._sessions.end(control.session, "closed", step)
+
+    # --------------------------------------------------------------------------------------------------------- adapters
+
+    def _load_adapter(self, control_id: int, control: LoadAdapterControl, step: Step) -> str | None:
+        adapters = self._scheduler.memory.adapters
+        return adapters.register(control) if adapters.present else NO_LORA
+
+    def _unload_adapter(self, control_id: int, control: UnloadAdapterControl, step: Step) -> str | None:
+        adapters = self._scheduler.memory.adapters
+        if not adapters.present:
+            return NO_LORA
+        return adapters.withdraw(control.adapter, control_id) or LATER
 
 
-def _unload_adapter(engine: Engine, control_id: int, control: UnloadAdapterControl, step: Step) -> str | None:
-    adapters = engine.memory.adapters
-    if adapters is None:
-        return NO_LORA
-    return adapters.withdraw(control.adapter, control_id) or LATER
-
-
-HANDLERS: dict[type, Callable[[Engine, int, Any, Step], str | None]] = {
-    Flush: _flush,
-    Pause: _pause,
-    Resume: _resume,
-    Drain: _drain,
-    CancelMany: _cancel_many,
-    CancelAll: _cancel_all,
-    UpdateWeights: _maintain,
-    ReleaseMemory: _maintain,
-    ResumeMemory: _maintain,
-    Profile: _profile,
-    FreezeGc: _freeze,
-    SetState: _set_state,
-    SlowDown: _slow_down,
-    SwitchRole: _switch_role,
-    ChangeRole: _change_role,
-    OpenSession: _open_session,
-    CloseSession: _close_session,
-    LoadAdapterControl: _load_adapter,
-    UnloadAdapterControl: _unload_adapter,
+HANDLERS: dict[type, Callable[[Controls, int, Any, Step], str | None]] = {
+    Flush: Controls._flush,
+    Pause: Controls._pause,
+    Resume: Controls._resume,
+    Drain: Controls._drain,
+    CancelMany: Controls._cancel_many,
+    CancelAll: Controls._cancel_all,
+    UpdateWeights: Controls._maintain,
+    ReleaseMemory: Controls._maintain,
+    ResumeMemory: Controls._maintain,
+    Profile: Controls._profile,
+    FreezeGc: Controls._freeze,
+    SetState: Controls._set_state,
+    SlowDown: Controls._slow_down,
+    SwitchRole: Controls._switch_role,
+    ChangeRole: Controls._change_role,
+    OpenSession: Controls._open_session,
+    CloseSession: Controls._close_session,
+    LoadAdapterControl: Controls._load_adapter,
+    UnloadAdapterControl: Controls._unload_adapter,
 }
-
-
-# ------------------------------------------------------------------------------------------------------------- restart
-
-
-def restart(engine: Engine, event: EngineRestarted, step: Step) -> None:
-    """The device state is gone: nothing is in flight or cached, and unfinished requests wait again, first.
-
-    Tokens delivered so far are kept; those sampled in flight are drawn again. Results of older generations are void.
-    A profile ends with the device that took it. Pause, drain, sessions and their tokens stay.
-    """
-    if event.generation <= engine.generation:
-        raise ContractError(f"restart into generation {event.generation}, but this is generation {engine.generation}")
-    engine.now_us = event.time_us
-    engine.generation = event.generation
-    engine.media.void()  # before anybody ends below: what that lets others ask for is not to replace what is gone
-    tiers, engine.memory.tiers = engine.memory.tiers, None  # what is given back below is worth no copy
-    if engine.transfers is not None:
-        engine.transfers.restarted(engine, step)
-    if engine.ranks is not None:
-        engine.ranks.restarted(event.generation)
-    line = engine.waiting
-    engine.waiting = []
-    if tiers is not None:
-        tiers.void(event.generation, step)
-    engine.retract_all("restart", step)
-    engine.in_flight.clear()
-    line = [request for request in line if not prerequisites.lost_media(engine, request)]
-    engine.waiting = sorted(engine.waiting, key=lambda request: request.request_id) + line
-    for request in list(engine.requests.values()):
-        if prerequisites.lost_media(engine, request):
-            prerequisites.await_media(engine, request, step)
-    engine.batch_is_full = False
-    engine.sessions.lose_kv(engine)
-    engine.memory.void(step)
-    engine.memory.tiers = tiers
-    engine.maintenance.restarted()
-    engine.pace.profiling, engine.pace.profile_launches_left = False, None
-    engine.grammars.ask_again(engine, step)
+"""What carries each control request out. Returns why it refuses, DONE, or LATER."""

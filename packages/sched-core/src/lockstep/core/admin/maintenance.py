@@ -22,17 +22,12 @@ what was done: the host brings up the weights of the newest version, and leaves 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory, ResumeDeviceMemory, Step, SwapWeights
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
-from lockstep.core.features import prerequisites
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
+from lockstep.core.features.view import AdminView
 
 MEMORY_TAGS = ("kv_cache", "weights")
 
@@ -51,33 +46,53 @@ class Job(msgspec.Struct):
         return not isinstance(self.control, UpdateWeights) or self.control.mode == "wait"
 
 
-class Maintenance(msgspec.Struct):
-    """The jobs of one engine, the first one first, and what is released."""
+class MaintenanceImage(msgspec.Struct):
+    """Maintenance in a snapshot."""
 
     jobs: list[Job] = []
     released: tuple[str, ...] = ()
-    still: bool = False  # nothing may be launched
-    admits: bool = True  # requests may start
+    still: bool = False
+    admits: bool = True
 
-    def newest_version(self, engine: Engine) -> int:
+
+class Maintenance:
+    """The jobs of one engine, the first one first, and what is released."""
+
+    def __init__(self, scheduler: AdminView) -> None:
+        self._scheduler = scheduler
+        self.jobs: list[Job] = []
+        self.released: tuple[str, ...] = ()
+        self.still = False  # nothing may be launched
+        self.admits = True  # requests may start
+
+    def image(self) -> MaintenanceImage:
+        """All of it."""
+        return MaintenanceImage(self.jobs, self.released, self.still, self.admits)
+
+    def load(self, image: MaintenanceImage) -> None:
+        """Become what `image` stored."""
+        self.jobs, self.released, self.still, self.admits = image.jobs, image.released, image.still, image.admits
+        self.tell_tiers()
+
+    def newest_version(self) -> int:
         """Of the weights there are and those asked for."""
         asked = [job.control.version for job in self.jobs if isinstance(job.control, UpdateWeights)]
-        return asked[-1] if asked else engine.memory.weights_version
+        return asked[-1] if asked else self._scheduler.memory.weights_version
 
-    def advance(self, engine: Engine, step: Step) -> None:
+    def advance(self, step: Step) -> None:
         """Begin and order what can be; answer jobs that have nothing to do. Called after every event."""
-        self._advance(engine, step)
+        self._advance(step)
         head = self.jobs[0] if self.jobs else None
         self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
         self.admits = not self.jobs and not self.released
-        self.tell_tiers(engine)
+        self.tell_tiers()
 
-    def tell_tiers(self, engine: Engine) -> None:
+    def tell_tiers(self) -> None:
         """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
-        if engine.memory.tiers is not None:
-            engine.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+        if self._scheduler.memory.tiers.present:
+            self._scheduler.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
 
-    def _advance(self, engine: Engine, step: Step) -> None:
+    def _advance(self, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:
             job = self.jobs[0]
             refused = self._refusal(job)
@@ -86,75 +101,65 @@ class Maintenance(msgspec.Struct):
                 continue
             if not job.begun:
                 job.begun = True
-                self._make_way(job, engine, step)
-            adapters = engine.memory.adapters
-            if engine.in_flight or (job.lets_run and engine.active) or (adapters is not None and adapters.loading):
+                self._make_way(job, step)
+            adapters = self._scheduler.memory.adapters
+            if self._scheduler.in_flight or (job.lets_run and self._scheduler.active) or adapters.loading:
                 return
-            if job.lets_run and engine.transfers is not None and engine.transfers.holds_pages:
+            if job.lets_run and self._scheduler.transfers_hold_pages:
                 return
-            if engine.memory.tiers is not None and engine.memory.tiers.device_busy:
+            if self._scheduler.memory.tiers.device_busy:
                 return
-            self._order(job, engine, step)
+            self._order(job, step)
 
-    def swapped(self, engine: Engine, event: WeightsSwapped, step: Step) -> None:
+    def swapped(self, event: WeightsSwapped, step: Step) -> None:
         """The host loaded the weights, or kept those before."""
-        if event.generation < engine.generation:
-            engine.now_us = event.time_us  # from before a restart: void
-            return
-        control = self._ordered(engine, event)
+        if event.generation < self._scheduler.generation:
+            return  # from before a restart: void
+        control = self._ordered(event)
         if not isinstance(control, UpdateWeights) or control.version != event.version:
             raise ContractError(f"weights {event.version} were swapped, but {control} was ordered")
-        engine.now_us = event.time_us
         if not event.error:
-            engine.sessions.lose_kv(engine)
-            engine.memory.change_weights(event.version, step)
-            for request in engine.requests.values():
-                if request.row < 0:
-                    request.namespace = engine.memory.keyed(request.namespace)
-                    request.matched = None
-            prerequisites.weights_changed(engine, step)
-            if engine.transfers is not None:
-                engine.transfers.weights_changed(engine, step)
+            self._scheduler.void_kv()
+            self._scheduler.memory.change_weights(event.version, step)
+            self._scheduler.weights_changed(step)
         self._answer(step, event.error)
-        self.advance(engine, step)
+        self.advance(step)
 
-    def switched(self, engine: Engine, event: MemorySwitched, step: Step) -> None:
+    def switched(self, event: MemorySwitched, step: Step) -> None:
         """The host gave memory back or took it again, or could not."""
-        if event.generation < engine.generation:
-            engine.now_us = event.time_us  # from before a restart: void
-            return
-        control = self._ordered(engine, event)
+        if event.generation < self._scheduler.generation:
+            return  # from before a restart: void
+        control = self._ordered(event)
         expected = ReleaseMemory if event.released else ResumeMemory
         if not isinstance(control, expected) or event.tags != self._to_switch(control):
             raise ContractError(f"memory of {event.tags} was switched, but {control} was ordered")
-        engine.now_us = event.time_us
         if not event.error:
             left = [tag for tag in self.released if tag not in event.tags]
             self.released = (*left, *event.tags) if event.released else tuple(left)
         self._answer(step, event.error)
-        self.advance(engine, step)
+        self.advance(step)
 
     def restarted(self) -> None:
         """The device is new: what it was told and did not answer is told again."""
         for job in self.jobs:
             job.ordered = False
 
-    def _ordered(
-        self, engine: Engine, event: WeightsSwapped | MemorySwitched
-    ) -> UpdateWeights | ReleaseMemory | ResumeMemory:
+    def _ordered(self, event: WeightsSwapped | MemorySwitched) -> UpdateWeights | ReleaseMemory | ResumeMemory:
         """The order that the event answers, if it can."""
-        if event.generation > engine.generation:
-            raise ContractError(f"{type(event).__name__} of generation {event.generation}, this is {engine.generation}")
+        if event.generation > self._scheduler.generation:
+            raise ContractError(
+                f"{type(event).__name__} of generation {event.generation}, this is {self._scheduler.generation}"
+            )
         if not self.jobs or not self.jobs[0].ordered:
             raise ContractError(f"{type(event).__name__}, but nothing of the kind was ordered")
         return self.jobs[0].control
 
-    def _make_way(self, job: Job, engine: Engine, step: Step) -> None:
+    def _make_way(self, job: Job, step: Step) -> None:
         """Do to those that run what the job's mode asks for."""
         if isinstance(job.control, UpdateWeights) and job.control.mode == "retract":
-            engine.retract_all("weights", step)
+            self._scheduler.retract_all("weights", step)
         elif isinstance(job.control, UpdateWeights) and job.control.mode == "cancel":
-            engine.cancel_all(list(engine.requests.values()), step)
+            self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
 
     def _refusal(self, job: Job) -> str:
         if isinstance(job.control, UpdateWeights) and "weights" in self.released:
@@ -165,19 +170,19 @@ class Maintenance(msgspec.Struct):
         """Whether there is nothing left to do for it."""
         return not isinstance(job.control, UpdateWeights) and not self._to_switch(job.control)
 
-    def _order(self, job: Job, engine: Engine, step: Step) -> None:
+    def _order(self, job: Job, step: Step) -> None:
         """Tell the host."""
-        generation = engine.generation
+        generation = self._scheduler.generation
         match job.control:
             case UpdateWeights(version, source):
                 step.commands.append(SwapWeights(version, source, generation))
             case ReleaseMemory():
                 tags = self._to_switch(job.control)
                 if "kv_cache" in tags:
-                    engine.sessions.lose_kv(engine)
-                    engine.memory.empty_cache("release", step)
-                if "weights" in tags and engine.memory.adapters is not None:
-                    engine.memory.adapters.void()
+                    self._scheduler.void_kv()
+                    self._scheduler.memory.empty_cache("release", step)
+                if "weights" in tags:
+                    self._scheduler.memory.adapters.void()
                 step.commands.append(ReleaseDeviceMemory(tags, generation))
             case ResumeMemory():
                 step.commands.append(ResumeDeviceMemory(self._to_switch(job.control), generation))
@@ -191,17 +196,17 @@ class Maintenance(msgspec.Struct):
     def _answer(self, step: Step, refused: str) -> None:
         step.commands.append(ControlAnswered(self.jobs.pop(0).control_id, not refused, refused))
 
-
-def objection(engine: Engine, control: UpdateWeights | ReleaseMemory | ResumeMemory) -> str:
-    """Why a job can never be done as asked, or nothing."""
-    if isinstance(control, UpdateWeights):
-        newest = engine.maintenance.newest_version(engine)
-        if control.version <= newest:
-            return f"`version` is {control.version}; it must be above {newest}, the newest weights there are or to come"
-        return "" if control.source else "`source` is empty; name what to load"
-    if not control.tags:
-        return f"`tags` is empty; name {' or '.join(MEMORY_TAGS)}"
-    for tag in control.tags:
-        if tag not in MEMORY_TAGS:
-            return f"`tags` has {tag!r}; known are {', '.join(MEMORY_TAGS)}"
-    return ""
+    def objection(self, control: UpdateWeights | ReleaseMemory | ResumeMemory) -> str:
+        """Why a job can never be done as asked, or nothing."""
+        if isinstance(control, UpdateWeights):
+            newest = self.newest_version()
+            if control.version <= newest:
+                expected = f"it must be above {newest}, the newest weights there are or to come"
+                return f"`version` is {control.version}; {expected}"
+            return "" if control.source else "`source` is empty; name what to load"
+        if not control.tags:
+            return f"`tags` is empty; name {' or '.join(MEMORY_TAGS)}"
+        for tag in control.tags:
+            if tag not in MEMORY_TAGS:
+                return f"`tags` has {tag!r}; known are {', '.join(MEMORY_TAGS)}"
+        return ""

@@ -1,62 +1,14 @@
-"""How an engine stands and what it has done so far, and whether it still gets anywhere.
+"""A watchdog over the statistics of an engine: whether it still makes progress.
 
-`stats(engine)` is computed when somebody asks. What cannot be read off the state then is counted in `Counts`, which
-folds decided events: in a steady decode nothing is decided and nothing is counted.
-
-    watched = watch(watched, stats(engine), now_us)         after any event, or once a second
-    health = 200 if healthy(watched, now_us, stalled_us) else 503
+watched = watch(watched, engine.stats(), now_us)        after any event, or once a second
+health = 200 if healthy(watched, now_us, stalled_us) else 503
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from lockstep.core.contract.stats import Stats
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
-
-
-def stats(engine: Engine) -> Stats:
-    """How the engine stands now. The counts are a copy."""
-    memory, counts = engine.memory, engine.counts
-    cached = memory.radix.evictable_pages if memory.radix is not None else 0
-    free, pages = memory.pool.free_count, engine.config.pages
-    prefilling = int(engine.prefilling is not None)
-    looked_up = counts.cached_tokens + counts.new_tokens
-    ended = sum(counts.finished.values()) + sum(counts.rejected.values())
-    results = engine.next_batch_id - len(engine.in_flight)  # delivered, or lost in a restart
-    return Stats(
-        time_us=engine.now_us,
-        waiting=len(engine.waiting),
-        held=len(engine.held),
-        prefilling=prefilling,
-        running=engine.active - prefilling,
-        in_flight=len(engine.in_flight),
-        pages=pages,
-        pages_free=free,
-        pages_cached=cached,
-        pages_session_held=engine.sessions.pages_held_alone(),
-        token_usage=(pages - free - cached) / pages,
-        cache_hit_ratio=counts.cached_tokens / looked_up if looked_up else 0.0,
-        new_token_ratio=engine.ratio.value,
-        sessions=len(engine.sessions.open),
-        paused=engine.paused,
-        draining=engine.draining,
-        weights_version=memory.weights_version,
-        memory_released=engine.maintenance.released,
-        idle=not engine.requests and not engine.in_flight,
-        progress=engine.next_batch_id + results + counts.admitted + counts.retractions + ended,
-        launches=engine.next_batch_id,
-        decode_launches=engine.microbatches.decode_launches,
-        tokens_discarded=engine.tokens_discarded,
-        counts=msgspec.structs.replace(counts, finished=dict(counts.finished), rejected=dict(counts.rejected)),
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------- watchdog
 
 
 class Watched(NamedTuple):

@@ -867,9 +867,10 @@ def _settle_policy(config: SchedConfig) -> None:
                 f"{config.schedule_policy} is the core's own\nhint: drop schedule_policy_version"
             )
     elif not config.schedule_policy_version:
-        from lockstep.core.scheduler.policies import installed_version  # only installed policies need it
+        from lockstep.core.contract.policies import installed_version  # imports package metadata: only where needed
 
-        msgspec.structs.force_setattr(config, "schedule_policy_version", installed_version(config.schedule_policy))
+        version = installed_version(config.schedule_policy, SCHEDULE_POLICIES)
+        msgspec.structs.force_setattr(config, "schedule_policy_version", version)
 
 
 def _require_positive(config: SchedConfig) -> None:

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections import deque
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -48,7 +48,6 @@ from lockstep.core.contract.commands import (
     BatchPlan,
     HiddenSpan,
     HybridChanges,
-    LaunchBatch,
     LogprobSpan,
     ProposeBatch,
     Ranks,
@@ -58,13 +57,10 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
-from lockstep.core.features import grammars
+from lockstep.core.features.view import LaunchView
 from lockstep.core.kv.hybrid import everybody
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
 
 Counts = tuple[int, ...]
 """Of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run.
@@ -180,14 +176,14 @@ def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish
     return None
 
 
-def _is_full(engine: Engine) -> bool:
+def _is_full(scheduler: LaunchView) -> bool:
     """Whether nobody new may run: on this rank, or in the microbatch whose turn it is."""
-    if engine.active >= engine.config.max_running_requests:
+    if scheduler.active >= scheduler.config.max_running_requests:
         return True
-    if not engine.microbatches.has_place():
+    if not scheduler.microbatches.has_place():
         return True
-    hybrid = engine.memory.hybrid
-    return hybrid is not None and hybrid.full(everybody(engine))
+    hybrid = scheduler.memory.hybrid
+    return hybrid.full(everybody(scheduler))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
@@ -257,7 +253,8 @@ class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
 class Rounds:
     """One rank's part in agreeing on passes: what it proposed, and what all have decided so far."""
 
-    def __init__(self, config: SchedConfig) -> None:
+    def __init__(self, config: SchedConfig, scheduler: LaunchView) -> None:
+        self._scheduler = scheduler
         assert config.dp_ranks is not UNSET
         assert config.dp_rank is not UNSET
         self.ranks, self.rank = config.dp_ranks, config.dp_rank
@@ -281,11 +278,11 @@ class Rounds:
         """How long prompts have waited, in the microbatch that the round is about."""
         return self.delays[self.slot]
 
-    def launched(self, engine: Engine) -> int:
+    def launched(self) -> int:
         """Batches that are launched and not delivered, in the microbatch that the round is about."""
-        mine = len(engine.in_flight)
-        if engine.microbatches.several:
-            mine = sum(batch.plan.microbatch == self.slot for batch in engine.in_flight)
+        mine = len(self._scheduler.in_flight)
+        if self._scheduler.microbatches.several:
+            mine = sum(batch.plan.microbatch == self.slot for batch in self._scheduler.in_flight)
         return mine - (self.held is not None)
 
     def restarted(self, generation: int) -> None:
@@ -300,99 +297,101 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- proposals
 
-    def join_in(self, engine: Engine, step: Step) -> bool:
+    def join_in(self, step: Step) -> bool:
         """Propose without planning: the engine stands still, or its slots are taken. Returns False."""
-        if self._may_propose(engine):
-            self._propose(engine, step, wants=False)
+        if self._may_propose():
+            self._propose(step, wants=False)
         return False
 
-    def take_part(self, engine: Engine, step: Step) -> bool:
+    def take_part(self, step: Step) -> bool:
         """Plan, and propose that, if a slot is free. Returns whether there was a slot and nothing that could be run."""
-        if not self._may_propose(engine):
+        if not self._may_propose():
             return self.awaits_results
-        wants, running = False, engine.microbatches.current
+        wants, running = False, self._scheduler.microbatches.current
         if self.held is None:
-            wants = self._asks(engine) and not engine.decode_goes_first(running) and engine.would_extend(running)
+            wants = (
+                self._asks()
+                and not self._scheduler.decode_goes_first(running)
+                and self._scheduler.would_extend(running)
+            )
             if not wants:
-                self.held = engine.plan_next(step)
-        self._propose(engine, step, wants=wants)
+                self.held = self._scheduler.plan_next(step)
+        self._propose(step, wants=wants)
         return self.held is None and not wants
 
-    def _may_propose(self, engine: Engine) -> bool:
-        if self.proposed is not None or self.launched(engine) > engine.config.overlap_depth:
+    def _may_propose(self) -> bool:
+        if self.proposed is not None or self.launched() > self._scheduler.config.overlap_depth:
             return False
-        if engine.microbatches.at != self.slot:
+        if self._scheduler.microbatches.at != self.slot:
             return False  # another one's slot is offered, whose turn it is not
-        if self.awaits_results and self.launched(engine):
+        if self.awaits_results and self.launched():
             return False
         self.awaits_results = False
         return True
 
-    def _asks(self, engine: Engine) -> bool:
+    def _asks(self) -> bool:
         """Whether this rank says that it could extend before it plans to, because it may be told to wait."""
-        if self.extended and not engine.config.overlap_consecutive_prefills:
+        if self.extended and not self._scheduler.config.overlap_consecutive_prefills:
             return True
-        return self.rules_delay and engine.prefilling is None
+        return self.rules_delay and self._scheduler.prefilling is None
 
-    def _propose(self, engine: Engine, step: Step, *, wants: bool) -> None:
-        config, wish = engine.config, None
+    def _propose(self, step: Step, *, wants: bool) -> None:
+        config, wish = self._scheduler.config, None
         if self.rules_delay or not config.overlap_consecutive_prefills:
             low = config.prefill_delayer_token_usage_low_watermark
             wish = Wish(
                 wants=wants,
-                full=_is_full(engine),
-                starved=wants and isinstance(low, float) and engine.memory.all_below(low),
-                running=engine.running_batch.size,
-                in_flight=self.launched(engine),
-                time_us=engine.now_us,
+                full=_is_full(self._scheduler),
+                starved=wants and isinstance(low, float) and self._scheduler.memory.all_below(low),
+                running=self._scheduler.running_batch.size,
+                in_flight=self.launched(),
+                time_us=self._scheduler.now_us,
             )
         self.proposed, self.wish = counts_of(self.held), wish
         if self.tells_more:
             drafts = draft_passes_of(self.held.plan) if self.drafts_together and self.held is not None else 0
-            self.proposed += (drafts, len(engine.waiting), max(self.recent, default=0))
-        step.commands.append(ProposeBatch(self.round, self.proposed, wish, engine.generation, self.slot))
+            self.proposed += (drafts, len(self._scheduler.waiting), max(self.recent, default=0))
+        step.commands.append(ProposeBatch(self.round, self.proposed, wish, self._scheduler.generation, self.slot))
 
     # ------------------------------------------------------------------------------------------------------ agreements
 
-    def agreed(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
+    def agreed(self, event: RanksAgreed, step: Step) -> bool:
         """All have proposed: launch, or decide together who extends, and propose again.
 
         Returns whether prompts may go ahead and there is nothing to run.
         Raises: ContractError, changing nothing, for what cannot be.
         """
-        if event.generation < engine.generation:
-            engine.now_us = event.time_us  # from before a restart: void
-            return False
-        self._check(engine, event)
-        engine.now_us = event.time_us
-        if not engine.microbatches.several:
-            return self._fold(engine, event, step)
-        engine.begin_microbatch(self.slot)
-        found_nothing = self._fold(engine, event, step)
-        engine.end_microbatch()
+        if event.generation < self._scheduler.generation:
+            return False  # from before a restart: void
+        self._check(event)
+        if not self._scheduler.microbatches.several:
+            return self._fold(event, step)
+        self._scheduler.begin_microbatch(self.slot)
+        found_nothing = self._fold(event, step)
+        self._scheduler.end_microbatch()
         return found_nothing
 
-    def _fold(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
+    def _fold(self, event: RanksAgreed, step: Step) -> bool:
         self.proposed, self.round = None, self.round + 1
-        config, extends = engine.config, any(counts[2] for counts in event.counts)
+        config, extends = self._scheduler.config, any(counts[2] for counts in event.counts)
         wanting = sum(wish.wants for wish in event.wishes)
         if not config.overlap_consecutive_prefills and self.extended and (wanting or extends):
             if any(wish.in_flight for wish in event.wishes):
                 self.awaits_results = True  # until then nobody launches behind that extend, whoever it was
-                self._note(engine, ("awaits results", self.round))
+                self._note(("awaits results", self.round))
                 return False
         if wanting:
-            return self._decide(engine, event, step)
+            return self._decide(event, step)
         if self.delay.passes and not self.decided:
             self.delays[self.slot] = delayed(self.delay, "none", 0)
         self.decided = False
-        self._launch(engine, event, extends, step)
+        self._launch(event, extends, step)
         self.slot = (self.slot + 1) % self.slots
         return False
 
-    def _check(self, engine: Engine, event: RanksAgreed) -> None:
-        if event.generation > engine.generation:
-            raise ContractError(f"ranks of generation {event.generation} agreed, this is {engine.generation}")
+    def _check(self, event: RanksAgreed) -> None:
+        if event.generation > self._scheduler.generation:
+            raise ContractError(f"ranks of generation {event.generation} agreed, this is {self._scheduler.generation}")
         if self.proposed is None:
             raise ContractError(f"ranks agreed on round {event.round}, for which rank {self.rank} proposed nothing")
         if event.round != self.round:
@@ -414,10 +413,10 @@ class Rounds:
         if wish != self.wish:
             raise ContractError(f"round {event.round} says {wish} of rank {self.rank}, which said {self.wish}")
 
-    def _decide(self, engine: Engine, event: RanksAgreed, step: Step) -> bool:
+    def _decide(self, event: RanksAgreed, step: Step) -> bool:
         """Whether prompts go ahead: the same on every rank. Then plan what is left, and propose that."""
         time_us, before = event.wishes[0].time_us, self.delay
-        situation = situation_of(engine.config, before, event.counts, event.wishes)
+        situation = situation_of(self._scheduler.config, before, event.counts, event.wishes)
         self.delays[self.slot] = delayed(before, situation, time_us)
         allowed = not self.delay.passes
         since = before if allowed else self.delay
@@ -425,36 +424,38 @@ class Rounds:
         wanting = sum(wish.wants for wish in event.wishes)
         if self.rules_delay:
             step.decided.append(
-                PrefillNegotiated(engine.now_us, event.round, situation, allowed, wanting, since.passes, waited_us)
+                PrefillNegotiated(
+                    self._scheduler.now_us, event.round, situation, allowed, wanting, since.passes, waited_us
+                )
             )
-        self._note(engine, ("prompts", event.round, situation, allowed, since))
+        self._note(("prompts", event.round, situation, allowed, since))
         if not allowed and event.wishes[self.rank].wants:
-            engine.put_off_line(step)
-        if self.held is None and not engine.stands_still:
-            self.held = engine.plan_next(step, extends=allowed)
+            self._scheduler.defer_first(step)
+        if self.held is None and not self._scheduler.stands_still:
+            self.held = self._scheduler.plan_next(step, extends=allowed)
         self.decided = True
-        self._propose(engine, step, wants=False)
-        return allowed and self.held is None and not engine.stands_still
+        self._propose(step, wants=False)
+        return allowed and self.held is None and not self._scheduler.stands_still
 
-    def _launch(self, engine: Engine, event: RanksAgreed, extends: bool, step: Step) -> None:
+    def _launch(self, event: RanksAgreed, extends: bool, step: Step) -> None:
         tokens = tuple(counts[0] for counts in event.counts)
         batch, self.held = self.held, None
         if not any(tokens):
-            self._note(engine, ("nothing", event.round))
+            self._note(("nothing", event.round))
             return
         if batch is None:
             plan = BatchPlan(
-                batch_id=engine.next_number(),
+                batch_id=self._scheduler.next_number(),
                 mode="idle",
                 rows=NO_ROWS,
                 request_ids=NO_IDS,
                 starts=NO_ROWS,
                 stops=NO_ROWS,
-                generation=engine.generation,
+                generation=self._scheduler.generation,
                 microbatch=self.slot,
             )
             batch = InFlight(plan, [], EMPTY_BATCH, [])
-            engine.in_flight.append(batch)
+            self._scheduler.put_in_flight(batch)
         agreed = Ranks(
             round=event.round,
             tokens=tokens,
@@ -471,21 +472,13 @@ class Rounds:
         converts = extends and not plan.extend_rows and len(plan.rows)
         batch.plan = replace(plan, ranks=agreed, mode="mixed" if converts else plan.mode)
         self.extended = extends
-        self._note(engine, agreed.recorded)
-        if batch.samplers.constrained:
-            ahead = [other for other in engine.in_flight if other is not batch]
-            grammars.launch(batch, ahead, engine.memory.table.outputs, step)
-        else:
-            step.commands.append(LaunchBatch(batch.plan))
-        if engine.transfers is not None:
-            engine.transfers.give_parts(engine, batch, step)
-        if engine.pace.watches:
-            engine.pace.launched(engine.now_us, step)
+        self._note(agreed.recorded)
+        self._scheduler.launch(batch, step)
 
-    def _note(self, engine: Engine, decided: object) -> None:
+    def _note(self, decided: object) -> None:
         if self.slots > 1:
             decided = self.slot, decided
-        if engine.digests:
+        if self._scheduler.digests:
             self.digest = blake2b(self.digest + _encode(decided), digest_size=DIGEST_BYTES).digest()
 
     # ------------------------------------------------------------------------------------------------------- snapshots
@@ -515,7 +508,7 @@ class Rounds:
             delays=[(delay.passes, delay.since_us) for delay in self.delays] if self.slots > 1 else UNSET,
         )
 
-    def load(self, image: RoundsImage, engine: Engine) -> None:
+    def load(self, image: RoundsImage) -> None:
         """The state that `image` told of; batches in flight are there already."""
         self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
         self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
@@ -525,7 +518,7 @@ class Rounds:
         self.delays = [Delay(*delay) for delay in delays]
         self.recent.extend(image.recent if image.recent is not UNSET else ())
         if image.held is not None:
-            self.held = engine.in_flight[-1]
+            self.held = self._scheduler.in_flight[-1]
             spans = tuple(LogprobSpan(i, start, np.frombuffer(t, np.int32)) for i, start, t in image.held.logprob_spans)
             columns = image.held.hybrid
             hybrid = None if columns is UNSET else HybridChanges(*(np.frombuffer(one, np.int32) for one in columns))

@@ -30,8 +30,7 @@ nothing of the old role is left: no request, no batch, no transfer.
 
 from __future__ import annotations
 
-from heapq import heappush
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -50,7 +49,9 @@ from lockstep.core.contract.events import (
     TransferMoved,
     TransferState,
 )
-from lockstep.core.features import prerequisites
+from lockstep.core.features.prerequisites import Prerequisites
+from lockstep.core.features.sessions import Sessions
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.kv.radix import Match, RadixNode
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
@@ -58,9 +59,6 @@ from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
 
 Table = dict[tuple[TransferState, TransferCause], TransferState]
 
@@ -229,22 +227,37 @@ class TransferSettings(NamedTuple):
         )
 
 
+NO_TRANSFERS = TransferSettings("mixed", "", False, 0, 0, None, None)
+"""The settings of an engine that computes prompts and answers itself."""
+
+
 class Transfers:
     """The transfers of one engine, prefill or decode."""
 
-    def __init__(self, config: SchedConfig) -> None:
-        self.settings = settings = TransferSettings.of(config)
-        self.sends = settings.role == "prefill"
-        self.table = SENDER if self.sends else RECEIVER
-        self.first = FIRST[settings.role, settings.allocation]
+    def __init__(
+        self, config: SchedConfig, scheduler: SchedulerView, sessions: Sessions, prerequisites: Prerequisites
+    ) -> None:
+        self._scheduler = scheduler
+        self._sessions = sessions
+        self._prerequisites = prerequisites
         self.all: dict[RequestId, Transfer] = {}  # that are not over, in the order of their arrival
         self.rooms: dict[int, RequestId] = {}
         self.line: list[RequestId] = []  # who waits for a slot ("accepted"), or for pages too ("preallocating")
         self.ready: list[RequestId] = []  # who waits for a row, as their KV arrived
-        self.free_slots: list[int] = list(range(settings.slots - 1, -1, -1))
         self.change: RoleChange | None = None
+        self.sending = 0  # requests whose prompt is computed and only has to be sent yet
+        self._take_role(config)
 
-    # ------------------------------------------------------------------------------------------------------------- ask
+    def _take_role(self, config: SchedConfig) -> None:
+        """Serve the role of these settings. A mixed engine has no transfers: then nothing is ever in `all`."""
+        self.hands_over = config.hands_over
+        self.settings = settings = TransferSettings.of(config) if config.hands_over else NO_TRANSFERS
+        self.sends = settings.role == "prefill"
+        self.table = SENDER if self.sends else RECEIVER
+        self.first = FIRST.get((settings.role, settings.allocation), "bootstrap")
+        self.free_slots: list[int] = list(range(settings.slots - 1, -1, -1))
+
+    # -------------------------------------------------------------------------------------------------------------- ask
 
     def in_state(self, *states: TransferState) -> list[Transfer]:
         """The transfers in one of these states, by arrival."""
@@ -270,16 +283,16 @@ class Transfers:
         transfer = self.all.get(request.request_id)
         return transfer is not None and transfer.state in HELD
 
-    def ready_on(self, engine: Engine, adapter: Adapter) -> list[Request]:
+    def ready_on(self, adapter: Adapter) -> list[Request]:
         """Who is ready and runs on this adapter."""
-        ready = [engine.requests[request_id] for request_id in self.ready]
+        ready = [self._scheduler.requests[request_id] for request_id in self.ready]
         return [request for request in ready if request.adapter == adapter]
 
-    def adapters_wanted(self, engine: Engine) -> list[Adapter]:
+    def adapters_wanted(self) -> list[Adapter]:
         """Of those who are ready, as long as they may start: they hold pages, so they go before anybody in the line."""
-        if engine.maintenance.still:
+        if self._scheduler.launches_blocked:
             return []
-        return [engine.requests[request_id].adapter for request_id in self.ready]
+        return [self._scheduler.requests[request_id].adapter for request_id in self.ready]
 
     def is_sent(self, request: Request) -> bool:
         """Whether its prompt is computed and it only waits until it was sent."""
@@ -309,114 +322,117 @@ class Transfers:
         if not event.max_new_tokens:
             raise RequestRefused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
 
-    def take_in(self, engine: Engine, request: Request, event: RequestArrived, step: Step) -> None:
+    def take_in(self, request: Request, event: RequestArrived, step: Step) -> None:
         """An accepted request is held: until the other side is there, or for pages."""
         if event.transfer_room is None:
             return
         transfer = Transfer(request.request_id, event.transfer_room, self.first)
         self.all[request.request_id] = transfer
         self.rooms[transfer.room] = request.request_id
-        engine.hold(request)
-        self._enter(engine, transfer, step)
+        self._scheduler.hold(request)
+        self._enter(transfer, step)
 
-    def turn_began(self, engine: Engine, request: Request, step: Step) -> None:
+    def turn_began(self, request: Request, step: Step) -> None:
         """A turn has its prompt now: the prefill engine may be told, and has so long to be heard of."""
         transfer = self.all.get(request.request_id)
         if transfer is not None and transfer.state == "awaited":
-            self._set_due(engine, transfer, self.settings.bootstrap_timeout_us, step)
+            self._set_due(transfer, self.settings.bootstrap_timeout_us, step)
 
-    def ended(self, engine: Engine, request: Request, step: Step) -> None:
+    def ended(self, request: Request, step: Step) -> None:
         """A request ends while its transfer goes on: the other side is told, and what it touches is kept for it."""
         transfer = self.all.get(request.request_id)
         if transfer is not None and transfer.state != "quarantined":
-            self._abandon(engine, transfer, step)
+            self._abandon(transfer, step)
 
-    def expired(self, engine: Engine, request: Request, step: Step) -> None:
+    def expired(self, request: Request, step: Step) -> None:
         """A transfer took too long in its state."""
-        self._abandon(engine, self.all[request.request_id], step)
-        self._lost(engine, request, step)
+        self._abandon(self.all[request.request_id], step)
+        self._lost(request, step)
 
-    def weights_changed(self, engine: Engine, step: Step) -> None:
+    def weights_changed(self, step: Step) -> None:
         """KV of the weights before is no good with these: what arrived is computed again, what is half sent fails.
 
         Nothing is in flight. What was computed to its end before goes on being sent, with its version.
         """
         for transfer in self.in_state("waiting", "sending", "ready"):
-            request = engine.requests[transfer.request_id]
+            request = self._scheduler.requests[transfer.request_id]
             if transfer.state == "ready":
-                self.give_up(engine, request, step)
+                self.give_up(request, step)
             elif request.row >= 0:
-                engine.finish(request, "transfer", step)
+                self._scheduler.finish(request, "transfer", step)
 
-    def restarted(self, engine: Engine, step: Step) -> None:
+    def restarted(self, step: Step) -> None:
         """The device is gone, and with it all that was on its way from it or to it, and who touched it."""
         for transfer in list(self.all.values()):
-            request = engine.requests.get(transfer.request_id)
+            request = self._scheduler.requests.get(transfer.request_id)
             if transfer.state != "quarantined":
-                self._abandon(engine, transfer, step)
+                self._abandon(transfer, step)
                 assert request is not None
-                self._lost(engine, request, step, asks=False)
+                self._lost(request, step, asks=False)
             if transfer.state == "quarantined":
-                self._move(engine, transfer, "failed", step)
+                self._move(transfer, "failed", step)
 
-    def give_up(self, engine: Engine, request: Request, step: Step) -> None:
+    def give_up(self, request: Request, step: Step) -> None:
         """Take the pages of a request that is ready back: it joins the line and is computed here."""
-        self._abandon(engine, self.all[request.request_id], step)
-        self._compute_here(engine, request, step)
+        self._abandon(self.all[request.request_id], step)
+        self._compute_here(request, step)
 
-    def makes_way(self, engine: Engine, step: Step) -> bool:
+    def makes_way(self, step: Step) -> bool:
         """Take windows back for a split prompt, which nobody else will give any: of the newest who gets no row.
 
         Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
         """
-        held_up = engine.memory.hybrid is not None and not engine.in_flight and not engine.everybody[0].size
+        held_up = (
+            self._scheduler.memory.hybrid.present
+            and not self._scheduler.in_flight
+            and not self._scheduler.everybody[0].size
+        )
         if held_up and self.ready:
-            self.give_up(engine, engine.requests[self.ready[-1]], step)
+            self.give_up(self._scheduler.requests[self.ready[-1]], step)
             return True
         return False
 
-    def give_up_all(self, engine: Engine, step: Step) -> None:
+    def give_up_all(self, step: Step) -> None:
         """The same for everybody who is ready."""
         for transfer in self.in_state("ready"):
-            self.give_up(engine, engine.requests[transfer.request_id], step)
+            self.give_up(self._scheduler.requests[transfer.request_id], step)
 
-    def _lost(self, engine: Engine, request: Request, step: Step, *, asks: bool = True) -> None:
+    def _lost(self, request: Request, step: Step, *, asks: bool = True) -> None:
         """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends.
 
         `asks`: for its media now; in a restart everybody does that later.
         """
         if self.sends or not self.settings.recompute:
-            engine.finish(request, "transfer", step, flush=True)
+            self._scheduler.finish(request, "transfer", step, flush=True)
         elif asks:
-            self._compute_here(engine, request, step)
+            self._compute_here(request, step)
         else:
-            engine.join_line(request)
+            self._scheduler.join_queue(request)
 
-    @staticmethod
-    def _compute_here(engine: Engine, request: Request, step: Step) -> None:
+    def _compute_here(self, request: Request, step: Step) -> None:
         """Its prompt is computed on this engine: it joins the line, once an encoder has seen its media."""
-        if prerequisites.lost_media(engine, request):
-            prerequisites.await_media(engine, request, step)
-        engine.join_line(request)
+        if self._prerequisites.lost_media(request):
+            self._prerequisites.await_media(request, step)
+        self._scheduler.join_queue(request)
 
-    def _abandon(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+    def _abandon(self, transfer: Transfer, step: Step) -> None:
         """This side wants no more of a transfer."""
         if transfer.state != "ready":
             step.commands.append(CancelTransfer(transfer.request_id))
-        self._forget_sent(engine, transfer)
-        self._move(engine, transfer, "abandoned", step)
+        self._forget_sent(transfer)
+        self._move(transfer, "abandoned", step)
 
-    def _forget_sent(self, engine: Engine, transfer: Transfer) -> FinishReason:
+    def _forget_sent(self, transfer: Transfer) -> FinishReason:
         """Its request is no longer one that only waits until it was sent. Returns how its first token ended it."""
         ends = transfer.ends or "transfer"
         if transfer.ends is not None:
-            engine.sending -= 1
+            self.sending -= 1
             transfer.ends = None
         return ends
 
     # -------------------------------------------------------------------------------------------------- along the table
 
-    def _move(self, engine: Engine, transfer: Transfer, cause: TransferCause, step: Step) -> None:
+    def _move(self, transfer: Transfer, cause: TransferCause, step: Step) -> None:
         """Move along the table. Raises InvariantError for a pair that it does not have."""
         following = self.table.get((transfer.state, cause))
         if following is None:
@@ -425,16 +441,16 @@ class Transfers:
             if transfer.request_id in waiting:
                 waiting.remove(transfer.request_id)
         if following != transfer.state:
-            step.decided.append(TransferMoved(engine.now_us, transfer.request_id, following, cause))
+            step.decided.append(TransferMoved(self._scheduler.now_us, transfer.request_id, following, cause))
         transfer.state = following
-        self._enter(engine, transfer, step)
+        self._enter(transfer, step)
 
-    def _enter(self, engine: Engine, transfer: Transfer, step: Step) -> None:
+    def _enter(self, transfer: Transfer, step: Step) -> None:
         """What comes with being in a state: a place in a line, a time by which it must end, what is given back."""
         timeout_us = None
         match transfer.state:
             case "bootstrap" | "awaited":
-                if not _waits_for_turn(engine, engine.requests[transfer.request_id]):
+                if not self._scheduler.waits_for_turn(self._scheduler.requests[transfer.request_id]):
                     timeout_us = self.settings.bootstrap_timeout_us
             case "receiving" | "in_flight":
                 timeout_us = self.settings.transfer_timeout_us
@@ -444,28 +460,26 @@ class Transfers:
                 self.ready.append(transfer.request_id)
                 self._free_slot(transfer)
             case "quarantined":
-                self._unlock(engine, transfer, step)
+                self._unlock(transfer, step)
             case "over":
-                self._unlock(engine, transfer, step)
+                self._unlock(transfer, step)
                 self._free_slot(transfer)
-                engine.memory.take_back(transfer.request_id, transfer.pages, step)
-                engine.batch_is_full = False
+                self._scheduler.memory.take_back(transfer.request_id, transfer.pages, step)
+                self._scheduler.retry_admission()
                 del self.all[transfer.request_id]
                 del self.rooms[transfer.room]
-        self._set_due(engine, transfer, timeout_us, step)
+        self._set_due(transfer, timeout_us, step)
 
-    @staticmethod
-    def _set_due(engine: Engine, transfer: Transfer, timeout_us: int | None, step: Step) -> None:
-        transfer.due_us = engine.now_us + timeout_us if timeout_us is not None else None
+    def _set_due(self, transfer: Transfer, timeout_us: int | None, step: Step) -> None:
+        transfer.due_us = self._scheduler.now_us + timeout_us if timeout_us is not None else None
         if transfer.due_us is not None:
-            heappush(engine.timers, (transfer.due_us, transfer.request_id))
+            self._scheduler.set_timer(transfer.due_us, transfer.request_id)
             step.wake_by(transfer.due_us)
 
-    def _unlock(self, engine: Engine, transfer: Transfer, step: Step) -> None:
-        if engine.memory.hybrid is not None:
-            engine.memory.hybrid.quarantine(transfer.request_id)
+    def _unlock(self, transfer: Transfer, step: Step) -> None:
+        self._scheduler.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
-            engine.memory.let_go(transfer.handle, transfer.namespace, step)
+            self._scheduler.memory.let_go(transfer.handle, transfer.namespace, step)
             transfer.handle = None
 
     def _free_slot(self, transfer: Transfer) -> None:
@@ -475,7 +489,7 @@ class Transfers:
 
     # ----------------------------------------------------------------------------------------------- what the host says
 
-    def advanced(self, engine: Engine, event: TransferAdvanced, step: Step) -> None:
+    def advanced(self, event: TransferAdvanced, step: Step) -> None:
         """Take in how a transfer stands. Late and repeated facts are ignored.
 
         Raises ContractError, changing nothing, for one that cannot be.
@@ -487,31 +501,29 @@ class Transfers:
                 raise ContractError(
                     f"transfer {event.transfer_id} is {event.status}, but it is {transfer.state} on this side"
                 )
-            engine.now_us = event.time_us
             return
-        request = engine.requests.get(event.transfer_id)
+        request = self._scheduler.requests.get(event.transfer_id)
         self._refuse_impossible(event, transfer, request)
-        engine.now_us = event.time_us
         if request is None or transfer.state == "quarantined":  # nobody waits for it any more
-            self._move(engine, transfer, cause, step)
+            self._move(transfer, cause, step)
         elif cause == "accepted":
             transfer.start_tokens = transfer.given_tokens = event.start_tokens
-            self._move(engine, transfer, cause, step)
+            self._move(transfer, cause, step)
         elif self.sends and cause == "done":
-            ends = self._forget_sent(engine, transfer)
-            self._move(engine, transfer, cause, step)
-            engine.finish(request, ends, step)
-        elif cause == "done" and transfer.weights == event.weights_version == engine.memory.weights_version:
+            ends = self._forget_sent(transfer)
+            self._move(transfer, cause, step)
+            self._scheduler.finish(request, ends, step)
+        elif cause == "done" and transfer.weights == event.weights_version == self._scheduler.memory.weights_version:
             transfer.cached_tokens = min(event.cached_tokens, request.prompt_tokens)
-            self._move(engine, transfer, cause, step)
+            self._move(transfer, cause, step)
             extras.delivered(request, request.prompt_tokens)  # its host has the results of the prompt from over there
-            self._begin_output(engine, request, event, step)
+            self._begin_output(request, event, step)
         elif cause in ("failed", "done"):  # done with other weights is no good either
-            self._forget_sent(engine, transfer)
-            self._move(engine, transfer, "failed", step)
-            self._lost(engine, request, step)
+            self._forget_sent(transfer)
+            self._move(transfer, "failed", step)
+            self._lost(request, step)
         else:
-            self._move(engine, transfer, cause, step)
+            self._move(transfer, cause, step)
 
     def _refuse_impossible(self, event: TransferAdvanced, transfer: Transfer, request: Request | None) -> None:
         if event.status == "done" and self.sends and transfer.state == "in_flight" and transfer.ends is None:
@@ -522,7 +534,7 @@ class Transfers:
             start = event.start_tokens
             raise ContractError(f"transfer {event.transfer_id} starts at {start} of {request.prompt_tokens} tokens")
 
-    def _begin_output(self, engine: Engine, request: Request, event: TransferAdvanced, step: Step) -> None:
+    def _begin_output(self, request: Request, event: TransferAdvanced, step: Step) -> None:
         """The first token is known: send it, and end whom it ends, by the same precedence as any other token."""
         assert event.first_token is not None
         token = np.array([event.first_token], np.int32)
@@ -545,69 +557,67 @@ class Transfers:
             ids, offsets = np.array([request.request_id], np.int64), np.array([0], np.int32)
             step.commands.append(StreamTokens(ids, offsets, np.array([1], np.int32), token))
         if ends is not None:
-            engine.finish(request, ends, step)
+            self._scheduler.finish(request, ends, step)
 
-    # ------------------------------------------------------------------------------------------------- slots and pages
+    # -------------------------------------------------------------------------------------------------- slots and pages
 
-    def settle(self, engine: Engine, step: Step) -> None:
+    def settle(self, step: Step) -> None:
         """Give whoever waits what can be had now. Called after every event."""
         if self.change is not None:
-            self._change_role(engine, self.change, step)
-        if not self.line or engine.paused or not engine.maintenance.admits:
+            self._change_role(self.change, step)
+        if not self.line or self._scheduler.paused or not self._scheduler.admits:
             return
         line = self.line
-        if engine.config.schedule_policy == "priority":
-            line = sorted(line, key=lambda one: -importance(engine.requests[one], engine.config))
+        if self._scheduler.config.schedule_policy == "priority":
+            line = sorted(line, key=lambda one: -importance(self._scheduler.requests[one], self._scheduler.config))
         for request_id in list(line):
-            transfer, request = self.all[request_id], engine.requests[request_id]
+            transfer, request = self.all[request_id], self._scheduler.requests[request_id]
             if not self.free_slots:
                 return
-            if comes_after_another(engine, request):
+            if self.comes_after_another(request):
                 continue  # and takes no slot, for which that one may wait
             if self.sends:
                 transfer.slot = self.free_slots.pop()
-                self._move(engine, transfer, "joined", step)
-                self._compute_here(engine, request, step)
-            elif not self._allocate(engine, transfer, request, step):
+                self._move(transfer, "joined", step)
+                self._compute_here(request, step)
+            elif not self._allocate(transfer, request, step):
                 return
 
-    def _change_role(self, engine: Engine, change: RoleChange, step: Step) -> None:
+    def _change_role(self, change: RoleChange, step: Step) -> None:
         """End whoever is overdue; when nobody is left, here or on the other sides, take the new role."""
-        if engine.requests and change.due_us <= engine.now_us:
-            left = list(engine.requests.values())
-            engine.break_ranks(left)
+        if self._scheduler.requests and change.due_us <= self._scheduler.now_us:
+            left = list(self._scheduler.requests.values())
+            self._scheduler.leave_running(left)
             for request in left:
-                engine.finish(request, "transfer", step, flush=True)
-        if engine.requests:
+                self._scheduler.finish(request, "transfer", step, flush=True)
+        if self._scheduler.requests:
             step.wake_by(change.due_us)
-        elif not engine.in_flight and not self.all:
+        elif not self._scheduler.in_flight and not self.all:
             self.change = None
-            refused = take_role(engine, change.role)
+            refused = self.switch_role(change.role)
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
-    def _allocate(self, engine: Engine, transfer: Transfer, request: Request, step: Step) -> bool:
+    def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
         """Give the writer pages, if they can be had; the cached beginning of the prompt need not come."""
-        if engine.waiting or engine.prefilling is not None:
+        if self._scheduler.waiting or self._scheduler.prefilling is not None:
             return False  # whoever lost its pages goes first
-        memory, page_size = engine.memory, engine.config.page_size
-        if engine.sessions.open:
-            engine.sessions.yield_until(
-                memory, lambda: self._fits(engine, request, memory.match_to_receive(request)), step
-            )
+        memory, page_size = self._scheduler.memory, self._scheduler.config.page_size
+        if self._sessions.open:
+            self._sessions.yield_until(memory, lambda: self._fits(request, memory.match_to_receive(request)), step)
         match = memory.match_to_receive(request)
-        cached = match.pages if match is not None else 0
-        pages = self._pages_of(engine, request, match)
-        if not self._fits(engine, request, match):
+        cached = match.pages
+        pages = self._pages_of(request, match)
+        if not self._fits(request, match):
             return False
         path = memory.path_of(match)
-        if memory.radix is not None and match is not None:
-            transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
+        transfer.handle = memory.radix.hold(match)
+        if transfer.handle is not None:
+            transfer.namespace = request.namespace
         transfer.pages = memory.alloc(pages, "admission", step)
-        if memory.hybrid is not None:
-            memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
+        memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
         transfer.start_tokens, transfer.weights = cached * page_size, memory.weights_version
         transfer.slot = self.free_slots.pop()
-        self._move(engine, transfer, "allocated", step)
+        self._move(transfer, "allocated", step)
         written = -(-request.prompt_tokens // page_size) - cached
         start = StartTransfer(
             transfer.request_id,
@@ -620,7 +630,7 @@ class Transfers:
             slot=transfer.slot,
             weights_version=transfer.weights,
             adapter_version=request.adapter.version,
-            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]) if memory.hybrid is not None else None,
+            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]),
         )
         step.commands.append(start)
         return True
@@ -630,54 +640,57 @@ class Transfers:
         """Positions that are computed once it has decoded for the first time."""
         return min(request.prompt_tokens + 1, request.reach)
 
-    def _pages_of(self, engine: Engine, request: Request, match: Match | None) -> int:
+    def _pages_of(self, request: Request, match: Match | None) -> int:
         """Pages that a request is given, beside those of a match."""
-        return -(-self._first_stop(request) // engine.config.page_size) - (match.pages if match is not None else 0)
+        return -(-self._first_stop(request) // self._scheduler.config.page_size) - (
+            match.pages if match is not None else 0
+        )
 
-    def _fits(self, engine: Engine, request: Request, match: Match | None) -> bool:
+    def _fits(self, request: Request, match: Match | None) -> bool:
         """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
-        (running_batch, positions), memory = engine.everybody, engine.memory
-        pages = self._pages_of(engine, request, match)
+        (running_batch, positions), memory = self._scheduler.everybody, self._scheduler.memory
+        pages = self._pages_of(request, match)
         locking = match.evictable_pages if match is not None else 0
         free = memory.available_pages - locking
         coming = len(self.in_state("receiving", "ready"))
-        alone = not engine.active and not coming
-        page_size, reserved = engine.config.page_size, self.settings.reserved_tokens
+        alone = not self._scheduler.active and not coming
+        page_size, reserved = self._scheduler.config.page_size, self.settings.reserved_tokens
         if pages > free:
             return False
-        if memory.hybrid is not None:
-            path, stop = memory.path_of(match), self._first_stop(request)
-            if not memory.hybrid.has_room_to_receive(engine, request, path, stop, None if alone else reserved):
-                return False
+        path, stop = memory.path_of(match), self._first_stop(request)
+        if not memory.hybrid.has_room_to_receive(self._scheduler, request, path, stop, None if alone else reserved):
+            return False
         if alone:
             return True  # the pool is its own: what passed the entry check fits
-        if engine.config.reserve == "full":
+        if self._scheduler.config.reserve == "full":
             cached = match.pages if match is not None else 0
-            promised = engine.reserve_of(running_batch, positions) // page_size + self.promised_pages(engine)
+            promised = self._scheduler.reserve_of(running_batch, positions) // page_size + self.promised_pages()
             return -(-request.reach // page_size) - cached <= free - promised
         retractable = int(positions.sum())
         largest = 0
         if running_batch.size:
             whole = running_batch.prompts + np.minimum(running_batch.limits - running_batch.prompts, CLIP)
             largest = int(whole.max()) - retractable
-        left = free * page_size - max(reserved * (engine.active + coming), largest)
+        left = free * page_size - max(reserved * (self._scheduler.active + coming), largest)
         cached = match.pages * page_size if match is not None else 0
         whole_need = request.prompt_tokens + min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - cached
         return max(pages * page_size + reserved, whole_need - retractable) <= left
 
-    def promised_pages(self, engine: Engine) -> int:
+    def promised_pages(self) -> int:
         """Pages that requests whose KV is coming, or has come, will open beside those they were given."""
-        page_size = engine.config.page_size
+        page_size = self._scheduler.config.page_size
         return sum(
-            -(-engine.requests[one.request_id].reach // page_size) - one.start_tokens // page_size - one.pages.size
+            -(-self._scheduler.requests[one.request_id].reach // page_size)
+            - one.start_tokens // page_size
+            - one.pages.size
             for one in self.in_state("receiving", "ready")
         )
 
     # ------------------------------------------------------------------------------------------------ launch and result
 
-    def give_parts(self, engine: Engine, batch: InFlight, step: Step) -> None:
+    def give_parts(self, batch: InFlight, step: Step) -> None:
         """A batch that computes prompts was launched: its positions are sent behind it."""
-        plan, page_size, hybrid = batch.plan, engine.config.page_size, engine.memory.hybrid
+        plan, page_size, hybrid = batch.plan, self._scheduler.config.page_size, self._scheduler.memory.hybrid
         for i in range(plan.extend_rows):
             request, stop = batch.requests[i], int(plan.stops[i])
             if batch.dead and plan.rows[i] in batch.dead:
@@ -687,9 +700,9 @@ class Transfers:
                 continue
             start, last = transfer.given_tokens, stop >= request.prompt_tokens
             if transfer.state == "waiting":
-                transfer.weights = engine.memory.weights_version
-                engine.memory.lend(request.row, request.request_id)
-            pages = engine.memory.table.pages[request.row, start // page_size : -(-stop // page_size)].copy()
+                transfer.weights = self._scheduler.memory.weights_version
+                self._scheduler.memory.lend(request.row, request.request_id)
+            pages = self._scheduler.memory.table.pages[request.row, start // page_size : -(-stop // page_size)].copy()
             part = StartTransfer(
                 transfer.request_id,
                 transfer.room,
@@ -704,52 +717,94 @@ class Transfers:
                 weights_version=transfer.weights,
                 cached_tokens=max(request.cached_tokens, 0),
                 adapter_version=request.adapter.version,
-                hybrid=hybrid.to_send(request, start, pages, last=last) if hybrid is not None else None,
+                hybrid=hybrid.to_send(request, start, pages, last=last),
             )
             step.commands.append(part)
             transfer.given_tokens = stop
-            self._move(engine, transfer, "all_given" if last else "part_given", step)
+            self._move(transfer, "all_given" if last else "part_given", step)
 
-    def keeps(self, engine: Engine, request: Request, reason: FinishReason) -> bool:
+    def keeps(self, request: Request, reason: FinishReason) -> bool:
         """Its first token ends a request here, but it stays until all of its KV was sent."""
         transfer = self.all.get(request.request_id)
         if transfer is None or transfer.state != "in_flight":
             return False
         transfer.ends = reason
-        engine.sending += 1
-        engine.batch_is_full = False
-        engine.microbatches.give_place(request)
+        self.sending += 1
+        self._scheduler.retry_admission()
+        self._scheduler.give_place(request)
         return True
 
-    def take_rows(self, engine: Engine, step: Step) -> list[ExtendPart]:
+    def take_rows(self, step: Step) -> list[ExtendPart]:
         """Whoever is ready takes a row with all its pages; the first token is its part of the next batch."""
-        parts, adapters = [], engine.memory.adapters
+        parts, adapters = [], self._scheduler.memory.adapters
         for request_id in list(self.ready):
-            transfer, request = self.all[request_id], engine.requests[request_id]
-            if engine.active >= engine.config.max_running_requests or not engine.memory.table.row_available():
+            transfer, request = self.all[request_id], self._scheduler.requests[request_id]
+            if (
+                self._scheduler.active >= self._scheduler.config.max_running_requests
+                or not self._scheduler.memory.table.row_available()
+            ):
                 break
-            if not engine.microbatches.has_place():
+            if not self._scheduler.microbatches.has_place():
                 break
-            if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
+            if request.holds > 1 or not adapters.has_place_for(request.adapter):
                 continue  # for its grammar, or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
-            row = engine.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
+            row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
             transfer.handle, transfer.pages = None, NO_ROWS
-            engine.release_hold(request)
+            self._scheduler.release_hold(request)
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
-            engine.active += 1
-            engine.microbatches.take_place(request)
+            self._scheduler.occupy(request)
             sent = request.prompt_tokens - transfer.start_tokens
-            waited_us = engine.now_us - request.waiting_since_us
-            admitted = RequestAdmitted(engine.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent)
-            completed = PrefillCompleted(engine.now_us, request_id, 1)
+            waited_us = self._scheduler.now_us - request.waiting_since_us
+            admitted = RequestAdmitted(
+                self._scheduler.now_us, request_id, row, transfer.start_tokens, 1, waited_us, sent
+            )
+            completed = PrefillCompleted(self._scheduler.now_us, request_id, 1)
             for decided in (admitted, completed):
                 request.advance(decided)
                 step.decided.append(decided)
-            self._move(engine, transfer, "joined", step)
+            self._move(transfer, "joined", step)
             parts.append(ExtendPart(request, start, stop))
         return parts
+
+    # --------------------------------------------------------------------------------------------------------- the role
+
+    def switch_role(self, role: Role, *, tried: bool = False) -> str:
+        """Make an idle engine one of this role; if `tried`, only check whether it could be.
+
+        Returns: why not, or nothing.
+        """
+        unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if role == "mixed" else {}
+        try:
+            config = msgspec.structs.replace(self._scheduler.config, role=role, **unset)
+        except ConfigError as error:
+            return str(error).replace("\n", "; ")
+        if role == "prefill" and self._sessions.open:
+            return f"{len(self._sessions.open)} sessions are open, and prefill engines have none; close them first"
+        if not tried:
+            self._scheduler.reconfigure(config)
+            self._take_role(config)
+        return ""
+
+    def change_role(self, control_id: int, role: Role, within_us: int) -> None:
+        """Take no new requests; become `role` once nothing is left, and end what is left after `within_us`."""
+        self.change = RoleChange(control_id, role, self._scheduler.now_us + within_us)
+
+    def keep_role(self, step: Step) -> None:
+        """Give up a change of the role that has not taken place."""
+        if self.change is not None:
+            changing, self.change = self.change, None
+            answer = ControlAnswered(changing.control_id, False, "resumed before everything had ended")
+            step.commands.append(answer)
+
+    def comes_after_another(self, request: Request) -> bool:
+        """Whether a request is a turn whose prompt is not known yet, or a sample that follows its leader.
+
+        Behind the leader less of its prompt is computed and sent.
+        """
+        follows = request.extras is not None and request.extras.leader != NO_REQUEST
+        return self._scheduler.waits_for_turn(request) or follows
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
@@ -775,31 +830,7 @@ class Transfers:
             self.rooms[one.room] = one.request_id
         self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
         self.change = image.change if isinstance(image.change, RoleChange) else None
-
-
-def take_role(engine: Engine, role: Role, *, tried: bool = False) -> str:
-    """Make an idle engine one of this role; if `tried`, only say whether it could be. Returns why not, or nothing."""
-    unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if role == "mixed" else {}
-    try:
-        config = msgspec.structs.replace(engine.config, role=role, **unset)
-    except ConfigError as error:
-        return str(error).replace("\n", "; ")
-    if role == "prefill" and engine.sessions.open:
-        return f"{len(engine.sessions.open)} sessions are open, and prefill engines have none; close them first"
-    if not tried:
-        engine.config = config
-        engine.transfers = Transfers(config) if config.hands_over else None
-    return ""
-
-
-def comes_after_another(engine: Engine, request: Request) -> bool:
-    """Whether the turn before it has not ended, so that its prompt is not known; or another sample leads, behind which
-    less of it is computed and sent."""
-    return _waits_for_turn(engine, request) or (request.extras is not None and request.extras.leader != NO_REQUEST)
-
-
-def _waits_for_turn(engine: Engine, request: Request) -> bool:
-    return bool(request.session) and engine.sessions.open[request.session].turn != request.request_id
+        self.sending = sum(transfer.ends is not None for transfer in self.all.values())
 
 
 def diagram(table: Table) -> str:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -30,12 +29,10 @@ from numpy.typing import NDArray
 
 from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
 from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
 
 GRAMMARS_REMEMBERED = 1024
 """Digests kept, with those in use; of the others the least recently asked for are forgotten first."""
@@ -54,7 +51,8 @@ class GrammarEntry(msgspec.Struct):
 class Grammars:
     """The digests that were asked for, least recently asked for first."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: SchedulerView) -> None:
+        self._scheduler = scheduler
         self.known: dict[bytes, GrammarEntry] = {}
 
     def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
@@ -88,20 +86,19 @@ class Grammars:
             request.grammar_due_us = request.arrived_us + timeout_us
         return True
 
-    def answered(self, engine: Engine, event: GrammarReady, step: Step) -> None:
+    def answered(self, event: GrammarReady, step: Step) -> None:
         """A grammar compiled, or did not: those who wait for it join the line, or end. Only the first answer counts."""
-        engine.now_us = event.time_us
         known = self.known.get(event.digest)
         if known is None or known.error is not None:
             return
         known.error = event.error
-        waiting, known.waiting = [engine.requests[request_id] for request_id in known.waiting], {}
+        waiting, known.waiting = [self._scheduler.requests[request_id] for request_id in known.waiting], {}
         for request in waiting:
             request.grammar_due_us = None
             if event.error:
-                engine.reject(request.request_id, "bad_request", _invalid(event.error), step)
+                self._scheduler.reject(request.request_id, "bad_request", _invalid(event.error), step)
             else:
-                engine.join_line(request)
+                self._scheduler.join_queue(request)
 
     def ended(self, request: Request) -> None:
         """A request ended. If it waited, its grammar goes on being compiled, for whoever comes next."""
@@ -110,11 +107,11 @@ class Grammars:
             known.users -= 1
             known.waiting.pop(request.request_id, None)
 
-    def ask_again(self, engine: Engine, step: Step) -> None:
+    def ask_again(self, step: Step) -> None:
         """After a restart: who was compiling may be gone. Only the first answer counts, so asking twice is harmless."""
         for known in self.known.values():
             for request_id in known.waiting:
-                grammar = engine.requests[request_id].grammar
+                grammar = self._scheduler.requests[request_id].grammar
                 assert grammar is not None
                 step.commands.append(CompileGrammar(grammar))
                 break

@@ -25,17 +25,16 @@ none, since their host looks at each token by itself; a stop token is never forc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, RequestId, TokensForced
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.table import NO_IDS, Int32s, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
+from lockstep.core.requests.table import NO_IDS, Int32s, Request, RunningBatch
 
 
 class Forced(NamedTuple):
@@ -50,88 +49,98 @@ class Forced(NamedTuple):
         return self.first + len(self.tokens)
 
 
-# --------------------------------------------------------------------------------------------------------- the results
+class JumpForward:
+    """The output to come that grammars force, of requests that decode."""
 
+    def __init__(self, scheduler: SchedulerView) -> None:
+        self._scheduler = scheduler
+        self.forced: dict[RequestId, Forced] = {}
 
-def learn(engine: Engine, event: TokensForced) -> None:
-    """Note what is forced. Raises ContractError, having noted nothing, for what cannot be."""
-    if not engine.config.jumps:
-        raise ContractError("tokens are forced, but `jump_forward_tokens` is 0")
-    if event.generation > engine.generation:
-        raise ContractError(f"tokens forced in generation {event.generation}, but this is {engine.generation}")
-    found: dict[RequestId, Forced] = {}
-    for request_id, first, ids in event.forced if event.generation == engine.generation else ():
-        request = engine.requests.get(request_id)
-        if request is None or not request.decodes or request.watches_text:
-            continue  # it has ended, or has left its row, or ends with what is in flight; or its text decides
-        if request.grammar is None:
-            raise ContractError(f"tokens of {request.name} are forced, but it has no grammar")
-        if first != (outputs := engine.outputs_of(request)):
-            raise ContractError(f"tokens of {request.name} are forced from output {first} on, but it has {outputs}")
-        if not ids or len(ids) % 4 or np.frombuffer(ids, np.int32).min() < 0:
-            raise ContractError(f"{ids!r}, forced of {request.name}, are no token ids")
-        tokens = np.frombuffer(ids, np.int32)
-        if (stops := np.isin(tokens, request.stop_token_ids)).any():
-            tokens = tokens[: int(stops.argmax())]
-        if tokens.size:
-            found[request_id] = Forced(first, tokens)
-    engine.now_us = event.time_us
-    engine.forced |= found
+    def image(self) -> list[tuple[RequestId, int, bytes]]:
+        """Request, number of the first forced output, and the forced ids, packed int32."""
+        return [(request_id, one.first, one.tokens.tobytes()) for request_id, one in self.forced.items()]
 
+    def forget(self, request: Request) -> None:
+        """Drop what is forced of a request that leaves its row; the host reports it again."""
+        self.forced.pop(request.request_id, None)
 
-def check(engine: Engine, event: BatchFinished, batch: InFlight) -> None:
-    """Raise ContractError for tokens that were to be others."""
-    if event.error:
-        return
-    tokens, at = np.frombuffer(event.tokens, np.int32), 0
-    counts = np.frombuffer(event.accepted, np.int32) if event.accepted else batch.least
-    for i, request in enumerate(batch.samplers.requests):
-        got = tokens[at : at + int(counts[i])].tolist()
-        at += len(got)
-        if batch.samplers.rows[i] in batch.dead or i in event.invalid:
-            continue
-        number, expected = int(batch.sampled_at[i] - batch.samplers.prompts[i]), batch.forced_of(i)
-        known = engine.forced.get(request.request_id)
-        if not expected and known is not None and known.first <= number < known.stop:
-            expected = known.tokens[number - known.first :].tolist()
-        if any(mine != forced for mine, forced in zip(got, expected, strict=False)):
+    # ------------------------------------------------------------------------------------------------------ the results
+
+    def learn(self, event: TokensForced, step: Step) -> None:
+        """Note what is forced. Raises ContractError, having noted nothing, for what cannot be."""
+        if not self._scheduler.config.jumps:
+            raise ContractError("tokens are forced, but `jump_forward_tokens` is 0")
+        if event.generation > self._scheduler.generation:
             raise ContractError(
-                f"batch {event.batch_id} has {got} as output {number} and on of {request.name}, "
-                f"which was forced to be {expected}"
+                f"tokens forced in generation {event.generation}, but this is {self._scheduler.generation}"
             )
+        found: dict[RequestId, Forced] = {}
+        for request_id, first, ids in event.forced if event.generation == self._scheduler.generation else ():
+            request = self._scheduler.requests.get(request_id)
+            if request is None or not request.decodes or request.watches_text:
+                continue  # it has ended, or has left its row, or ends with what is in flight; or its text decides
+            if request.grammar is None:
+                raise ContractError(f"tokens of {request.name} are forced, but it has no grammar")
+            if first != (outputs := self._scheduler.outputs_of(request)):
+                raise ContractError(f"tokens of {request.name} are forced from output {first} on, but it has {outputs}")
+            if not ids or len(ids) % 4 or np.frombuffer(ids, np.int32).min() < 0:
+                raise ContractError(f"{ids!r}, forced of {request.name}, are no token ids")
+            tokens = np.frombuffer(ids, np.int32)
+            if (stops := np.isin(tokens, request.stop_token_ids)).any():
+                tokens = tokens[: int(stops.argmax())]
+            if tokens.size:
+                found[request_id] = Forced(first, tokens)
+        self.forced |= found
 
+    def check(self, event: BatchFinished, batch: InFlight) -> None:
+        """Raise ContractError for tokens that were to be others."""
+        if event.error:
+            return
+        tokens, at = np.frombuffer(event.tokens, np.int32), 0
+        counts = np.frombuffer(event.accepted, np.int32) if event.accepted else batch.least
+        for i, request in enumerate(batch.samplers.requests):
+            got = tokens[at : at + int(counts[i])].tolist()
+            at += len(got)
+            if batch.samplers.rows[i] in batch.dead or i in event.invalid:
+                continue
+            number, expected = int(batch.sampled_at[i] - batch.samplers.prompts[i]), batch.forced_of(i)
+            known = self.forced.get(request.request_id)
+            if not expected and known is not None and known.first <= number < known.stop:
+                expected = known.tokens[number - known.first :].tolist()
+            if any(mine != forced for mine, forced in zip(got, expected, strict=False)):
+                raise ContractError(
+                    f"batch {event.batch_id} has {got} as output {number} and on of {request.name}, "
+                    f"which was forced to be {expected}"
+                )
 
-def delivered(engine: Engine, batch: InFlight) -> None:
-    """A batch's tokens are taken in: forget what was forced and has come."""
-    samplers = batch.samplers
-    steps = samplers.ones if batch.steps is None else batch.steps
-    for i, outputs in enumerate((batch.sampled_at - samplers.prompts + steps).tolist()):
-        known = engine.forced.get(samplers.requests[i].request_id)
-        if known is not None and known.stop <= outputs and samplers.rows[i] not in batch.dead:
-            del engine.forced[samplers.requests[i].request_id]
+    def delivered(self, batch: InFlight) -> None:
+        """A batch's tokens are taken in: forget what was forced and has come."""
+        samplers = batch.samplers
+        steps = samplers.ones if batch.steps is None else batch.steps
+        for i, outputs in enumerate((batch.sampled_at - samplers.prompts + steps).tolist()):
+            known = self.forced.get(samplers.requests[i].request_id)
+            if known is not None and known.stop <= outputs and samplers.rows[i] not in batch.dead:
+                del self.forced[samplers.requests[i].request_id]
 
+    # ------------------------------------------------------------------------------------------------------- the launch
 
-# ---------------------------------------------------------------------------------------------------------- the launch
+    def counts_of(self, members: RunningBatch, most: Int32s) -> Int32s:
+        """Forced tokens that each of these members can compute behind its newest one. int32 [members], `most` too."""
+        counts = np.zeros(members.size, np.int32)
+        for i, request in enumerate(members.requests):
+            known = self.forced.get(request.request_id)
+            if known is not None:
+                number = int(most[i]) + 1 - request.prompt_tokens  # of the output that comes behind the newest one
+                room = request.limit - 2 - int(most[i])  # the last token is never fed back
+                counts[i] = max(min(known.stop - number, self._scheduler.config.forced_max, room), 0)
+        return counts
 
-
-def counts_of(engine: Engine, members: RunningBatch, most: Int32s) -> Int32s:
-    """Forced tokens that each of these members can compute behind its newest one. int32 [members], `most` too."""
-    counts = np.zeros(members.size, np.int32)
-    for i, request in enumerate(members.requests):
-        known = engine.forced.get(request.request_id)
-        if known is not None:
-            number = int(most[i]) + 1 - request.prompt_tokens  # of the output that comes behind the newest one
-            room = request.limit - 2 - int(most[i])  # the last token is never fed back
-            counts[i] = max(min(known.stop - number, engine.config.forced_max, room), 0)
-    return counts
-
-
-def tokens_of(engine: Engine, members: RunningBatch, most: Int32s, counts: Int32s) -> Int32s:
-    """So many forced tokens of each member, end to end."""
-    parts = [NO_IDS]
-    for i in counts.nonzero()[0].tolist():
-        request = members.requests[i]
-        known = engine.forced[request.request_id]
-        first = int(most[i]) + 1 - request.prompt_tokens - known.first
-        parts.append(known.tokens[first : first + int(counts[i])])
-    return np.concatenate(parts)
+    def tokens_of(self, members: RunningBatch, most: Int32s, counts: Int32s) -> Int32s:
+        """So many forced tokens of each member, end to end."""
+        parts = [NO_IDS]
+        for i in counts.nonzero()[0].tolist():
+            request = members.requests[i]
+            known = self.forced[request.request_id]
+            first = int(most[i]) + 1 - request.prompt_tokens - known.first
+            parts.append(known.tokens[first : first + int(counts[i])])
+        return np.concatenate(parts)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import msgspec
 
@@ -36,18 +36,14 @@ from lockstep.core.contract.events import (
     SessionYielded,
     TurnStarted,
 )
-from lockstep.core.features.prerequisites import await_media, comes_by_transfer, has_media
+from lockstep.core.features.prerequisites import Prerequisites, has_media
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.kv.memory import NO_BATCH, Memory
 from lockstep.core.kv.radix import RadixNode
-from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from lockstep.core.scheduler.engine import Deferral, Engine
 
 COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
 """How a turn ends whose tokens become the session's."""
@@ -98,9 +94,11 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of one engine."""
+    """The sessions of one self._scheduler."""
 
-    def __init__(self) -> None:
+    def __init__(self, scheduler: SchedulerView, prerequisites: Prerequisites) -> None:
+        self._scheduler = scheduler
+        self._prerequisites = prerequisites
         self.open: dict[str, Session] = {}
         self.free: list[str] = []  # whose next turn may start; emptied within the step
         self.unsettled: list[tuple[BatchId, str]] = []  # whose KV is published once this batch is collected
@@ -109,25 +107,25 @@ class Sessions:
 
     # -------------------------------------------------------------------------------------------------- open and close
 
-    def begin(self, engine: Engine, control: OpenSession) -> str:
+    def begin(self, control: OpenSession) -> str:
         """Open a session. Returns why not, or nothing."""
-        refused = self._objection(engine, control)
+        refused = self._objection(control)
         if refused:
             return refused
-        session = Session(control.session, control.capacity_tokens, control.timeout_us, engine.now_us, 0)
-        self._use(session, engine.now_us)
+        session = Session(control.session, control.capacity_tokens, control.timeout_us, self._scheduler.now_us, 0)
+        self._use(session, self._scheduler.now_us)
         if control.parent:
             parent = self.open[control.parent]
             most = parent.length if control.parent_tokens is None else control.parent_tokens
             session.tokens, session.namespace = parent.tokens[: 4 * most], parent.namespace
             session.spans = spans_within(parent.spans, most)
-            self._hold_cached(session, engine)
+            self._hold_cached(session)
         self.open[control.session] = session
         self._look_ahead()
         return ""
 
-    def _objection(self, engine: Engine, control: OpenSession) -> str:
-        most = engine.config.max_sessions
+    def _objection(self, control: OpenSession) -> str:
+        most = self._scheduler.config.max_sessions
         if not control.session:
             return "`session` is empty; give it a name"
         if control.session in self.open:
@@ -148,7 +146,7 @@ class Sessions:
                 return f"`parent_tokens` must be 0 to {have}, the tokens of {control.parent!r}, got {asked}"
         return ""
 
-    def end(self, engine: Engine, name: str, reason: Literal["closed", "timeout"], step: Step) -> str:
+    def end(self, name: str, reason: Literal["closed", "timeout"], step: Step) -> str:
         """Close a session: turns behind the one that may run are rejected, that one goes on and leaves nothing.
 
         Returns why not, or nothing.
@@ -157,25 +155,29 @@ class Sessions:
         if session is None:
             return f"`session` is {name!r}, which is not open"
         if session.turn is not None:
-            engine.requests[session.turn].session = ""
+            self._scheduler.requests[session.turn].session = ""
         for request_id in list(session.queue):
-            engine.requests[request_id].session = ""
-            engine.reject(request_id, "session_closed", f"session {name!r} was closed before its turn", step)
-        self._let_go(session, engine.memory)
-        engine.batch_is_full = False
+            self._scheduler.requests[request_id].session = ""
+            self._scheduler.reject(request_id, "session_closed", f"session {name!r} was closed before its turn", step)
+        self._let_go(session, self._scheduler.memory)
+        self._scheduler.retry_admission()
         del self.open[name]
         self.unsettled = [entry for entry in self.unsettled if entry[1] != name]
-        step.decided.append(SessionClosed(engine.now_us, name, session.length, reason))
+        step.decided.append(SessionClosed(self._scheduler.now_us, name, session.length, reason))
         self._look_ahead()
         return ""
 
-    def expire(self, engine: Engine, step: Step) -> None:
+    def expire(self, step: Step) -> None:
         """Close sessions that had no turn for too long."""
         for session in list(self.open.values()):
-            if session.due_us is not None and session.due_us <= engine.now_us:
-                self.end(engine, session.name, "timeout", step)
+            if session.due_us is not None and session.due_us <= self._scheduler.now_us:
+                self.end(session.name, "timeout", step)
 
     # ----------------------------------------------------------------------------------------------------------- turns
+
+    def waits_for_turn(self, request: Request) -> bool:
+        """Whether the turn before this one has not ended, so that the prompt is not known. False for other requests."""
+        return bool(request.session) and self.open[request.session].turn != request.request_id
 
     def check(self, event: RequestArrived) -> None:
         """Refuse a turn of a session that is not open, or that cannot start where it says."""
@@ -198,22 +200,22 @@ class Sessions:
             self.free.append(session.name)
         self._look_ahead()
 
-    def start_turns(self, engine: Engine, step: Step) -> None:
+    def start_turns(self, step: Step) -> None:
         """Let the next turn of every session that is free join the line. Called at the end of a step."""
         while self.free:
             session = self.open.get(self.free.pop(0))
             if session is None or session.turn is not None or not session.queue:
                 continue
-            request = engine.requests[session.queue.popleft()]
+            request = self._scheduler.requests[session.queue.popleft()]
             session.turn = request.request_id
-            self._use(session, engine.now_us)
+            self._use(session, self._scheduler.now_us)
             try:
-                kept = self._compose(session, request, engine)
+                kept = self._compose(session, request)
             except RequestRefused as refused:
-                engine.reject(request.request_id, refused.reason, refused.message, step)
+                self._scheduler.reject(request.request_id, refused.reason, refused.message, step)
                 continue
             started = TurnStarted(
-                engine.now_us,
+                self._scheduler.now_us,
                 request.request_id,
                 session.name,
                 kept,
@@ -221,14 +223,13 @@ class Sessions:
                 request.max_new_tokens,
             )
             step.decided.append(started)
-            if has_media(request) and not comes_by_transfer(engine, request):
-                await_media(engine, request, step)
-            engine.join_line(request)
-            if engine.transfers is not None:
-                engine.transfers.turn_began(engine, request, step)
+            if has_media(request) and not self._scheduler.comes_by_transfer(request):
+                self._prerequisites.await_media(request, step)
+            self._scheduler.join_queue(request)
+            self._scheduler.turn_began(request, step)
         self._look_ahead()
 
-    def _compose(self, session: Session, request: Request, engine: Engine) -> int:
+    def _compose(self, session: Session, request: Request) -> int:
         """Put what the session keeps in front of a turn's own tokens. Returns how much that is. Raises Refused."""
         start = request.session_start
         kept = session.length if start is None else start
@@ -239,7 +240,7 @@ class Sessions:
         prompt, capacity = kept + request.prompt_tokens, session.capacity_tokens
         answers = not request.prefill_only
         own = request.extras.spans if request.extras is not None else ()
-        refuse_too_long(prompt, answers, engine.config, (*spans_within(session.spans, kept), *own))
+        refuse_too_long(prompt, answers, self._scheduler.config, (*spans_within(session.spans, kept), *own))
         if prompt + answers > capacity:
             needs = "and needs room for one more, " if answers else ""
             raise RequestRefused(
@@ -249,45 +250,45 @@ class Sessions:
             )
         put_behind(request, kept, session.spans)
         if request.extras is not None:
-            refuse_spans(request.extras.spans, prompt, engine.config)
+            refuse_spans(request.extras.spans, prompt, self._scheduler.config)
         request.tokens = session.tokens[: 4 * kept] + request.tokens
         request.prompt_tokens = prompt
-        room = min(engine.config.request_tokens_max, capacity) - prompt
+        room = min(self._scheduler.config.request_tokens_max, capacity) - prompt
         request.max_new_tokens = min(request.max_new_tokens, room)
         request.min_new_tokens = min(request.min_new_tokens, request.max_new_tokens)
         return kept
 
-    def turn_ends(self, engine: Engine, request: Request, reason: str, outputs: int) -> None:
+    def turn_ends(self, request: Request, reason: str, outputs: int) -> None:
         """A turn is about to end: take over what it leaves, while it still has its row."""
         session = self.open[request.session]
         if session.turn != request.request_id:
             session.queue.remove(request.request_id)
-            self._use(session, engine.now_us)
+            self._use(session, self._scheduler.now_us)
             self._look_ahead()
             return
         session.turn = None
-        self._use(session, engine.now_us)
+        self._use(session, self._scheduler.now_us)
         self.free.append(session.name)
         if reason in COMPLETED:
-            session.tokens = engine.tokens_of(request, outputs)
+            session.tokens = self._scheduler.tokens_of(request, outputs)
             session.namespace = request.namespace
             session.spans = request.extras.spans if request.extras is not None else ()
-            self._let_go(session, engine.memory)
-            if request.handle is not None and engine.config.session_kv == "hold":
-                if not engine.memory.is_stale(request.namespace):
-                    self._take_hold(session, request.handle, engine.memory)  # what is published so far
-                free_after = engine.in_flight[-1].plan.batch_id if engine.in_flight else NO_BATCH
+            self._let_go(session, self._scheduler.memory)
+            if request.handle is not None and self._scheduler.config.session_kv == "hold":
+                if not self._scheduler.memory.is_stale(request.namespace):
+                    self._take_hold(session, request.handle, self._scheduler.memory)  # what is published so far
+                free_after = self._scheduler.in_flight[-1].plan.batch_id if self._scheduler.in_flight else NO_BATCH
                 self.unsettled.append((free_after, session.name))
         self._look_ahead()
 
     # -------------------------------------------------------------------------------------------------------------- KV
 
-    def settle(self, engine: Engine, batch_id: BatchId) -> None:
+    def settle(self, batch_id: BatchId) -> None:
         """Batch `batch_id` is collected: hold the whole KV of turns that ended, now that it is published."""
         due = [name for free_after, name in self.unsettled if free_after <= batch_id]
         self.unsettled = [entry for entry in self.unsettled if entry[0] > batch_id]
         for name in due:
-            self._hold_cached(self.open[name], engine)
+            self._hold_cached(self.open[name])
 
     def make_room(self, memory: Memory, pages: int, step: Step) -> int:
         """Let sessions yield until so many more pages can be had. Returns how many more there are."""
@@ -298,17 +299,17 @@ class Sessions:
             self._yield_one(session, memory, step)
         return memory.available_pages - before
 
-    def give_way(self, engine: Engine, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
+    def give_way(self, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
         """Let sessions yield if that is what it takes to admit a request. All it takes, or none of it."""
         holders = self._by_use()
         if deferral.reason not in ("kv_budget", "pages") or not holders:
             return False
-        memory = engine.memory
+        memory = self._scheduler.memory
         before, room = memory.available_pages, _room_for(memory, request)
-        lacking = self._lacking(engine, request, deferral, budget)
+        lacking = self._lacking(request, deferral, budget)
         yielded = self.yield_until(memory, lambda: _room_for(memory, request) - room >= lacking, step)
         if yielded:
-            budget.hold((before - memory.available_pages) * engine.config.page_size)
+            budget.hold((before - memory.available_pages) * self._scheduler.config.page_size)
         return yielded
 
     def yield_until(self, memory: Memory, enough: Callable[[], bool], step: Step) -> bool:
@@ -328,25 +329,25 @@ class Sessions:
                 self._yield_one(session, memory, step)
         return helped and bool(yielding)
 
-    def _lacking(self, engine: Engine, request: Request, deferral: Deferral, budget: PrefillBudget) -> int:
+    def _lacking(self, request: Request, deferral: Deferral, budget: PrefillBudget) -> int:
         """Pages that the obstacle is short of."""
-        page_size, memory = engine.config.page_size, engine.memory
+        page_size, memory = self._scheduler.config.page_size, self._scheduler.memory
         if deferral.reason == "pages":
             return -(-deferral.needed // page_size) - deferral.available // page_size
         match = memory.match(request)
         cached, locking = (match.pages, match.evictable_pages) if match is not None else (0, 0)
         new_tokens = len(request.tokens) // 4 - cached * page_size
-        if not engine.active:
+        if not self._scheduler.active:
             return -(-new_tokens // page_size) - (memory.available_pages - locking)
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         return -(-(wanted + 1 - (budget.total - locking * page_size)) // page_size)
 
-    def lose_kv(self, engine: Engine) -> None:
+    def lose_kv(self) -> None:
         """The KV of all sessions is void; their tokens stay."""
         for session in self.open.values():
-            self._let_go(session, engine.memory)
+            self._let_go(session, self._scheduler.memory)
         self.unsettled = []
-        engine.batch_is_full = False
+        self._scheduler.retry_admission()
 
     def handles(self) -> list[RadixNode]:
         """Every lock that sessions hold."""
@@ -374,12 +375,12 @@ class Sessions:
         self._let_go(session, memory)
         step.decided.append(SessionYielded(step.time_us, session.name, memory.available_pages - before))
 
-    def _hold_cached(self, session: Session, engine: Engine) -> None:
+    def _hold_cached(self, session: Session) -> None:
         """Hold whatever of the session's tokens the radix cache has."""
-        memory = engine.memory
-        if memory.radix is None or engine.config.session_kv != "hold" or not session.tokens:
+        memory = self._scheduler.memory
+        if not memory.radix.present or self._scheduler.config.session_kv != "hold" or not session.tokens:
             return
-        pages = session.length // engine.config.page_size
+        pages = session.length // self._scheduler.config.page_size
         match = memory.radix.match(memory.keyed(session.namespace), session.tokens, pages)
         handle = memory.radix.lock(match) if match.pages else None
         self._let_go(session, memory)

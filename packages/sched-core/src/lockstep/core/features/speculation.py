@@ -27,7 +27,7 @@ The drafter's own KV, if it has any, lies in the same pages at the same position
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,7 +39,8 @@ from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, AfterBatch, Batc
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
-from lockstep.core.features import jump_forward
+from lockstep.core.features.jump_forward import JumpForward
+from lockstep.core.features.view import SchedulerView
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.running import RunningState
@@ -54,9 +55,6 @@ from lockstep.core.requests.table import (
     RequestState,
     RunningBatch,
 )
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.engine import Engine
 
 FADE = 0.98  # weight of a result relative to the one after it
 OFFERED_MIN = 4.0  # rows, faded, before the share of a place is trusted
@@ -114,80 +112,129 @@ class Verifying(NamedTuple):
     forced_tokens: Int32s = NO_ROWS  # end to end
 
 
-def verify_next(engine: Engine, running: RunningState, step: Step) -> Verifying | None:
-    """Move everybody who can go on by a token and the drafts that have room, opening their pages. None if nobody can.
+class Speculator:
+    """Which drafts and forced tokens the next decode of a running batch verifies, and what their results change."""
 
-    The pages of one token of each are there.
-    """
-    running_batch, positions, page_size = running.batch, running.positions, np.int32(engine.config.page_size)
-    going = (positions + ONE < running_batch.limits).nonzero()[0]
-    if not going.size:
-        return None
-    members, most = running_batch, positions
-    if going.size < running_batch.size:
-        members, most = running_batch.only(going), positions.take(going)
-    drafts = _draftable(members, most, engine.chances.worth_drafting(engine.config, members.size))
-    forced = NO_ROWS
-    if engine.forced:
-        forced = jump_forward.counts_of(engine, members, most)
-        drafts += forced  # who has any is under a grammar, and drafts nothing
-    held = -(-most // page_size)
-    available = _pages_to_open(engine)
-    while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
-        drafts = drafts // np.int32(2)
-        forced = forced // np.int32(2)
-    stops: Int32s = most + ONE + drafts
-    engine.memory.table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
-    deltas = NO_DELTAS
-    if opening.any():
-        deltas = engine.memory.open_pages(
-            members.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+    def __init__(self, scheduler: SchedulerView, jump_forward: JumpForward) -> None:
+        self._scheduler = scheduler
+        self.jump_forward = jump_forward
+        self.chances = Chances()
+
+    def verify_next(self, running: RunningState, step: Step) -> Verifying | None:
+        """Move the members that can go on by a token and the drafts that have room, opening pages. None if none can.
+
+        The pages of one token of each are there.
+        """
+        running_batch, positions, page_size = (
+            running.batch,
+            running.positions,
+            np.int32(self._scheduler.config.page_size),
         )
-    slack, after = uncertainty(engine.in_flight, members.rows, len(engine.memory.table.holders))
-    if members is running_batch:
-        running.move_to(stops)
-    else:
-        moved = positions.copy()
-        moved[going] = stops
-        running.move_to(moved)
-    if not forced.any():
-        return Verifying(members, most - slack, stops, drafts, after, deltas)
-    tokens = jump_forward.tokens_of(engine, members, most, forced)
-    return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
+        going = (positions + ONE < running_batch.limits).nonzero()[0]
+        if not going.size:
+            return None
+        members, most = running_batch, positions
+        if going.size < running_batch.size:
+            members, most = running_batch.only(going), positions.take(going)
+        drafts = _draftable(members, most, self.chances.worth_drafting(self._scheduler.config, members.size))
+        forced = NO_ROWS
+        if self.jump_forward.forced:
+            forced = self.jump_forward.counts_of(members, most)
+            drafts += forced  # who has any is under a grammar, and drafts nothing
+        held = -(-most // page_size)
+        available = self._pages_to_open()
+        while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
+            drafts = drafts // np.int32(2)
+            forced = forced // np.int32(2)
+        stops: Int32s = most + ONE + drafts
+        self._scheduler.memory.table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
+        deltas = NO_DELTAS
+        if opening.any():
+            deltas = self._scheduler.memory.open_pages(
+                members.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+            )
+        slack, after = uncertainty(self._scheduler.in_flight, members.rows, len(self._scheduler.memory.table.holders))
+        if members is running_batch:
+            running.move_to(stops)
+        else:
+            moved = positions.copy()
+            moved[going] = stops
+            running.move_to(moved)
+        if not forced.any():
+            return Verifying(members, most - slack, stops, drafts, after, deltas)
+        tokens = self.jump_forward.tokens_of(members, most, forced)
+        return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
 
+    def jump_next(self, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
+        """Move the running batch of an engine without drafts on, some members by several tokens.
 
-def jump_next(engine: Engine, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
-    """Move the cohort of an engine without drafts on, some by several tokens. None if nobody has forced ones to come.
-
-    The pages of one token of each are there. Returns: also the members that end by length with it.
-    """
-    running_batch, starts, page_size = running.batch, running.positions, np.int32(engine.config.page_size)
-    counts = jump_forward.counts_of(engine, running_batch, starts)
-    held, available = -(-starts // page_size), _pages_to_open(engine)
-    while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
-        counts = counts // np.int32(2)
-    if not counts.any():
-        return None
-    tokens = jump_forward.tokens_of(engine, running_batch, starts, counts)
-    stops: Int32s = starts + ONE + counts
-    engine.memory.table.reserve(int((held + opening).max()), int((stops - running_batch.prompts).max()) + 2)
-    deltas = NO_DELTAS
-    if opening.any():
-        deltas = engine.memory.open_pages(
-            running_batch.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+        The pages of one token of each are there. Returns: also the members that end by length with it; None if no
+        member has forced tokens to come.
+        """
+        running_batch, starts, page_size = running.batch, running.positions, np.int32(self._scheduler.config.page_size)
+        counts = self.jump_forward.counts_of(running_batch, starts)
+        held, available = -(-starts // page_size), self._pages_to_open()
+        while (opening := -(-(starts + ONE + counts) // page_size) - held).sum() > available and counts.any():
+            counts = counts // np.int32(2)
+        if not counts.any():
+            return None
+        tokens = self.jump_forward.tokens_of(running_batch, starts, counts)
+        stops: Int32s = starts + ONE + counts
+        self._scheduler.memory.table.reserve(
+            int((held + opening).max()), int((stops - running_batch.prompts).max()) + 2
         )
-    known = np.full(running_batch.size, EXACT, np.int64)
-    verifying = Verifying(running_batch, starts, stops, counts, known, deltas, counts, tokens)
-    return verifying, running.remove_ending(running_batch, stops, engine.memory.table)
+        deltas = NO_DELTAS
+        if opening.any():
+            deltas = self._scheduler.memory.open_pages(
+                running_batch.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
+            )
+        known = np.full(running_batch.size, EXACT, np.int64)
+        verifying = Verifying(running_batch, starts, stops, counts, known, deltas, counts, tokens)
+        return verifying, running.remove_ending(running_batch, stops, self._scheduler.memory.table)
 
-
-def _pages_to_open(engine: Engine) -> int:
-    """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
-    memory = engine.memory
-    available = memory.available_pages
-    if memory.hybrid is not None:
+    def _pages_to_open(self) -> int:
+        """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
+        memory, microbatches, config = self._scheduler.memory, self._scheduler.microbatches, self._scheduler.config
+        available = memory.available_pages
         available = memory.hybrid.pages_for_drafts(available)
-    return available - engine.microbatches.pages_of_others(engine.config.page_size, engine.ahead)
+        return available - microbatches.pages_of_others(
+            config.page_size, max(config.decode_look_ahead, config.decode_steps_per_launch)
+        )
+
+    def settle(self, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
+        """A verifying batch is delivered: where its rows stand is known, here and in every batch behind it.
+
+        int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
+        """
+        assert batch.steps is not None
+        wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted
+        if self._scheduler.config.speculative_min_chance is not UNSET:
+            self.chances.observe(drafts, accepted - batch.least)
+        if not wrong.any():
+            return
+        table, page_size = self._scheduler.memory.table, np.int32(self._scheduler.config.page_size)
+        by_row = np.zeros(len(table.holders), np.int32)
+        by_row[batch.samplers.rows] = wrong
+        for behind in self._scheduler.in_flight:
+            if behind.verifies:
+                behind.sampled_at = behind.sampled_at - by_row[behind.samplers.rows]
+        before = running.positions
+        running.move_to(before - by_row[running.batch.rows])
+        held = -(-running.positions // page_size)
+        back: NDArray[np.int32] = -(-before // page_size) - held
+        if back.any():
+            index = held.repeat(back) + step_numbers(back)
+            self._scheduler.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
+
+    def known_tokens(self, request: Request, outputs: int) -> int | None:
+        """Positions of a request whose KV is that of its tokens, `outputs` of them output; None: all that is computed.
+
+        What batches in flight verify may turn out wrong, and what lies behind its end never was.
+        """
+        if request.state is not RequestState.RUNNING:
+            return None
+        unsure = sum(batch.tokens_of(request.row) for batch in self._scheduler.in_flight if batch.verifies)
+        return min(self._scheduler.computed_of(request) - unsure, request.prompt_tokens + outputs)
 
 
 def _draftable(members: RunningBatch, most: Int32s, wanted: int) -> Int32s:
@@ -271,46 +318,9 @@ def tokens_of_result(event: BatchFinished, batch: InFlight) -> int:
     return int(accepted_of(event, batch).sum())
 
 
-def settle(engine: Engine, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
-    """A verifying batch is delivered: where its rows stand is known, here and in every batch behind it.
-
-    int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
-    """
-    assert batch.steps is not None
-    wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted
-    if engine.config.speculative_min_chance is not UNSET:
-        engine.chances.observe(drafts, accepted - batch.least)
-    if not wrong.any():
-        return
-    table, page_size = engine.memory.table, np.int32(engine.config.page_size)
-    by_row = np.zeros(len(table.holders), np.int32)
-    by_row[batch.samplers.rows] = wrong
-    for behind in engine.in_flight:
-        if behind.verifies:
-            behind.sampled_at = behind.sampled_at - by_row[behind.samplers.rows]
-    before = running.positions
-    running.move_to(before - by_row[running.batch.rows])
-    held = -(-running.positions // page_size)
-    back: NDArray[np.int32] = -(-before // page_size) - held
-    if back.any():
-        index = held.repeat(back) + step_numbers(back)
-        engine.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
-
-
 def stops_of(batch: InFlight) -> Int32s:
     """Where the rows of a verifying batch in flight stop, at most, as far as results say by now. int32 [rows]"""
     assert batch.steps is not None
     stops = batch.plan.stops.copy()
     stops[batch.plan.sample_rows] = batch.sampled_at + batch.steps - ONE
     return stops
-
-
-def known_tokens(engine: Engine, request: Request, outputs: int) -> int | None:
-    """Positions of a request whose KV is that of its tokens, of which `outputs` are output; None: all that is computed.
-
-    What batches in flight verify may turn out wrong, and what lies behind its end never was.
-    """
-    if request.state is not RequestState.RUNNING:
-        return None
-    unsure = sum(batch.tokens_of(request.row) for batch in engine.in_flight if batch.verifies)
-    return min(engine.computed_of(request) - unsure, request.prompt_tokens + outputs)

@@ -47,8 +47,7 @@ from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.table import Int32s
 
 if TYPE_CHECKING:
-    from lockstep.core.kv.hybrid import Hybrid
-    from lockstep.core.scheduler.engine import Engine
+    from lockstep.core.kv.hybrid import EngineView, Hybrid
 
 NONE = -1  # no companion
 Kind = Literal["window", "state"]
@@ -216,7 +215,7 @@ class HostBlocks:
             coming.append(Needed(kind, seen[~there], seen[there]))
         return coming
 
-    def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: Engine) -> bool:
+    def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: EngineView) -> bool:
         """Whether the device has room for that, and for whoever starts behind it beside what others will want."""
         return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
 

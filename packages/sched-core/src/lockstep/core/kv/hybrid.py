@@ -50,9 +50,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -62,6 +63,7 @@ from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
 
@@ -70,7 +72,6 @@ if TYPE_CHECKING:
     from lockstep.core.kv.radix import Match, RadixCache
     from lockstep.core.requests.batching import InFlight
     from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget
-    from lockstep.core.scheduler.engine import Engine
 
 NONE = -1  # no window page, no slot
 AS_IT_IS = -2  # the source of a slot to which nothing is done
@@ -108,7 +109,20 @@ class Stand(NamedTuple):
     apart: tuple[Runners, ...] = ()  # the same by microbatch, where there are several: each decodes in its turn
 
 
-def everybody(engine: Engine) -> Runners:
+class EngineView(Runners, Protocol):
+    """What hybrid pools read of the engine beside that: its settings, its memory and its microbatches."""
+
+    @property
+    def config(self) -> SchedConfig: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def microbatches(self) -> Microbatches: ...
+    @property
+    def everybody(self) -> tuple[RunningBatch, Int32s]: ...
+
+
+def everybody(engine: EngineView) -> Runners:
     """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
     if not engine.microbatches.several:
         return engine
@@ -117,7 +131,7 @@ def everybody(engine: Engine) -> Runners:
     return _by_microbatch(engine, stand)
 
 
-def _by_microbatch(engine: Engine, stand: Stand) -> Stand:
+def _by_microbatch(engine: EngineView, stand: Stand) -> Stand:
     if not engine.microbatches.several:
         return stand
     number_of = engine.microbatches.members
@@ -376,7 +390,7 @@ class WindowPool:
             self.quarantined[request_id] = coming.pages[cached:]
 
     def has_room_to_receive(
-        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+        self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
     ) -> bool:
         """Whether there are windows for a request whose KV will come, and for those before it.
 
@@ -535,11 +549,11 @@ class WindowPool:
         later.evictable += int(np.count_nonzero(came)) - opening
         return later
 
-    def returning(self, engine: Engine) -> int:
+    def returning(self, engine: EngineView) -> int:
         """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
         moved. An underestimate."""
         memory, found, locks = engine.memory, 0, self.locks
-        if memory.tiers is not None:
+        if memory.tiers.operations:
             moving = memory.tiers.window_locks()
             locks = self.locks - moving
             found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
@@ -791,6 +805,8 @@ class StatePool:
 class Hybrid:
     """What a model has beside full attention, of one engine. Built by its `Memory`."""
 
+    present: ClassVar[bool] = True  # False: all layers have full attention
+
     def __init__(
         self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
     ) -> None:
@@ -800,6 +816,10 @@ class Hybrid:
         self.states = StatePool(config, settings, table, in_flight) if settings.state_slots else None
         self.table = table
         self.in_flight = in_flight
+
+    def pool_of(self, pool: PagePool) -> PagePool:
+        """The pool of full pages, such that a page that comes back gives its blocks back."""
+        return FullPages(pool, self)
 
     # ------------------------------------------------------------------------------------------------------- admission
 
@@ -839,7 +859,7 @@ class Hybrid:
         return path.size if self.window is None else self.window.unbroken(request, path)
 
     def has_room_to_receive(
-        self, engine: Engine, request: Request, path: Int32s, stop: int, reserved: int | None
+        self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
     ) -> bool:
         """Whether a request whose KV will come may be given what it needs beside full pages to decode once, at `stop`.
 
@@ -855,7 +875,7 @@ class Hybrid:
 
     def would_start(
         self,
-        engine: Engine,
+        engine: EngineView,
         request: Request,
         span: tuple[int, int],
         path: Int32s,
@@ -879,7 +899,7 @@ class Hybrid:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
             taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
             taken += sum(len(slots) for slots in self.states.coming.values())
-            taken += memory.tiers.slots_moving if memory.tiers is not None else 0
+            taken += memory.tiers.slots_moving
             if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
                 return 0
         if self.window is None:
@@ -907,18 +927,18 @@ class Hybrid:
         """Positions that window pages can be had for now."""
         return self.window.available * self.page_size if self.window is not None else 0
 
-    def decode_needs(self, engine: Engine) -> tuple[int, int, int]:
+    def decode_needs(self, engine: EngineView) -> tuple[int, int, int]:
         """Window pages that the cohort's next decode wants, those that can be had, and those that are coming back."""
         if self.window is None:
             return 0, 0, 0
         available = self.window.available
         return self.window.lacking(engine) + available, available, self.window.returning(engine)
 
-    def decode_lacks(self, engine: Engine) -> int:
+    def decode_lacks(self, engine: EngineView) -> int:
         """Pages without which the cohort does not decode, beyond those that can be had."""
         return self.window.lacking(engine) if self.window is not None else 0
 
-    def short_for_decode(self, engine: Engine) -> bool:
+    def short_for_decode(self, engine: EngineView) -> bool:
         """Let go of what the cohort does not see any more; then, whether its next decode lacks a page."""
         if self.window is None:
             return False
@@ -963,7 +983,7 @@ class Hybrid:
         """By page of a path: whether this kind can go on behind it, where each page's companion is `there` or not."""
         return self.window.usable(there) if kind == "window" and self.window is not None else there
 
-    def has_room(self, kind: Kind, coming: int, there: int, engine: Engine) -> bool:
+    def has_room(self, kind: Kind, coming: int, there: int, engine: EngineView) -> bool:
         """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for who waits."""
         if kind == "window" and self.window is not None:
             return self.window.left_for_newcomers(everybody(engine)) > coming + there
@@ -1009,8 +1029,9 @@ class Hybrid:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
-    def take_row(self, row: int, path: Int32s, step: Step) -> None:
-        """A row starts behind these cached pages."""
+    def take_row(self, row: int, cached: int, step: Step) -> None:
+        """A row starts behind its first `cached` pages, which the radix cache has."""
+        path = self.table.pages[row, :cached].copy()
         if self.window is not None:
             self.window.take_row(row, path)
         if self.states is not None:
@@ -1023,8 +1044,11 @@ class Hybrid:
         if self.states is not None:
             self.states.receive(request.request_id, step)
 
-    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer:
-        """Where that goes; `pages`: those that will be written, the last of them with the end of the prompt."""
+    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
+        """Where that goes; `pages`: those that will be written, the last of them with the end of the prompt.
+
+        None: the model has nothing beside pages.
+        """
         windows, slot = NO_ROWS, NONE
         if self.window is not None:
             first = -(-request.prompt_tokens // self.page_size) - pages.size
@@ -1251,6 +1275,66 @@ class Hybrid:
             states.unwritten = dict(of.get("unwritten", ()))
             for name in STATE_COLUMNS:
                 setattr(states, name, np.frombuffer(of[name], getattr(states, name).dtype).copy())
+
+
+class FullAttention(Hybrid):
+    """Memory of a model whose layers all have full attention: neither window pages nor states, and nothing to do."""
+
+    present = False
+
+    def __init__(self, config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> None:
+        self.page_size = config.page_size
+        self.by_one = True  # of windows, which there are none of
+        self.window = None
+        self.states = None
+        self.table = table
+        self.in_flight = in_flight
+
+    def pool_of(self, pool: PagePool) -> PagePool:
+        """The pool: its pages have no blocks."""
+        return pool
+
+    def continued(self, radix: RadixCache, match: Match, tokens: bytes) -> Match:
+        """The match: a request can go on from any page boundary."""
+        return match
+
+    def take_row(self, row: int, cached: int, step: Step) -> None:
+        """A row has nothing beside its pages."""
+
+    def would_start(
+        self,
+        engine: EngineView,
+        request: Request,
+        span: tuple[int, int],
+        path: Int32s,
+        budget: PrefillBudget,
+        leaving: list[int],
+        then: Int32s,
+    ) -> int:
+        """All tokens of the span."""
+        return span[1]
+
+    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
+        """None: pages are all that comes."""
+        return None
+
+    def collected(self, batch: InFlight) -> None:
+        """Nothing is held beside pages."""
+
+    def completed_in_run(self, plan: BatchPlan, oldest: BatchId, step: Step) -> BatchPlan:
+        """The plan as it is."""
+        return plan
+
+    def completed(self, plan: BatchPlan, step: Step) -> BatchPlan:
+        """The plan as it is."""
+        return plan
+
+
+def hybrid_of(config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> Hybrid:
+    """The memory beside full attention that these settings have."""
+    if config.hybrid is UNSET:
+        return FullAttention(config, table, in_flight)
+    return Hybrid(config, config.hybrid, table, in_flight)
 
 
 WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")

@@ -23,12 +23,13 @@ The ratio is an estimate in tokens, with a page of slack for each newcomer. The 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import DeferReason
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 NEW_TOKEN_RATIO_INIT = 0.7  # SGLang: SGLANG_INIT_NEW_TOKEN_RATIO
@@ -40,6 +41,17 @@ CLIP: Int32s = np.array(CLIP_MAX_NEW_TOKENS, np.int32)  # the same for columns
 IGNORE_EOS_RESERVE_TOKENS = 1  # of each request that runs, to be left over at every moment
 
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
+
+
+class Deferral(NamedTuple):
+    """Why a request is not admitted, with the two numbers that were compared, in tokens, where there were any."""
+
+    reason: DeferReason
+    needed: int = 0
+    available: int = 0
+    limit: int = 0  # of requests at once, if the reason is such a limit
+    own: bool = False  # concerns this request alone: requests behind it may pass; a shortage stops the whole queue
+    lasts: bool = False  # while requests are active it stays until something comes free: admission pauses
 
 
 class NewTokenRatio:
@@ -102,6 +114,14 @@ def lasts_with(running_batch: RunningBatch, positions: Int32s, joining: list[Req
     return lasts(
         np.concatenate((expected - outputs, left)), np.concatenate((running_batch.prompts + outputs, held)), free
     )
+
+
+def counts_on_ends(config: SchedConfig, request: Request) -> bool:
+    """Whether a request is admitted by when all running requests will end.
+
+    Of requests that ignore end tokens, where nothing is cached and the reserve follows the new-token ratio.
+    """
+    return request.ignore_eos and not config.radix_cache and config.reserve == "ratio"
 
 
 class PrefillBudget:

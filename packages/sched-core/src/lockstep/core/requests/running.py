@@ -2,7 +2,7 @@
 
 `RunningBatch` (table.py) holds which requests decode together and what does not change while they do. `RunningState`
 holds where each of them stands, and what the launches of this batch count and remember. An engine has a list of them:
-one per microbatch, and a single one without pipeline stages (features/microbatches.py).
+one per microbatch, and a single one without pipeline stages (microbatches.py).
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from lockstep.core.contract.events import (
 
 if TYPE_CHECKING:
     from lockstep.core.kv.radix import Found, RadixNode
-    from lockstep.core.requests.validation import Accepted
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -124,6 +123,17 @@ class Extras(msgspec.Struct):
             return 0
         wanted = [start for start in (self.logprobs_from, self.hidden_from) if start is not None]
         return min(wanted) if wanted else None
+
+
+class Accepted(NamedTuple):
+    """What the engine keeps of an arrival, once everything asked for is valid, supported and fits."""
+
+    tokens: bytes  # the prompt's ids, packed int32
+    namespace: str
+    adapter: Adapter
+    max_new_tokens: int
+    truncated_tokens: int
+    extras: Extras | None
 
 
 class Request:
@@ -241,6 +251,11 @@ class Request:
     def reach(self) -> int:
         """Positions that are computed for it at most: its last token is never fed back."""
         return max(self.limit - 1, self.prompt_tokens)
+
+    @property
+    def extend_stop(self) -> int:
+        """Positions that an extend must compute before it can decode: its prompt and the output that it kept."""
+        return self.prompt_tokens + self.outputs
 
     @property
     def prefill_only(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +16,16 @@ from lockstep.core.contract.events import (
     TokenIds,
 )
 from lockstep.core.contract.samples import SAMPLES_MAX
-from lockstep.core.requests.table import BASE, TOKEN_IDS, VERSION_MARK, Adapter, Extras, prompt_bytes, prompt_length
+from lockstep.core.requests.table import (
+    BASE,
+    TOKEN_IDS,
+    VERSION_MARK,
+    Accepted,
+    Adapter,
+    Extras,
+    prompt_bytes,
+    prompt_length,
+)
 
 STOP_TOKENS_MAX = 64
 """Stop tokens one request may have; each is a column of every decode step's comparison."""
@@ -32,17 +40,6 @@ class RequestRefused(LockstepError):
         super().__init__(message)
         self.reason: RejectReason = reason
         self.message = message
-
-
-class Accepted(NamedTuple):
-    """What the engine keeps of an arrival, once everything asked for is valid, supported and fits."""
-
-    tokens: bytes  # the prompt's ids, packed int32
-    namespace: str
-    adapter: Adapter
-    max_new_tokens: int
-    truncated_tokens: int
-    extras: Extras | None
 
 
 def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Accepted:

@@ -27,7 +27,7 @@ from lockstep.core.contract.events import BatchFinished, LaneReady
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.retraction import members_growing
 from lockstep.core.requests.table import ONE, Int32s
-from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state import SchedulerState
 
 RUN_LAUNCHES_MAX = 256
 
@@ -35,7 +35,7 @@ RUN_LAUNCHES_MAX = 256
 class DecodeRun:
     """Up to `left` more pairs of one result and one launch. Only `begin` makes one, and only `close` ends it."""
 
-    def __init__(self, engine: Engine, launches: int) -> None:
+    def __init__(self, engine: SchedulerState, launches: int) -> None:
         self.left = launches
         self._engine = engine
         self._running = engine.microbatches.current
@@ -52,7 +52,7 @@ class DecodeRun:
         self._look_ahead()
 
     @staticmethod
-    def begin(engine: Engine) -> DecodeRun | None:
+    def begin(engine: SchedulerState) -> DecodeRun | None:
         """A run from here, if at least one pair of result and launch needs no decision."""
         launches = _steady_launches(engine)
         if launches <= 0:
@@ -93,9 +93,8 @@ class DecodeRun:
             ids_digest=running_batch.ids_digest,
             generation=self._engine.generation,
         )
-        if self._engine.memory.hybrid is not None:
-            oldest = plan.batch_id - len(self._engine.in_flight) + 1
-            plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
+        oldest = plan.batch_id - len(self._engine.in_flight) + 1
+        plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -123,10 +122,7 @@ class DecodeRun:
             engine.in_flight.popleft()
             engine.in_flight.append(InFlight(plan, running_batch.requests, running_batch, []))
         self._running.advanced_by(done, self._positions)
-        engine.next_batch_id = self._next_batch_id
-        engine.now_us = self._time_us
-        engine.digest = self._digest
-        engine.launch_found_nothing = False
+        engine.end_run(self._next_batch_id, self._time_us, self._digest)
 
     def _open_pages(self, starts: Int32s, step: Step) -> PageDeltas:
         """Pages for the members whose last one is full, from the free list, where `_look_ahead` saw enough."""
@@ -137,8 +133,7 @@ class DecodeRun:
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
-        if engine.memory.hybrid is not None:
-            engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
+        engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
@@ -147,13 +142,11 @@ class DecodeRun:
         memory = self._engine.memory
         if self._growing.size > memory.pool.free_count:
             self.left = 0
-        if memory.hybrid is not None and not memory.hybrid.decodes_without_evicting(
-            self._positions, self._growing.size
-        ):
+        if not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
             self.left = 0
 
 
-def _steady_launches(engine: Engine) -> int:
+def _steady_launches(engine: SchedulerState) -> int:
     """How many launches may follow one another, from here, with nothing to decide but to go on.
 
     Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
@@ -166,23 +159,23 @@ def _steady_launches(engine: Engine) -> int:
         or engine.in_flight[0].samplers is not running_batch  # the most frequent reason
         or not running_batch.steady
         or running_batch.constrained
-        or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
+        or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters.present))
         or engine.prefilling is not None
-        or engine.paused
+        or engine.controls.paused
         or engine.maintenance.jobs
-        or engine.pace.watches
+        or engine.controls.pace.watches
         or engine.sessions.due_us is not None
         or engine.sessions.unsettled
         or running.decode_owed
         or engine.timers
-        or (engine.transfers is not None and not engine.transfers.quiet)
+        or not engine.transfers.quiet
         or engine.ranks is not None
         or engine.microbatches.several
         or engine.memory.deferred_frees
         or engine.memory.deferred_pages
         or engine.memory.rewrites
-        or (engine.memory.tiers is not None and engine.memory.tiers.timed)
-        or (engine.memory.hybrid is not None and not engine.memory.hybrid.by_one)
+        or engine.memory.tiers.timed
+        or not engine.memory.hybrid.by_one
         or running_batch.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1

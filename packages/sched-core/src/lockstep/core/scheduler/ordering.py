@@ -28,17 +28,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import index
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import PolicyError
+from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.radix import Found, RadixCache
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.radix import Found, RadixCache
-    from lockstep.core.scheduler.engine import Engine
 
 LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)
 DUPLICATE_CACHED_TOKENS_MAX = 32  # whoever has more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
@@ -95,25 +92,26 @@ class WaitingQueue(RequestColumns):
     It notes what was looked at beyond the requests themselves, so that the order is made again when that changes.
     """
 
-    __slots__ = ("_engine", "_saw_running", "_saw_time", "_saw_tree", "_saw_work", "config")
+    __slots__ = ("_prefilled_tokens", "_saw_running", "_saw_time", "_saw_tree", "_saw_work", "_scheduler", "config")
 
-    def __init__(self, requests: list[Request], engine: Engine) -> None:
+    def __init__(self, requests: list[Request], scheduler: SchedulerView, prefilled_tokens: int) -> None:
         super().__init__(requests)
-        self._engine = engine
-        self.config = engine.config
+        self._scheduler = scheduler
+        self._prefilled_tokens = prefilled_tokens
+        self.config = scheduler.config
         self._saw_tree = self._saw_time = self._saw_work = self._saw_running = False
 
     @property
     def now_us(self) -> int:
         """Host time since the journal began."""
         self._saw_time = True
-        return self._engine.now_us
+        return self._scheduler.now_us
 
     @property
     def running(self) -> RequestColumns:
         """The requests that are being prefilled or decoded, in no meaningful order."""
         self._saw_running = True
-        return RequestColumns(_running(self._engine))
+        return RequestColumns(_running(self._scheduler))
 
     @property
     def output_tokens(self) -> tuple[int, ...]:
@@ -159,14 +157,14 @@ class WaitingQueue(RequestColumns):
     def prefilled_since_arrival(self) -> tuple[int, ...]:
         """Tokens the engine has extended, for others, since each arrived: its age in work done."""
         self._saw_work = True
-        done = self._engine.prefilled_tokens
+        done = self._prefilled_tokens
         return tuple([done - request.prefilled_before for request in self._requests])
 
     def _found(self) -> list[Found]:
         """Where the cached prefix of each ends."""
         self._saw_tree = True
-        radix = self._engine.memory.radix
-        return [matched(request, radix) for request in self._requests] if radix is not None else []
+        radix = self._scheduler.memory.radix
+        return [matched(request, radix) for request in self._requests] if radix.present else []
 
 
 Policy = Callable[[WaitingQueue], Sequence[int]]
@@ -181,14 +179,12 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache | None) -> None:
+def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
     """Count the cached prefixes of those first in the line as used just now, the head's last of all.
 
     So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
     do not look at the cache; here it is for any.
     """
-    if radix is None:
-        return
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
 
@@ -198,9 +194,11 @@ class Ordering:
 
     def __init__(self, config: SchedConfig) -> None:
         self._config = config
+        self.waiting: list[Request] = []  # in the order in which they began to wait
+        self.prefilled_tokens = 0  # new tokens of all extends; what waiting requests age by under policy hrrn
         own = POLICIES.get(config.schedule_policy)
         if own is None:
-            from lockstep.core.scheduler.policies import load  # looks at what is installed; only for policies of others
+            from lockstep.core.contract.policies import load  # looks at what is installed; only for policies of others
 
             own = load(config.schedule_policy, config.schedule_policy_version)
         self._policy: Policy = own
@@ -227,18 +225,18 @@ class Ordering:
 
     # ------------------------------------------------------------------------------------------------------- the pass
 
-    def turn(self, engine: Engine) -> Iterator[Request]:
+    def turn(self, scheduler: SchedulerView) -> Iterator[Request]:
         """The waiting requests, in the order in which to consider them.
 
         Whoever no longer waits when the next one is asked for was admitted. The line keeps them until `close`.
         """
-        return self._plain_turn(engine.waiting) if self._plain else self._policy_turn(engine)
+        return self._plain_turn(self.waiting) if self._plain else self._policy_turn(scheduler)
 
-    def _policy_turn(self, engine: Engine) -> Iterator[Request]:
+    def _policy_turn(self, scheduler: SchedulerView) -> Iterator[Request]:
         """As the policy says, but whoever was passed by often enough first."""
-        order, at, admitted, patience = self._ordered(engine), 0, 0, -1
+        order, at, admitted, patience = self._ordered(scheduler), 0, 0, -1
         if self._defers:
-            self._begin_writers(engine)
+            self._begin_writers(scheduler)
         while at < len(order):
             request = order[at]
             at += 1
@@ -251,11 +249,11 @@ class Ordering:
             if self._defers:
                 self._add_writer(request)
             if patience < 0:
-                patience = self._patience(engine.waiting)
+                patience = self._patience(self.waiting)
             admitted += 1
             if admitted == patience:
-                self._count(engine)
-                order, at, admitted, patience = self._urgent_first(order[at:], engine.waiting), 0, 0, -1
+                self._count()
+                order, at, admitted, patience = self._urgent_first(order[at:], self.waiting), 0, 0, -1
 
     def _plain_turn(self, line: list[Request]) -> Iterator[Request]:
         """The line as it stands. It stops where somebody who had to stay behind may be passed no more."""
@@ -271,15 +269,15 @@ class Ordering:
             if patience <= 0:
                 return
 
-    def first(self, engine: Engine, count: int) -> list[Request]:
+    def first(self, scheduler: SchedulerView, count: int) -> list[Request]:
         """The first so many to be considered. Begins no pass."""
-        plain = self._plain or not engine.waiting
-        return (engine.waiting if plain else self._ordered(engine))[:count]
+        plain = self._plain or not self.waiting
+        return (self.waiting if plain else self._ordered(scheduler))[:count]
 
-    def writer_of_prefix(self, request: Request, engine: Engine) -> Request | None:
+    def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
         """Under "defer": who computes, already or in this pass, the pages that the request needs next. Else None."""
-        radix = engine.memory.radix
-        if not self._defers or radix is None or request.bypassed >= self._limit:
+        radix = scheduler.memory.radix
+        if not self._defers or not radix.present or request.bypassed >= self._limit:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
@@ -296,64 +294,73 @@ class Ordering:
         self._put_off = True
         return writer_ahead
 
+    def take_all(self) -> list[Request]:
+        """Empty the queue. Returns what it had."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
     def joins(self, request: Request) -> None:
         """Somebody who was held is in the line: it may have waited before, and been passed by often enough then."""
         if request.bypassed >= self._limit:
             self._may_be_urgent = True
 
-    def close(self, engine: Engine) -> None:
-        """The pass is over: who was admitted leaves the line, and those they passed by count it."""
+    def close(self) -> bool:
+        """End the pass: admitted requests leave the queue, and the requests that they passed by count it.
+
+        Returns: whether admission may be tried again although it ran out of memory.
+        """
+        retry = False
         if self._plain and not self._passed_by:
-            line, admitted = engine.waiting, 0
+            line, admitted = self.waiting, 0
             while admitted < len(line) and line[admitted].state is not WAITING:
                 admitted += 1
             del line[:admitted]
-            return
+            return False
         if self._view is None or self._plain:
-            self._count(engine)
+            self._count()
         if self._put_off:
             self._put_off = False
-            engine.batch_is_full = False  # who was put off may fit as soon as its prefix is cached
+            retry = True  # a request that waits for another may fit as soon as its prefix is cached
         self._writers, self._written = [], {}
+        return retry
 
     # ----------------------------------------------------------------------------------------------------- the order
 
-    def _ordered(self, engine: Engine) -> list[Request]:
+    def _ordered(self, scheduler: SchedulerView) -> list[Request]:
         """The line in the order to be considered: as the last pass had it, if nothing has changed since."""
-        if not self._stands(engine):
-            line = engine.waiting.copy()
-            view = WaitingQueue(line, engine)
+        if not self._stands(scheduler):
+            line = self.waiting.copy()
+            view = WaitingQueue(line, scheduler, self.prefilled_tokens)
             positions = self._asked(view) if self._brought else self._policy(view)
             order = [line[position] for position in positions]
             if self._lasts and len(line) <= LPM_FALLBACK_WAITING:
                 order = self._duplicates_last(order, view)
             self._order, self._line, self._view = self._urgent_first(order, line), line, view
-            self._made_from = self._beside(view, engine)
-            self._epoch = engine.memory.radix.epoch if engine.memory.radix is not None else 0
+            self._made_from = self._beside(view, scheduler)
+            self._epoch = scheduler.memory.radix.epoch
         return self._order
 
-    def _stands(self, engine: Engine) -> bool:
+    def _stands(self, scheduler: SchedulerView) -> bool:
         """Whether the order of the last pass, in which nobody was admitted, would come out again."""
         view = self._view
         return (
             view is not None
-            and self._line == engine.waiting
-            and self._made_from == self._beside(view, engine)
-            and (not view._saw_tree or engine.memory.radix is None or self._matches_stand(engine.memory.radix))
+            and self._line == self.waiting
+            and self._made_from == self._beside(view, scheduler)
+            and (not view._saw_tree or self._matches_stand(scheduler.memory.radix))
         )
 
-    @staticmethod
-    def _beside(view: WaitingQueue, engine: Engine) -> tuple[object, ...]:
+    def _beside(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
         """What the policy looked at beside line and tree, as it is now."""
         return (
-            engine.now_us if view._saw_time else None,
-            engine.prefilled_tokens if view._saw_work else None,
-            (_running_batches(engine), engine.prefilling) if view._saw_running else None,
+            scheduler.now_us if view._saw_time else None,
+            self.prefilled_tokens if view._saw_work else None,
+            (_running_batches(scheduler), scheduler.prefilling) if view._saw_running else None,
         )
 
     def _matches_stand(self, radix: RadixCache) -> bool:
         """Whether all matches are what they were; those that the tree has moved under are looked up again."""
-        if self._epoch == radix.epoch:
+        if self._epoch == radix.epoch or not radix.present:
             return True
         same = True
         for request in self._line:
@@ -412,10 +419,10 @@ class Ordering:
         limit = self._limit
         return min([limit - request.bypassed for request in line if request.bypassed < limit], default=ENDLESS)
 
-    def _count(self, engine: Engine) -> None:
+    def _count(self) -> None:
         """Take the admitted out of the line; everybody ahead of one of them was passed by."""
         behind, staying = 0, []
-        for request in reversed(engine.waiting):
+        for request in reversed(self.waiting):
             if request.state is WAITING:
                 request.bypassed += behind
                 if request.bypassed >= self._limit:
@@ -424,14 +431,14 @@ class Ordering:
             else:
                 behind += 1
         staying.reverse()
-        engine.waiting = staying
+        self.waiting = staying
 
     # -------------------------------------------------------------------------------------------------------- writers
 
-    def _begin_writers(self, engine: Engine) -> None:
+    def _begin_writers(self, scheduler: SchedulerView) -> None:
         """Who computes a prompt now: what is launched of it is published when its batch comes back."""
-        self._writers = [engine.prefilling] if engine.prefilling is not None else []
-        for batch in engine.in_flight:
+        self._writers = [scheduler.prefilling] if scheduler.prefilling is not None else []
+        for batch in scheduler.in_flight:
             rows = batch.plan.rows[: batch.plan.extend_rows].tolist()
             for request, row in zip(batch.requests, rows, strict=False):
                 if request.row == row and row not in batch.dead:
@@ -448,13 +455,13 @@ class Ordering:
         written.setdefault((writer.namespace, writer.tokens[start:stop]), writer)
 
 
-def _running(engine: Engine) -> list[Request]:
-    split, decoding = engine.prefilling, engine.everybody[0].requests
+def _running(scheduler: SchedulerView) -> list[Request]:
+    split, decoding = scheduler.prefilling, scheduler.everybody[0].requests
     return decoding if split is None else [*decoding, split]
 
 
-def _running_batches(engine: Engine) -> tuple[RunningBatch, ...]:
-    return tuple([running.batch for running in engine.microbatches.states])
+def _running_batches(scheduler: SchedulerView) -> tuple[RunningBatch, ...]:
+    return tuple([running.batch for running in scheduler.microbatches.states])
 
 
 # ------------------------------------------------------------------------------------------------------- the policies

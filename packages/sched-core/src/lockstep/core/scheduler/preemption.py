@@ -18,21 +18,19 @@ important of all who decode: nobody is retracted for a place before the microbat
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
+from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.radix import Match
-from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, counts_on_ends, lasts_with
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.hybrid import Hybrid
-    from lockstep.core.scheduler.engine import Engine
+from lockstep.core.scheduler.state import SchedulerState
 
 SHORTAGES: frozenset[DeferReason] = frozenset(
     {"running_limit", "microbatch", "rows", "kv_budget", "pages", "window", "state"}
@@ -74,7 +72,7 @@ def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
 
 
 def make_room(
-    engine: Engine, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
+    state: SchedulerState, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
 ) -> list[Request]:
     """Retract members so that the request can start, now or once work in flight has given their pages back.
 
@@ -86,80 +84,78 @@ def make_room(
         parts: requests in that extend so far.
     Returns: whom it retracted; they do not stand in the line yet.
     """
-    config, memory = engine.config, engine.memory
+    config, memory = state.config, state.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
         return []
-    everybody, _ = engine.everybody
+    everybody, _ = state.everybody
     ranked = candidates(request, everybody, config)
-    if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
+    if not ranked or not memory.adapters.has_place_for(request.adapter):
         return []
-    if memory.tiers is not None and memory.tiers.holds_back(request, engine.now_us):
+    if memory.tiers.holds_back(request, state.now_us):
         return []
-    need = AdmissionNeed.of(engine, request, budget, parts)
-    if need is None or need.is_met(engine, budget, []):
+    need = AdmissionNeed.of(state, request, budget, parts)
+    if need is None or need.is_met(state, budget, []):
         return []
-    if not engine.microbatches.has_place_for_newcomer(engine.in_flight, everybody.requests[ranked[0]]):
+    if not state.microbatches.has_place_for_newcomer(state.in_flight, everybody.requests[ranked[0]]):
         return []
-    victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(engine, budget, some))]
+    victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(state, budget, some))]
     if not victims:
         return []
-    available, reserved = memory.available_pages, tokens_kept_free(engine)
-    engine.break_ranks(victims)
+    available, reserved = memory.available_pages, tokens_kept_free(state)
+    state.leave_running(victims)
     for victim in victims:
-        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+        state.retract(victim, "preempted", step, beneficiary=request.request_id)
     back = (memory.available_pages - available) * config.page_size
-    unreserved = reserved - tokens_kept_free(engine)
-    budget.regain(back, unreserved, engine.set_aside(engine.running_batch, engine.positions))
+    unreserved = reserved - tokens_kept_free(state)
+    budget.regain(back, unreserved, state.set_aside(state.running_batch, state.positions))
     return victims
 
 
 def make_room_for_split(
-    engine: Engine, request: Request, take: int, budget: PrefillBudget, step: Step
+    state: SchedulerState, request: Request, take: int, budget: PrefillBudget, step: Step
 ) -> list[Request]:
     """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
 
     `take`: tokens of its next chunk, as far as full pages go.
     """
-    config, hybrid = engine.config, engine.memory.hybrid
-    if not config.enable_priority_preemption or hybrid is None or take <= 0:
+    config, hybrid = state.config, state.memory.hybrid
+    if not config.enable_priority_preemption or hybrid.window is None or take <= 0:
         return []
-    if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+    if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
         return []
-    span, (running_batch, positions) = (request.computed, take), engine.everybody
+    span, (running_batch, positions) = (request.computed, take), state.everybody
 
     def enough(leaving: list[int]) -> bool:
-        back = engine.memory.back_once_delivered(
-            [(running_batch.requests[i], int(positions[i])) for i in leaving], None
-        )
+        back = state.memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], None)
         staying = np.delete(np.arange(running_batch.size), leaving)
-        then = np.minimum(positions[staying] + back.launches * engine.moves_by, running_batch.limits[staying] - ONE)
-        return _goes_on(hybrid, engine, request, span, NO_ROWS, budget, leaving, then)
+        then = np.minimum(positions[staying] + back.launches * state.moves_by, running_batch.limits[staying] - ONE)
+        return _goes_on(hybrid, state, request, span, NO_ROWS, budget, leaving, then)
 
     ranked = candidates(request, running_batch, config)
     if not ranked or enough([]):
         return []
     victims = [running_batch.requests[i] for i in fewest(ranked, enough)]
-    engine.break_ranks(victims)
+    state.leave_running(victims)
     for victim in victims:
-        engine.retract(victim, "preempted", step, beneficiary=request.request_id)
+        state.retract(victim, "preempted", step, beneficiary=request.request_id)
     return victims
 
 
-def stays_behind(engine: Engine, request: Request) -> bool:
+def stays_behind(state: SchedulerState, request: Request) -> bool:
     """Whether a request that waits would have to make room for the prompt that is split, for want of window pages.
 
     It does not start before that is computed: it would be retracted again.
     """
-    split, hybrid = engine.prefilling, engine.memory.hybrid
-    if split is None or hybrid is None or hybrid.window is None or not engine.config.enable_priority_preemption:
+    split, hybrid = state.prefilling, state.memory.hybrid
+    if split is None or hybrid.window is None or not state.config.enable_priority_preemption:
         return False
-    least = importance(split, engine.config) - engine.config.priority_preemption_threshold
-    return importance(request, engine.config) < least
+    least = importance(split, state.config) - state.config.priority_preemption_threshold
+    return importance(request, state.config) < least
 
 
 def _goes_on(
     hybrid: Hybrid,
-    engine: Engine,
+    state: SchedulerState,
     request: Request,
     span: tuple[int, int],
     path: Int32s,
@@ -168,21 +164,21 @@ def _goes_on(
     then: Int32s,
 ) -> bool:
     """Whether pools beside full attention have room for a chunk of the span, see `Hybrid.would_start`."""
-    room = hybrid.would_start(engine, request, span, path, budget, leaving, then)
-    may_split = engine.prefilling is None or engine.prefilling is request
+    room = hybrid.would_start(state, request, span, path, budget, leaving, then)
+    may_split = state.prefilling is None or state.prefilling is request
     return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
 
 
-def tokens_kept_free(engine: Engine) -> int:
+def tokens_kept_free(state: SchedulerState) -> int:
     """Tokens of the total budget that those who decode take: their reserve, and what decodes in the same pass."""
-    return engine.reserve_of(*engine.everybody) + _tokens_along(engine, engine.running_batch.size)
+    return state.reserve_of(*state.everybody) + _tokens_along(state, state.running_batch.size)
 
 
-def _tokens_along(engine: Engine, members: int) -> int:
+def _tokens_along(state: SchedulerState, members: int) -> int:
     """Tokens of the total budget that so many take who decode in the same pass."""
-    config = engine.config
+    config = state.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
-    return members * engine.tokens_per_decode if along else 0
+    return members * state.tokens_per_decode if along else 0
 
 
 class AdmissionNeed(NamedTuple):
@@ -197,60 +193,58 @@ class AdmissionNeed(NamedTuple):
     span: tuple[int, int]  # of that: where it begins, and how many tokens
 
     @staticmethod
-    def of(engine: Engine, request: Request, budget: PrefillBudget, parts: int) -> AdmissionNeed | None:
+    def of(state: SchedulerState, request: Request, budget: PrefillBudget, parts: int) -> AdmissionNeed | None:
         """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
-        config = engine.config
+        config = state.config
         page_size = config.page_size
         if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
             return None
-        if not config.overlap_consecutive_prefills and engine.in_flight and engine.in_flight[-1].plan.extend_rows:
+        if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
             return None
-        match = engine.memory.match(request)
-        cached, locking = (match.pages * page_size, match.evictable_pages) if match is not None else (0, 0)
+        match = state.memory.match(request)
+        cached, locking = (match.pages * page_size, match.evictable_pages)
         new_tokens = len(request.tokens) // 4 - cached
-        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=engine.prefilling is None)
+        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=state.prefilling is None)
         if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
             return None
         wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
         pages = -(-take // page_size)
         return AdmissionNeed(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
 
-    def is_met(self, engine: Engine, budget: PrefillBudget, leaving: list[int]) -> bool:
+    def is_met(self, state: SchedulerState, budget: PrefillBudget, leaving: list[int]) -> bool:
         """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
 
         Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
         """
-        config, memory, (running_batch, positions) = engine.config, engine.memory, engine.everybody
-        page_size, microbatches = config.page_size, engine.microbatches
+        config, memory, (running_batch, positions) = state.config, state.memory, state.everybody
+        page_size, microbatches = config.page_size, state.microbatches
         back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
-        active = engine.active - back.places - len(leaving)
+        active = state.active - back.places - len(leaving)
         if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
             return False
-        if microbatches.free_places(engine.in_flight, [running_batch.requests[i] for i in leaving]) <= 0:
+        if microbatches.free_places(state.in_flight, [running_batch.requests[i] for i in leaving]) <= 0:
             return False
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
-        then = np.minimum(now + np.int32(back.launches * engine.moves_by), staying.limits - ONE)
+        then = np.minimum(now + np.int32(back.launches * state.moves_by), staying.limits - ONE)
         along, along_then = staying, then  # those of the same pass
         if microbatches.several:
             mine = microbatches.of_current()[stay].nonzero()[0]
             along, along_then = staying.only(mine), then[mine]
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
         gained = pages * page_size
-        gained += tokens_kept_free(engine) - engine.reserve_of(staying, then) - _tokens_along(engine, along.size)
+        gained += tokens_kept_free(state) - state.reserve_of(staying, then) - _tokens_along(state, along.size)
         if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
             return False
         locking = self.matched_pages + back.matched
-        if active and engine.counts_on_ends(self.request):
+        if active and counts_on_ends(state.config, self.request):
             free = budget.current + pages * page_size - self.new_pages * page_size
-            if not lasts_with(staying, then, [*budget.newcomers, self.request], engine.ratio.value, free):
+            if not lasts_with(staying, then, [*budget.newcomers, self.request], state.ratio.value, free):
                 return False
         elif active and not budget.has(self.wanted, locking * page_size - gained):
             return False
-        if self.pages > memory.available_pages + pages - engine.set_aside(along, along_then) - locking:
+        if self.pages > memory.available_pages + pages - state.set_aside(along, along_then) - locking:
             return False
-        if memory.hybrid is None:
-            return True
         path = memory.path_of(self.match)
-        return _goes_on(memory.hybrid, engine, self.request, self.span, path, budget, leaving, then)
+        return _goes_on(memory.hybrid, state, self.request, self.span, path, budget, leaving, then)

@@ -1,4 +1,4 @@
-"""How many drafts a run had right, beside what the simulator's model says of the same verifications.
+"""How many drafts a run had right, beside the prediction of the simulator's model for the same verifications.
 
     seen = read_verifications(folder)          # of a journal: each row that verified drafts, and how many were right
     rates = fitted_rates(seen)                 # the chance of draft 1, 2, ..., each given the ones before it
@@ -6,7 +6,7 @@
     halves(seen)                               # fitted to every other request, held against the others
 
 The model of `speculation.py` has one chance for each place, the same for all requests and all of their text. That is
-true of no text; by how much it is off in the mean is what the halves say, whose requests the fit has not seen.
+true of no text; its mean error is measured on halves with requests that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Verifications:
 
     @property
     def by_position(self) -> list[float]:
-        """Of rows with at least n drafts, the share whose first n were right, for n = 1, 2, ..."""
+        """Of rows with at least n drafts, the share with the first n right, for n = 1, 2, ..."""
         shares = []
         for number in range(1, int(self.drafts.max(initial=0)) + 1):
             had = self.drafts >= number
@@ -102,14 +102,14 @@ def fitted_rates(seen: Verifications) -> tuple[float, ...]:
 
 
 def predicted_by_position(seen: Verifications, rates: tuple[float, ...]) -> list[float]:
-    """What the model says for the same drafts: the share of rows whose first n are right."""
+    """The model's prediction for the same drafts: the share of rows with the first n right."""
     most = int(seen.drafts.max(initial=0))
     shares: list[float] = np.cumprod([rates[min(number, len(rates) - 1)] for number in range(most)]).tolist()
     return shares
 
 
 def predicted_length(seen: Verifications, rates: tuple[float, ...]) -> float:
-    """Tokens of a verification that the model says for the same drafts."""
+    """Tokens of a verification that the model predicts for the same drafts."""
     reach = np.concatenate(([0.0], np.cumsum(predicted_by_position(seen, rates))))
     return 1.0 + float(reach[seen.drafts].mean())
 

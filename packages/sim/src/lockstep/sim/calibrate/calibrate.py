@@ -39,7 +39,7 @@ from lockstep.sim.results.batch_times import BatchTime, BatchTimes, ErrorRow, er
 Float64s = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
-MODELS_MIN = 3  # of an engine, before leaving one out says something about models it has not seen
+MODELS_MIN = 3  # of an engine, before leaving one out gives an error for models it has not seen
 POINTS_MIN = 4  # of an engine
 BLOCKS = 10  # of a journal, left out in turn
 BATCHES_MIN = 50  # of a journal
@@ -141,7 +141,7 @@ def left_out_ratios(trial: PointTrials, rows: Rows, groups: Sequence[object]) ->
 def calibration_of_points(
     trial: PointTrials, engine: str, *, date: str, rows: Rows | None = None, sources: Sequence[CalibrationSource] = ()
 ) -> Calibration:
-    """Fit an engine's points, and say how wrong that is by leaving out rows, and models where there are three.
+    """Fit an engine's points, and estimate the error by leaving out rows, and models where there are three.
 
     Args:
         rows: of the engine's points; None is all of them.
@@ -200,7 +200,7 @@ def calibration_of_points(
 
 @dataclass(frozen=True, eq=False)
 class TimedBatches:
-    """Batches whose times are known, with the parts that a correction weighs, in the order of their ends."""
+    """Batches with measured times, and with the parts that a correction weighs, in the order of their ends."""
 
     batches: Sequence[BatchTime]
     parts: Float64s  # float64 [batches, 5], in the order of FEATURES
@@ -320,11 +320,11 @@ def calibration_of_tables(
     Raises: CalibrationError if fewer than POINTS_MIN batches are left.
     """
     parts, took_us, models = [], [], []
-    asked = 0
+    requested = 0
     for base in bases:
         measured = MeasuredModel(base, tables)
         for shape in (*DECODES, *EXTENDS):
-            asked += 1
+            requested += 1
             measured.forget()
             us = measured.batch_us(shape).mean_us
             if not measured.extrapolated:
@@ -332,7 +332,9 @@ def calibration_of_tables(
                 took_us.append(us)
                 models.append(base.model.name)
     if len(took_us) < POINTS_MIN:
-        raise CalibrationError(f"the tables of {tables.gpu} cover {len(took_us)} of {asked} batches of these models")
+        raise CalibrationError(
+            f"the tables of {tables.gpu} cover {len(took_us)} of {requested} batches of these models"
+        )
     features, times_us = np.array(parts), np.array(took_us)
 
     def left_out_residuals(groups: Sequence[object], population: Population, method: str) -> Residuals:

@@ -1,12 +1,12 @@
-"""Published serving points: somebody's TTFT and TPOT at a fixed concurrency, and the same in the simulator.
+"""Published serving points: TTFT and TPOT at a fixed concurrency, and their values in the simulator.
 
 points, left_out = read_serving_points(Path("serving_points.csv"))
 played = play(points[0], CLIENTS["spread"])
 played.tpot_us, played.ttft_us      # means over requests, to hold against points[0].tpot_us and points[0].ttft_us
 played.tpot_parts @ weights         # the same under a correction, without simulating again: see cost/fit.py
 
-A point is played by as many users as its concurrency, each of whom sends when the answer to the request before ends.
-Scheduler settings are those of the engine (ENGINES). What the sources do not say about the client is in CLIENTS.
+A point is played by as many users as its concurrency; each user sends a request when the answer to the previous one
+ends. Scheduler settings are those of the engine (ENGINES). What the sources leave open about the client is in CLIENTS.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ServingPoint:
     prompt_tokens: int
     output_tokens: int
     lengths_from: float  # lengths are uniform in [lengths_from * N, N]; 1.0: N
-    lengths_known: bool  # the source says how lengths were distributed
+    lengths_known: bool  # the source describes how lengths were distributed
     concurrency: int
     ttft_us: float
     tpot_us: float
@@ -108,7 +108,7 @@ UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that
 UNIFORM_FROM = 0.8
 USERS_MAX = 2**20
 TP_MAX = 1024
-HINT = "hint: docs/cost-models.md, section 6, says what serving points are"
+HINT = "hint: docs/cost-models.md, section 6, describes serving points"
 
 
 def read_serving_points(
@@ -117,8 +117,8 @@ def read_serving_points(
     """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
-        suspect: keep rows whose column `suspect` says something.
-        experts: lay experts out as the column `ep` says; False: all GPUs share every expert's width.
+        suspect: keep rows with text in the column `suspect`.
+        experts: lay experts out by the column `ep`; False: all GPUs share every expert's width.
     Returns: the points, and the numbers of the rows left out by reason.
     Raises: CalibrationError naming the file, the row and the column that cannot be read.
     """
@@ -217,8 +217,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     # vLLM takes 8,192 new tokens a pass when it serves on a GPU of 70 GB or more (v1 engine defaults, by usage).
     "vllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
     "sglang": profile_settings("sglang"),
-    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and who runs goes first. Its
-    # default policy never evicts: who is admitted has the pages of its whole answer (GUARANTEED_NO_EVICT).
+    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and running requests go
+    # first. Its default policy never evicts: an admitted request has the pages of its whole answer
+    # (GUARANTEED_NO_EVICT).
     "trtllm": {
         **profile_settings("vllm"),
         "chunked_prefill_size": 8192,
@@ -230,13 +231,14 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 FP8_KV = ("trtllm",)
-"""Engines whose KV is fp8 where weights are. No source says it. With 128 requests of 1,536 tokens on one H100 Qwen3-32B
-answered first tokens after 0.75 s: all were admitted at once, which KV in bf16 has no room for (5.6 s, simulated)."""
+"""Engines with KV in fp8 where weights are in fp8. No source states it. With 128 requests of 1,536 tokens on one H100
+Qwen3-32B answered first tokens after 0.75 s: all were admitted at once, which KV in bf16 has no room for (5.6 s,
+simulated)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadGenerator:
-    """What a load generator did that its report does not say."""
+    """What a load generator did that its report leaves open."""
 
     name: str
     requests_per_user: int  # one after another
@@ -252,7 +254,7 @@ CLIENTS = {
     )
 }
 """Ten requests per user is what InferenceX sends. Whether users stay in step decides TTFT: a wave of prompts that come
-together waits for all of them. The sources do not say it; a calibration names the client that explained its rows."""
+together waits for all of them. The sources do not state it; a calibration names the client that explained its rows."""
 
 
 # ----------------------------------------------------------------------------------------------------------- playing it
@@ -270,7 +272,7 @@ class Played:
 
 
 class _Recorder:
-    """A cost model that remembers what it was asked, in order."""
+    """A cost model that records the shapes of all batches, in order."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -298,7 +300,7 @@ def play(
     """
     dtypes: dict[str, Any] = {"weights_dtype": point.weights_dtype, "kv_dtype": point.kv_dtype}
     base = base_cost_model(point.model, point.gpu, point.split, **dtypes, operators=operators)
-    assert not isinstance(base, PipelineModel)  # no column says how many stages there were
+    assert not isinstance(base, PipelineModel)  # there is no column for the number of stages
     cost = _Recorder(base if calibration is None else calibration.cost_model(base))
     settings = ENGINES[point.engine]
     config = SchedConfig(
@@ -370,7 +372,7 @@ def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: Ser
     first = np.searchsorted(batches.finished_us, arrival_us + requests.ttft_us, side="right")
     last = np.searchsorted(batches.finished_us, arrival_us + requests.e2e_us, side="right")
     gaps = (requests.output_tokens - 1)[:, None]
-    # Who arrives during a batch waits for the rest of it.
+    # A request that arrives during a batch waits for the rest of it.
     running = np.minimum(arrived, len(shapes) - 1)
     took_us = np.maximum(batches.finished_us - batches.started_us, 1)
     gone = np.clip((arrival_us - batches.started_us[running]) / took_us[running], 0.0, 1.0)

@@ -1,8 +1,8 @@
 """The catalogue: public models, GPUs and calibrations by name, each number with its source.
 
 `models/<name>.json` holds the fields of a Hugging Face config.json; `gpus/<name>.json` holds data-sheet peaks, measured
-medians and prices, `cpus/` the same of a processor; `calibrations/<name>.json` holds what public serving points said
-about an engine. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
+medians and prices, `cpus/` the same of a processor; `calibrations/<name>.json` holds corrections from public serving
+points about an engine. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
 """
 
 from __future__ import annotations

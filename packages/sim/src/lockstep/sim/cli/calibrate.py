@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.run.out_paths import check_file
 
 if TYPE_CHECKING:
     from lockstep.core.journal.records import JournalHeader
@@ -365,7 +365,7 @@ def operators(
     with refusals():
         from lockstep.sim.calibrate.calibrate import calibration_of_tables
         from lockstep.sim.catalogue import load_gpu, load_model
-        from lockstep.sim.cost import roofline
+        from lockstep.sim.cost import roofline_model
         from lockstep.sim.cost.tables import read_operator_tables
 
         date = _checked_date(date)
@@ -373,7 +373,7 @@ def operators(
         card = load_gpu(gpu)
         tables = read_operator_tables(folder, card)
         bases = [
-            roofline(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
+            roofline_model(load_model(name), card, tp, weights_dtype=weights_dtype, kv_dtype=kv_dtype)
             for name in models
             for tp in ranks
         ]

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.simulate import progress_bar, say_no_intervals, show
+from lockstep.sim.cli.simulate import RunOptions, progress_bar, say_no_intervals, show
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run
@@ -27,20 +27,12 @@ from lockstep.sim.run.run_folder import prepare_folder, workload_line
 NUMBER_WIDTH = 5  # of `100.0`
 
 
-def run_cluster(
-    scenario: ClusterScenario,
-    *,
-    out: Path | None,
-    overwrite: bool,
-    check_every: int,
-    intervals: bool,
-    write: Mapping[str, bool],
-    as_json: bool,
-) -> tuple[ClusterRun, bool]:
+def run_cluster(scenario: ClusterScenario, given: RunOptions) -> tuple[ClusterRun, bool]:
     """Simulate, write, and show; return the run, and whether its intervals were interrupted.
 
     Raises: what `assemble_cluster` raises.
     """
+    out, as_json, check_every = given.out, given.as_json, given.check_every
     cut_short = False
     if debug_level(os.environ):
         raise ConfigError(
@@ -48,16 +40,16 @@ def run_cluster(
             "hint: unset it, or leave out --replicas, --engines and --router"
         )
     if out is not None:
-        prepare_folder(out, overwrite=overwrite)
+        prepare_folder(out, overwrite=given.overwrite)
     setup = assemble_cluster(scenario)
     announce(setup, out)
     with progress_bar(scenario.base.limit or len(setup.workload.turns)) as on_finish:
         run = simulate_cluster(setup, folder=out, check_every=check_every, on_finish=on_finish)
-    if intervals and not run.interrupted:
+    if given.intervals and not run.interrupted:
         run = replace(run, intervals=intervals_of(run))
         cut_short = run.intervals is None
     if out is not None:
-        write_cluster_run(out, run, **write)
+        write_cluster_run(out, run, **given.files)
     show(run, out, as_json)
     if not as_json:
         from rich.console import Console
@@ -66,13 +58,13 @@ def run_cluster(
         console.print(engines_table(run))
         if "transfers" in run.data.summary:
             console.print(transfers_table(run.data.summary["transfers"]))
-        for key, whose in (
+        for key, ranks in (
             ("ranks", "all ranks"),
             ("ranks_prefill", "prefill ranks"),
             ("ranks_decode", "decode ranks"),
         ):
             if key in run.data.summary:
-                console.print(ranks_table(run.data.summary[key], whose))
+                console.print(ranks_table(run.data.summary[key], ranks))
     if cut_short:
         say_no_intervals()
     return run, cut_short
@@ -101,12 +93,12 @@ def transfers_table(summary: Mapping[str, Any]) -> Any:
     return table
 
 
-def ranks_table(summary: Mapping[str, Any], whose: str = "all ranks") -> Any:
+def ranks_table(summary: Mapping[str, Any], ranks: str = "all ranks") -> Any:
     """What ranks ran together, and what the delayer did about it."""
     from rich import box
     from rich.table import Table
 
-    title = f"Passes of {whose} together"
+    title = f"Passes of {ranks} together"
     waited, released = summary["passes_prompts_waited"], summary["prompts_released"]
     if summary["prompts_by_situation"]:
         title += f"; prompts waited in {waited:,} of them and went ahead {released:,} times"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from lockstep.sim.cli.out_paths import check_file
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
+from lockstep.sim.run.out_paths import check_file
 
 
 @click.command(context_settings={"max_content_width": 120})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.run.simulate import Run

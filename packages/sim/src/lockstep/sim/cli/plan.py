@@ -5,116 +5,97 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import click
 
-from lockstep.sim.cli.out_paths import check_file
+from lockstep.host.options import Option, options_of, take, with_flags
+from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, cluster_options, router_given
+from lockstep.sim.cli.errors import EXIT_INTERRUPTED, refusals
 from lockstep.sim.cli.progress import terminal_bar
-from lockstep.sim.cli.simulate import (
-    EXIT_INTERRUPTED,
-    DurationType,
-    adapter_options,
-    check_router_options,
-    cluster_options,
-    drafting_options,
-    given_settings,
-    media_options,
-    parallel_options,
-    refusals,
-    samples_option,
-    scheduler_options,
-    server_sessions_option,
-    tier_options,
-)
+from lockstep.sim.run.out_paths import check_file
+from lockstep.sim.scenario.scenario import sim_options
+from lockstep.sim.scenario.settings import given_settings, scheduler_options, tier_options
+from lockstep.sim.scenario.values import KINDS
 
 if TYPE_CHECKING:
     from lockstep.sim.plan.answer import PlanAnswer
-    from lockstep.sim.plan.question import Load
+    from lockstep.sim.plan.ledger import TrialStore
+    from lockstep.sim.plan.question import Effort, Load, Question
     from lockstep.sim.plan.search import Progress
 
 EXIT_NONE_FOUND = 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `lockstep plan` itself; those of engines and of their load are of `Scenario`."""
+
+    model: Annotated[str, Option("catalogue name, such as qwen3-8b, or the path of a config.json")]
+    gpus: Annotated[str, Option("catalogue names, such as h100,h200, or JSON files", metavar="GPU,...")]
+    workload: Annotated[str, Option("a trace, or a generator: docs/workloads.md", metavar="PATH|gen:...")]
+    slos: Annotated[
+        tuple[str, ...], Option("such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME")
+    ] = ()
+    rate: Annotated[float | None, Option("find the cheapest that serves so many per second")] = None
+    sessions: Annotated[int | None, Option("find the cheapest that serves so many sessions at a time")] = None
+    load: Annotated[
+        str | None,
+        Option(
+            "rate, or sessions (a closed loop)", default="sessions for a trace of sessions without their beginnings"
+        ),
+    ] = None
+    gpus_max: Annotated[
+        int | None, Option("find the largest rate of as many replicas as fit on them", flag="--max-gpus")
+    ] = None
+    search: Annotated[tuple[str, ...], Option("tp=1,2,4 or chunked_prefill_size=512..8192", metavar="NAME=VALUES")] = ()
+    prices: Annotated[
+        tuple[str, ...], Option("per GPU-hour, for a GPU of --gpus", flag="--price", metavar="GPU=USD")
+    ] = ()
+    price_kind: Annotated[str, Option("of the catalogue's prices")] = "rental_3yr"
+    confidence: Annotated[float, Option("of every interval")] = 0.95
+    quick: Annotated[bool, Option("short simulations: an answer within some 15 %")] = False
+    requests: Annotated[
+        int | None, Option("of a long simulation, per replica, at most", default="3000; quick: 800")
+    ] = None
+    confirm_all: Annotated[
+        bool, Option("confirm also configurations that others have shown to be worse", flag="--all")
+    ] = False
+    jobs: Annotated[int | None, Option("processes", default="one per core that may be used")] = None
+    ray_address: Annotated[
+        str | None, Option("run on a Ray cluster: auto, HOST:PORT, or local", flag="--ray", metavar="ADDRESS")
+    ] = None
+    out: Annotated[Path | None, Option("keep simulations there, and plan.html", metavar="DIR")] = None
+    json_path: Annotated[Path | None, Option("write the answer as JSON", flag="--json", metavar="FILE")] = None
+    report_path: Annotated[Path | None, Option("write the report", flag="--report", metavar="FILE")] = None
+    seed: Annotated[int, Option("of the first replication")] = 7
+    prefill_decode: Annotated[str, Option("engines by role: mixed, PREFILL:DECODE as 2:6, or auto")] = "mixed"
+    autoscale: Annotated[str, Option("replicas come and go: docs/routing.md", metavar="SPEC")] = "none"
+
+
+def engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of every configuration: of the scenario, but for those that a plan has of its own."""
+    own = (*options_of(PlanOptions), "gpu")
+    fields = [field for field in sim_options("plan") if field.name not in own]
+    decorators = (
+        with_flags(click.option, fields, kinds=KINDS),
+        cluster_options("plan"),
+        tier_options,
+        scheduler_options,
+    )
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
 @click.command(context_settings={"show_default": True, "max_content_width": 120})
-@click.option("--model", required=True, help="catalogue name, such as qwen3-8b, or the path of a config.json")
-@click.option("--gpus", required=True, metavar="GPU,...", help="catalogue names, such as h100,h200, or JSON files")
-@click.option("--workload", required=True, metavar="PATH|gen:...", help="a trace, or a generator: docs/workloads.md")
-@click.option("--slo", "slos", multiple=True, metavar="METRIC=TIME", help="such as ttft_p99=500ms; may be repeated")
-@click.option("--rate", type=click.FLOAT, help="find the cheapest that serves so many per second")
-@click.option("--sessions", type=click.INT, help="find the cheapest that serves so many sessions at a time")
-@click.option(
-    "--load",
-    help="rate, or sessions (a closed loop)  [default: sessions for a trace of them that lacks their beginnings]",
-)
-@click.option("--max-gpus", "gpus_max", type=click.INT, help="find the largest rate of as many replicas as fit on them")
-@click.option("--search", multiple=True, metavar="NAME=VALUES", help="tp=1,2,4 or chunked_prefill_size=512..8192")
-@click.option("--price", "prices", multiple=True, metavar="GPU=USD", help="per GPU-hour, for a GPU of --gpus")
-@click.option("--price-kind", default="rental_3yr", help="of the catalogue's prices")
-@click.option("--confidence", default=0.95, help="of every interval")
-@click.option("--quick", is_flag=True, help="short simulations: an answer within some 15 %")
-@click.option(
-    "--requests", type=click.INT, help="of a long simulation, per replica, at most  [default: 3000; quick: 800]"
-)
-@click.option("--all", "confirm_all", is_flag=True, help="confirm also what others have shown to be worse")
-@click.option("--jobs", type=click.INT, help="processes  [default: one per core that may be used]")
-@click.option("--ray", "ray_address", metavar="ADDRESS", help="run on a Ray cluster: auto, HOST:PORT, or local")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="keep simulations there, and plan.html")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="write the answer as JSON")
-@click.option("--report", "report_path", type=click.Path(path_type=Path), metavar="FILE", help="write the report")
-@click.option("--seed", default=7, help="of the first replication")
-@click.option("--tp", default=1, help="GPUs that share one copy of the model, where it is not searched")
-@parallel_options
-@click.option("--prefill-decode", default="mixed", help="engines by role: mixed, PREFILL:DECODE as 2:6, or auto")
-@click.option("--link-bandwidth", "link_gbs", type=click.FLOAT, help="GB/s per GPU between these  [default: 40]")
-@click.option("--link-latency", "link_latency_us", type=DurationType(), help="from host to host  [default: 15us]")
-@click.option("--max-new-tokens", type=click.INT, help="limit of every request; shorter answers end with an end token")
-@click.option("--mem-fraction", default=0.9, help="of GPU memory, for weights, activations and KV")
-@click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
-@click.option("--kv-dtype", default="bf16", help="bf16 or fp8")
-@click.option("--fp8-activations", help="whether fp8 weights meet rows in fp8: auto, on, off  [default: auto]")
-@click.option("--profile", default="lockstep", help="policy of another engine: sglang or vllm; options override it")
-@click.option("--calibration", metavar="NAME|FILE", help="vllm-h100, ..., or a file of `lockstep calibrate`")
-@click.option("--operators", metavar="DIR", help="operator tables instead of the roofline's kernels")
-@click.option("--autoscale", metavar="SPEC", default="none", help="replicas come and go: docs/routing.md")
-@click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right; otherwise they are refused")
-@cluster_options(engines=False)
-@drafting_options
-@media_options(gpus=False)
-@adapter_options
-@samples_option
-@server_sessions_option
-@tier_options
-@scheduler_options
-def plan(
-    model: str,
-    gpus: str,
-    workload: str,
-    slos: tuple[str, ...],
-    rate: float | None,
-    sessions: int | None,
-    load: Load | None,
-    gpus_max: int | None,
-    search: tuple[str, ...],
-    prices: tuple[str, ...],
-    price_kind: str,
-    confidence: float,
-    quick: bool,
-    requests: int | None,
-    confirm_all: bool,
-    jobs: int | None,
-    ray_address: str | None,
-    out: Path | None,
-    json_path: Path | None,
-    report_path: Path | None,
-    seed: int,
-    router: dict[str, Any],
-    **options: Any,
-) -> None:
+@with_flags(click.option, options_of(PlanOptions).values())
+@engine_flags
+def plan(**options: Any) -> None:
     """Find the cheapest configuration that meets the SLO at a rate, or the largest rate that each one sustains.
 
     \b
@@ -122,111 +103,111 @@ def plan(
     lockstep plan --model qwen3-32b --gpus h200 --search tp=1,2,4 --workload conv.jsonl.gz --slo tpot_p99=50ms
     lockstep plan --model llama-3.1-70b --gpus h200 --max-gpus 16 --search tp=2,4 --search prefill_decode=auto ...
     """
+    given = take(PlanOptions, options)
     with refusals():
-        from lockstep.core.cluster.router import RouterConfig
         from lockstep.core.contract.errors import ConfigError
-        from lockstep.sim.cluster.scenario import parse_scaling
-        from lockstep.sim.metrics.slo import Slo
-        from lockstep.sim.plan.answer import PlanAnswer
         from lockstep.sim.plan.ledger import TrialStore
-        from lockstep.sim.plan.question import (
-            FULL,
-            LINK_KEYS,
-            QUICK,
-            ROWS_KEY,
-            Length,
-            Question,
-            natural_load,
-            parse_prices,
-            parse_search,
-            split_of,
-        )
-        from lockstep.sim.plan.search import prepare, run_plan
-        from lockstep.sim.plan.workers import crew_of
-        from lockstep.sim.run.adapters import USUAL
-        from lockstep.sim.run.run_folder import workload_line
 
-        if jobs is not None and jobs < 1:
-            raise ConfigError(f"`jobs` must be at least 1, got `{jobs}`")
-        if requests is not None and requests < 10:
-            raise ConfigError(f"`requests` must be at least 10, got `{requests}`")
-        if options["autoscale"] != "none":
-            parse_scaling(options["autoscale"])
-        options["prefill_decode"] = split_of(options["prefill_decode"])
-        options = {
-            name: value for name, value in options.items() if value is not None or name not in (*LINK_KEYS, ROWS_KEY)
-        }
-        usual = {
-            "media": None,
-            "mm_encoder_tp_mode": "weights",
-            **USUAL,
-            "samples": None,
-            "server_sessions": False,
-        }  # nothing is said of what was not asked for
-        options = {name: value for name, value in options.items() if name not in usual or value != usual[name]}
-        bad_rows = bool(options["skip_bad_rows"])
-        settings = given_settings(options)
-        searched = parse_search(search)
-        for key, _ in searched:
-            settings.pop(key, None)
-            options["tiers"].pop(key, None)
-        effort = QUICK if quick else FULL
-        if requests is not None:
-            short = effort.short._replace(
-                requests_min=min(effort.short.requests_min, requests),
-                requests_max=min(effort.short.requests_max, requests),
-            )
-            effort = replace(effort, long=Length(requests, requests, 0.0), short=short)
-        hop_us = router.pop("hop_us", 0)
-        router_config = RouterConfig(**router)
-        check_router_options(router, dict(searched).get("router", (router_config.policy,)))
-        question = Question(
-            model=model,
-            gpus=tuple(gpu.strip() for gpu in gpus.split(",")),
-            workload=workload,
-            slos=tuple(map(Slo.parse, slos)),
-            load=load or ("sessions" if sessions is not None else natural_load(workload, skip_bad_rows=bad_rows)),
-            rate=rate,
-            sessions=sessions,
-            gpus_max=gpus_max,
-            search=searched,
-            common=options,
-            settings=settings,
-            router=router_config,
-            hop_us=hop_us,
-            seed=seed,
-            confidence=confidence,
-            effort=effort,
-            prices=parse_prices(prices),
-            price_kind=price_kind,
-            confirm_all=confirm_all,
-        )
-        for option, path in (("--json", json_path), ("--report", report_path)):
+        if given.jobs is not None and given.jobs < 1:
+            raise ConfigError(f"`jobs` must be at least 1, got `{given.jobs}`")
+        if given.requests is not None and given.requests < 10:
+            raise ConfigError(f"`requests` must be at least 10, got `{given.requests}`")
+        question = question_of(given, options)
+        for option, path in (("--json", given.json_path), ("--report", given.report_path)):
             if path is not None:
                 check_file(path, option)
+        json_path, report_path = given.json_path, given.report_path
         if json_path is not None and report_path is not None and json_path.resolve() == report_path.resolve():
             raise ConfigError(f"--json and --report both name `{json_path}`\nhint: give each its own file")
-        ledger = TrialStore(out)
+        ledger = TrialStore(given.out)
         try:
-            candidates, opened = prepare(question)
-            line = workload_line(opened, closed=question.load == "sessions")
-            announce(question, line, len(candidates), out)
-            with (
-                crew_of(usable_cores() if jobs is None else jobs, ray_address) as crew,
-                showing_progress(ledger) as progress,
-            ):
-                run_plan(question, candidates, crew, ledger, progress)
-            answer = PlanAnswer(question=question, candidates=candidates, workload_line=line)
-            show(answer)
-            write_answer(answer, [*_given(json_path), *_given(out, "plan.json")])
-            write_report(answer, [*_given(report_path), *_given(out, "plan.html")])
+            answer = answer_of(question, given, ledger)
         except KeyboardInterrupt:
-            say_how_to_go_on(ledger, out)
+            say_how_to_go_on(ledger, given.out)
             sys.exit(EXIT_INTERRUPTED)
         found = f"; {ledger.reused} found from before" if ledger.reused else ""
         click.echo(f"{ledger.run} simulations in {ledger.cpu_s:.1f} s of CPU time{found}", err=True)
     if answer.winner is None:
         sys.exit(EXIT_NONE_FOUND)
+
+
+def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
+    """The question that a command line asks; `options` are those of every configuration. Raises ConfigError."""
+    from lockstep.core.cluster.router import RouterConfig
+    from lockstep.sim.cluster.scenario import parse_scaling
+    from lockstep.sim.metrics.slo import Slo
+    from lockstep.sim.plan.question import Question, natural_load, parse_prices, parse_search, split_of
+
+    if given.autoscale != "none":
+        parse_scaling(given.autoscale)
+    policy, cluster = router_given(options), cluster_given(options)
+    hop_us = cluster.pop("hop_us", 0)
+    settings = given_settings(options)
+    usual = {field.name: field.default for field in sim_options()} | {"prefill_decode": "mixed", "autoscale": "none"}
+    options |= {"prefill_decode": split_of(given.prefill_decode), "autoscale": given.autoscale}
+    common = {name: value for name, value in options.items() if value != usual.get(name)} | cluster
+    searched = parse_search(given.search)
+    for key, _ in searched:
+        settings.pop(key, None)
+        common.get("tiers", {}).pop(key, None)
+    router = RouterConfig(**policy)
+    check_router_options(policy, dict(searched).get("router", (router.policy,)))
+    skip = bool(options["skip_bad_rows"])
+    usual_load: Load = "sessions" if given.sessions is not None else natural_load(given.workload, skip_bad_rows=skip)
+    return Question(
+        model=given.model,
+        gpus=tuple(gpu.strip() for gpu in given.gpus.split(",")),
+        workload=given.workload,
+        slos=tuple(map(Slo.parse, given.slos)),
+        load=usual_load if given.load is None else cast("Load", given.load),
+        rate=given.rate,
+        sessions=given.sessions,
+        gpus_max=given.gpus_max,
+        search=searched,
+        common=common,
+        settings=settings,
+        router=router,
+        hop_us=hop_us,
+        seed=given.seed,
+        confidence=given.confidence,
+        effort=_effort(given),
+        prices=parse_prices(given.prices),
+        price_kind=given.price_kind,
+        confirm_all=given.confirm_all,
+    )
+
+
+def _effort(given: PlanOptions) -> Effort:
+    """How much is simulated, with the requests of a long simulation where they are given."""
+    from lockstep.sim.plan.question import FULL, QUICK, Length
+
+    effort, requests = QUICK if given.quick else FULL, given.requests
+    if requests is None:
+        return effort
+    short = effort.short._replace(
+        requests_min=min(effort.short.requests_min, requests), requests_max=min(effort.short.requests_max, requests)
+    )
+    return replace(effort, long=Length(requests, requests, 0.0), short=short)
+
+
+def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> PlanAnswer:
+    """Search, show and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
+    from lockstep.sim.plan.answer import PlanAnswer
+    from lockstep.sim.plan.search import prepare, run_plan
+    from lockstep.sim.plan.workers import workers_of
+    from lockstep.sim.run.run_folder import workload_line
+
+    candidates, opened = prepare(question)
+    line = workload_line(opened, closed=question.load == "sessions")
+    announce(question, line, len(candidates), given.out)
+    jobs = usable_cores() if given.jobs is None else given.jobs
+    with workers_of(jobs, given.ray_address) as workers, showing_progress(ledger) as progress:
+        run_plan(question, candidates, workers, ledger, progress)
+    answer = PlanAnswer(question=question, candidates=candidates, workload_line=line)
+    show(answer)
+    write_answer(answer, [*_given(given.json_path), *_given(given.out, "plan.json")])
+    write_report(answer, [*_given(given.report_path), *_given(given.out, "plan.html")])
+    return answer
 
 
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds it may use in a period, or "max"

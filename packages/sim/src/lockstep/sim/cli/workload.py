@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.sim.cli.simulate import refusals
+from lockstep.sim.cli.errors import refusals
 
 if TYPE_CHECKING:
     from lockstep.sim.workload.fit import Row
@@ -81,8 +81,8 @@ def fit(workloads: tuple[str, ...], out: Path, overwrite: bool, as_json: bool, *
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:file=code.json,n=20000 --seed 3
     """
     with refusals():
-        from lockstep.sim.cli.out_paths import check_file
         from lockstep.sim.results.code_version import code_version
+        from lockstep.sim.run.out_paths import check_file
         from lockstep.sim.workload.fit import compare, fit
         from lockstep.sim.workload.fitted import draw_model, write_model
 

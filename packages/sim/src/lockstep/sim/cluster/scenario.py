@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,15 +17,13 @@ from lockstep.core.cluster.router import (
 )
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import admission_word, pairs
-from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
-from lockstep.sim.cost.parallel import COUNTS
-from lockstep.sim.scenario.scenario import Scenario, number_word, option_of
-from lockstep.sim.workload.lengths import parse_duration_us
+from lockstep.host.options import changed_words, number_word, option_of, value_word
+from lockstep.sim.scenario.scenario import SIMULATE, Scenario, SimOption
 
-if TYPE_CHECKING:
-    pass
-
-LAYOUT = COUNTS[1:]  # of an engine, besides `tp`
+LAYOUT = ("ep", "attention_dp", "pp")  # of an engine, besides `tp`
+LINK_GBS, LINK_LATENCY_US = 40.0, 15  # cost.hardware.NETWORK_GBS and NETWORK_LATENCY_US, which have the sources
+ROUTER_SETTINGS = ("load_bound", "load_floor", "block_tokens", "sessions_max")
+"""Fields of RouterConfig besides its policy, in the order in which a command line has them."""
 WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
 
 
@@ -134,6 +132,8 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def parse_scaling(text: str) -> Scaling:
     """Read `open_requests=24,minimum=2,start=60s`: the policy with its target, then settings. Raises ConfigError."""
+    from lockstep.sim.workload.lengths import parse_duration_us
+
     settings: dict[str, Any] = {}
     for name, value in pairs("autoscale", text):
         try:
@@ -162,20 +162,66 @@ def parse_scaling(text: str) -> Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterScenario:
-    """What to simulate. `base` says what holds for every engine, and what comes; its `gpu` where no group names one."""
+    """What to simulate on several engines behind a router. Fields are in the order in which a command line has them.
+
+    `base` holds for every engine, and has the load; its `gpu` is that of groups that name none.
+    """
 
     base: Scenario
-    replicas: int = 1  # of the base; without effect beside `engines`
-    engines: tuple[EngineGroup, ...] = ()
+    replicas: Annotated[int, SimOption("engines behind a router", default="one, and no router", commands=SIMULATE)] = (
+        1  # of the base; without effect beside `engines`
+    )
+    engines: Annotated[
+        tuple[EngineGroup, ...],
+        SimOption(
+            "engines of several kinds: 4xh100:tp=2,2xh200; docs/routing.md",
+            metavar="SPEC",
+            commands=SIMULATE,
+            text=lambda groups: ",".join(map(str, groups)),
+        ),
+    ] = ()
     router: RouterConfig = field(default_factory=RouterConfig)
-    hop_us: int = 0  # from the router to an engine, and as long back
-    link_gbs: float = NETWORK_GBS.value  # of each GPU to other engines, each way; 1e9 bytes per second
-    link_latency_us: int = round(NETWORK_LATENCY_US.value)  # from one host to another
-
-    report_interval_us: int = 0  # between two reports of each engine; 0: none, the router counts itself
-    report_delay_us: int = 0  # before the router has one
-    scaling: Scaling | None = None  # None: all replicas are up all the time
-    dispatch: DispatchConfig | None = None  # None: nobody waits at the router
+    hop_us: Annotated[int, SimOption("router to engine, and back", flag="--router-hop")] = 0
+    link_gbs: Annotated[
+        float,
+        SimOption("between prefill and decode engines: GB/s per GPU, each way", flag="--link-bandwidth", default="40"),
+    ] = LINK_GBS
+    link_latency_us: Annotated[
+        int, SimOption("between prefill and decode engines: from host to host", default="15us")
+    ] = LINK_LATENCY_US
+    report_interval_us: Annotated[
+        int,
+        SimOption(
+            "under total_requests and total_tokens: between two reports of an engine",
+            flag="--router-report-interval",
+            default="none",
+            commands=SIMULATE,
+        ),
+    ] = 0  # 0: no reports, the router counts by itself
+    report_delay_us: Annotated[
+        int,
+        SimOption("age of a report when the router receives it", flag="--router-report-delay", commands=SIMULATE),
+    ] = 0
+    scaling: Annotated[
+        Scaling | None,
+        SimOption(
+            "replicas come and go: open_requests=24,minimum=2; docs/routing.md",
+            flag="--autoscale",
+            metavar="SPEC",
+            text=str,
+            commands=SIMULATE,
+        ),
+    ] = None  # None: all replicas are up all the time
+    dispatch: Annotated[
+        DispatchConfig | None,
+        SimOption(
+            "requests wait at the router: open=64,share.a=2; docs/routing.md",
+            flag="--admission",
+            metavar="SPEC",
+            text=admission_word,
+            commands=SIMULATE,
+        ),
+    ] = None  # None: no request waits at the router
 
     def groups(self) -> tuple[EngineGroup, ...]:
         return self.engines or (EngineGroup(count=self.replicas, gpu=self.base.gpu),)
@@ -190,26 +236,7 @@ class ClusterScenario:
             words += ["--replicas", str(self.replicas)]
         words += ["--router", self.router.policy]
         usual = RouterConfig()
-        for name in ("load_bound", "load_floor", "block_tokens", "sessions_max"):
-            value = getattr(self.router, name)
-            if value != getattr(usual, name):
-                words += [
-                    f"--router-{option_of(name)[2:]}",
-                    number_word(value) if isinstance(value, float) else str(value),
-                ]
-        if self.hop_us:
-            words += ["--router-hop", f"{self.hop_us}us"]
-        if self.link_gbs != NETWORK_GBS.value:
-            words += ["--link-bandwidth", number_word(self.link_gbs)]
-        if self.link_latency_us != round(NETWORK_LATENCY_US.value):
-            words += ["--link-latency", f"{self.link_latency_us}us"]
-
-        if self.report_interval_us:
-            words += ["--router-report-interval", f"{self.report_interval_us}us"]
-        if self.report_delay_us:
-            words += ["--router-report-delay", f"{self.report_delay_us}us"]
-        if self.scaling is not None:
-            words += ["--autoscale", str(self.scaling)]
-        if self.dispatch is not None:
-            words += ["--admission", admission_word(self.dispatch)]
-        return shlex.join(words)
+        for name in ROUTER_SETTINGS:
+            if (value := getattr(self.router, name)) != getattr(usual, name):
+                words += [f"--router-{option_of(name)[2:]}", value_word(name, value)]
+        return shlex.join(words + changed_words(self, leave_out=("replicas", "engines")))

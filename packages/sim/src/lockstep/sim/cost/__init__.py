@@ -1,7 +1,7 @@
 """How long a batch takes, what the scheduler costs, and how much KV fits: microseconds and bytes, with sources.
 
 model, gpu = load_model("qwen3-8b"), load_gpu("h200")          # lockstep.sim.catalogue
-cost = roofline(model, gpu)
+cost = roofline_model(model, gpu)
 cost.batch_us(decode_shape(rows=64, context_tokens=2000))      # Duration(mean_us, spread_us)
 kv_capacity(model, gpu).tokens
 """
@@ -14,7 +14,7 @@ from lockstep.sim.cost.hardware import Constant, GpuSpec
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration, decode_shape, extend_shape
 from lockstep.sim.cost.models import KvDtype, ModelSpec, WeightsDtype
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.roofline import RooflineModel, roofline
+from lockstep.sim.cost.roofline import RooflineModel, roofline_model
 
 __all__ = [
     "UNCALIBRATED",
@@ -38,5 +38,5 @@ __all__ = [
     "decode_shape",
     "extend_shape",
     "kv_capacity",
-    "roofline",
+    "roofline_model",
 ]

@@ -1,7 +1,7 @@
-"""Calibrations: what measurements said about a cost model, in a file with its provenance.
+"""Calibrations: corrections of a cost model from measurements, in a file with its provenance.
 
 calibration = Calibration.load("vllm-h100.json")
-cost = calibration.cost_model(roofline(model, gpu))      # a CostModel: the roofline, corrected
+cost = calibration.cost_model(roofline_model(model, gpu))      # a CostModel: the roofline, corrected
 calibration.factors(200, seed=7, model=model.name)       # 200 draws of (true time) / (predicted time)
 calibration.interval("ttft", 0.9, model=model.name)      # the same ratio's central 90 %, for TTFT
 
@@ -28,6 +28,7 @@ from lockstep.sim.cost.errors import CalibrationError
 from lockstep.sim.cost.model import BatchShape, CostModel, Duration
 from lockstep.sim.cost.parallel import USUAL, Parallelism
 from lockstep.sim.cost.stages import PipelineModel
+from lockstep.sim.cost.terms import LAUNCH, new_tokens
 
 Float64s = NDArray[np.float64]
 Metric = Literal["time", "ttft"]
@@ -35,14 +36,14 @@ Population = Literal["seen", "unseen"]
 
 FORMAT = "lockstep-calibration"
 VERSION = 1
-COVERAGE = 0.9  # of an interval, unless said otherwise: from the 5th to the 95th percentile
+COVERAGE = 0.9  # of an interval, by default: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
 """The parts of a batch that a correction weighs, in the order of a row of `batch_features`."""
 
 
 class SplitCostModel(CostModel, Protocol):
-    """A cost model that can say which part of a batch is communication between GPUs."""
+    """A cost model that is a sum of terms, with the communication between GPUs apart: `TermSum`."""
 
     collectives: int  # in one forward pass
 
@@ -50,8 +51,16 @@ class SplitCostModel(CostModel, Protocol):
         """Return the part of `batch_us` that is collectives, for a batch of so many tokens."""
         ...
 
+    def collective_terms_us(self, tokens: int) -> dict[str, float]:
+        """Return the time of each of these collectives."""
+        ...
+
     def launched_us(self, shape: BatchShape, us: float) -> float:
         """Return the time of kernels that take `us`: at least what launching them takes."""
+        ...
+
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the time of a batch by term; the values sum to `batch_us`."""
         ...
 
 
@@ -161,11 +170,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     format: str = FORMAT
     version: int = VERSION
-    engine: str  # whose times these are, such as "vllm"; "none" for no calibration
+    engine: str  # the engine that was measured, such as "vllm"; "none" for no calibration
     engine_version: str = ""
     gpu: str = ""  # catalogue name of the GPU it was measured on
     models: tuple[str, ...] = ()  # catalogue names, for those the fit has seen
-    date: str = ""  # given by whoever made it, such as "2026-11-22"
+    date: str = ""  # given by the caller, such as "2026-11-22"
     base: str = "roofline"  # kind of the cost model that is corrected
     cpu: Literal["separate", "included"] = "separate"  # included: the correction has the engine's CPU time in it
     correction: Correction = Correction()
@@ -239,7 +248,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
         """Return `base` corrected, and every time multiplied by `factor`, such as one of `factors`.
 
-        Raises: CalibrationError if `base` is of another kind than was calibrated, or cannot tell its collectives; or if
+        Raises: CalibrationError if `base` is of another kind than was calibrated, or reports no collectives; or if
             it has several stages, where only `factor` has a meaning.
         """
         if not 0.0 < factor < math.inf:
@@ -260,7 +269,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
                 f"hint: calibrate again on `{kind}`, or simulate with `{self.base}`"
             )
         if not hasattr(base, "collectives_us") or not hasattr(base, "collectives"):
-            raise CalibrationError(f"the cost model `{kind}` cannot say what its collectives take: see SplitCostModel")
+            raise CalibrationError(f"the cost model `{kind}` has no `collectives_us`: see SplitCostModel")
         return CalibratedModel(base, self, factor)
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
@@ -305,7 +314,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ) -> list[str]:
         """Return where a simulation leaves what was measured, one sentence each.
 
-        `has_intervals`: its answers have some; otherwise nothing is said of intervals.
+        `has_intervals`: the answers have intervals; otherwise the sentences mention none.
         """
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
@@ -322,8 +331,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if self.gpu != gpu:
             lines.append(f"the calibration was made on {self.gpu}, this is {gpu}: {elsewhere}")
         if self.models and model not in self.models:
-            whose = "; intervals are those of models it had not seen" if has_intervals else ""
-            lines.append(f"the calibration has not seen {model}{whose}")
+            intervals = "; intervals are those of models it had not seen" if has_intervals else ""
+            lines.append(f"the calibration has not seen {model}{intervals}")
         if self.cpu == "included" and overlap_depth != 1:
             lines.append(
                 f"the calibration has CPU time in its batches: what overlap_depth {overlap_depth} does is not seen"
@@ -374,6 +383,28 @@ class CalibratedModel:
             spread_us = math.hypot(spread_us, self._kernels * base.spread_us)
         return Duration(us, spread_us)
 
+    def terms_us(self, shape: BatchShape) -> dict[str, float]:
+        """Return the corrected time by term: the base's terms scaled, and what the correction adds, by its own names.
+
+        Every collective is scaled at an even spread of tokens over shards, as `collectives_us` takes it.
+        """
+        tokens = new_tokens(shape)
+        if not tokens:
+            return {}
+        c, rows = self.calibration.correction, shape.extend_rows + shape.decode_rows
+        terms = {name: self._kernels * us for name, us in self.base.terms_us(shape).items()}
+        for name, us in self.base.collective_terms_us(tokens).items():
+            terms[name] += (self._collectives - self._kernels) * us
+        if self._may_undercut:
+            least_us = self._kernels * self.base.launched_us(shape, 0.0)
+            terms[LAUNCH] += max(0.0, least_us - sum(terms.values()))
+        added_us = {
+            "step_us": c.step_us,
+            "row_us": c.row_us * rows,
+            "collective_us": c.collective_us * self.collectives,
+        }
+        return terms | {name: us * self.factor for name, us in added_us.items() if us}
+
     def collectives_us(self, tokens: int) -> float:
         """Return the corrected time of collectives, for a batch of so many tokens."""
         waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
@@ -394,9 +425,9 @@ class CalibratedModel:
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
     """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these.
 
-    (At least that of launching, see `Correction`: of that a fit knows nothing.)
+    The time is at least that of launching (see `Correction`), which is not part of a fit.
     """
-    tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
+    tokens = new_tokens(shape)
     collectives_us = base.collectives_us(tokens)
     kernels_us = base.batch_us(shape).mean_us - collectives_us
     return kernels_us, collectives_us, 1.0, float(shape.extend_rows + shape.decode_rows), float(base.collectives)
@@ -436,5 +467,5 @@ UNCALIBRATED = Calibration(
         ),
     ),
 )  # fmt: skip
-"""What holds without a calibration: engines took so much longer than the roofline says. Kept equal to
+"""What holds without a calibration: ratios of measured times to those of the roofline. Kept equal to
 benchmarks/results/serving_points.json by a test."""

@@ -34,7 +34,7 @@ NCCL_BYTES = {  # ai-dynamo/aiconfigurator@095f58a5 systems/*.yaml, by number of
 }
 LOGITS_BYTES_PER_VALUE = 10  # bf16 logits, a float32 copy and float32 probabilities
 CHUNK_TOKENS = 8192  # SGLang's chunked_prefill_size on 60 to 160 GB
-SAMPLED_ROWS = 256  # rows whose logits exist at once: a full decode batch
+SAMPLED_ROWS = 256  # rows with logits in memory at once: a full decode batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class StageBytes(NamedTuple):
 
     weights: int = 0
     activations: int = 0
-    kv_per_token: int = 0  # of who drafts, in the same pages
+    kv_per_token: int = 0  # of the drafter, in the same pages
 
 
 NOTHING = StageBytes()
@@ -147,7 +147,7 @@ def kv_capacity(
     return replace(tightest, stages_weights_bytes=tuple(weights), stages_left_bytes=left)
 
 
-UNBOUNDED_PAGES = 2**40  # of a stage whose layers keep no KV
+UNBOUNDED_PAGES = 2**40  # of a stage without layers that keep KV
 
 
 def _stage_capacity(
@@ -215,7 +215,8 @@ def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int,
     """Return the peak of one forward pass: the widest layer over the chunk, or the logits of the sampled rows.
 
     Shards have their part of the chunk each while attention runs, and the rows of all for the feed-forward. Grouped
-    kernels set memory aside for every choice of an expert, on whichever rank it is; all-to-all tells the number first.
+    kernels set memory aside for every choice of an expert, on whichever rank it is; all-to-all exchanges the number
+    first.
     """
     split, a = parallelism_of(tp), model.attention
     tp, heads_tp = split.tp, split.attention_tp

@@ -5,7 +5,7 @@ the element's size; collect_all_reduce.py sends a tensor of so many elements). T
 the sizes of its own kernel `custom_allreduce` falls back to NCCL, and takes there, to a percent, what the all-reduce of
 `nccl` takes at the same number.
 
-`nccl` has four operations. The column `op_name` tells them; where it was lost, the rows of one dtype, number of GPUs
+`nccl` has four operations. The column `op_name` names them; where it was lost, the rows of one dtype, number of GPUs
 and size stand in the order in which they were measured (MEASURED_ORDER).
 """
 
@@ -25,13 +25,13 @@ Columns = dict[str, NDArray[Any]]
 MEASURED_ORDER = ("all_gather", "alltoall", "reduce_scatter", "all_reduce")
 ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
 DTYPE_COLUMNS = {"custom_allreduce": "allreduce_dtype", "nccl": "nccl_dtype"}
-HALF_BYTES = 2  # of an element where no column says what it is
+HALF_BYTES = 2  # of an element where no column names its dtype
 
 
 def add_operations(path: Path, operator: str, columns: Columns) -> None:
     """Add the columns `operation`, `element_bytes` and `message_bytes` (of all ranks together) to a collective's rows.
 
-    Raises: CatalogueError for a dtype whose size is not known, and where nothing tells which operation a row is of.
+    Raises: CatalogueError for a dtype of unknown size, and for a row of an operation that no column names.
     """
     rows = len(columns["message_size"])
     columns["element_bytes"] = _element_bytes(path, columns.get(DTYPE_COLUMNS[operator]), rows)

@@ -1,4 +1,4 @@
-"""Errors of the cost model. Each says what was expected, what came, and what to try."""
+"""Errors of the cost model. Each names what was expected, what was found, and what to try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class CatalogueError(ValueError):
 
 
 class CapacityError(ValueError):
-    """A model that does not fit, or cannot be split the way that was asked."""
+    """A model that does not fit, or cannot be split as requested."""
 
 
 class CalibrationError(ValueError):

@@ -1,4 +1,4 @@
-"""What the GPUs of one stage tell each other where they do more than add up: attention shards, experts by all-to-all.
+"""What the GPUs of one stage exchange where they do more than add up: attention shards, experts by all-to-all.
 
     plain, and ep alone       all-reduce after attention, all-reduce after the feed-forward: every rank has every row,
                               so experts need no dispatch, and the sum over ranks is the combine
@@ -11,13 +11,18 @@ before the next layer: together the bytes of the all-reduce they replace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lockstep.sim.cost.expert_balance import spread_of
 from lockstep.sim.cost.experts import expected_max_load
 from lockstep.sim.cost.hardware import GpuSpec, all_gather_of
+from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import ACTIVATION_BYTES, ModelSpec, ceil_div
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.terms import Constants, CostTerm, TermUs, new_tokens
+
+RatioOf = Callable[[str, int, int], float]
+"""By what to multiply an operation among so many GPUs, of the rows of so many tokens."""
 
 FP8_SCALE_TOKENS = 128  # values that share a float32 scale in a row dispatched as fp8
 SCALE_BYTES = 4
@@ -27,9 +32,8 @@ class Exchange:
     """Collectives of one pass.
 
     Args:
-        fp8: rows are dispatched to experts as fp8 with scales, as they are wanted there; combined they are bf16.
-        rate: gives a rate or latency by name and notes that it was used.
-        all_reduce_us: of so many bytes over all GPUs of the stage.
+        fp8: rows are dispatched as fp8 with scales, for experts that compute in fp8; combined rows are bf16.
+        all_reduce_us: time of an all-reduce of so many bytes over all GPUs of the stage.
     """
 
     def __init__(
@@ -39,13 +43,13 @@ class Exchange:
         split: Parallelism,
         *,
         fp8: bool,
-        rate: Callable[[str], float],
         all_reduce_us: Callable[[float], float],
     ) -> None:
         self._split, self._experts = split, model.experts
         self._all_reduce_us = all_reduce_us
         self._row_bytes = model.hidden * ACTIVATION_BYTES
         self._layers = model.layers
+        self._constants = Constants(gpu)
         self._a2a_layers = model.moe_layers if split.moe_a2a else 0
         self.lines = {n: all_gather_of(gpu, n) for n in sorted({split.attention_tp, split.tp} - {1})}
         if split.moe_a2a:
@@ -54,54 +58,60 @@ class Exchange:
                 self._dispatch_bytes = model.hidden * (1.0 + SCALE_BYTES / FP8_SCALE_TOKENS)
             self._lines_of = {
                 name: tuple(
-                    (rate(f"{name}{mode}_us"), rate(f"{name}{gbs}_gbs") * 1e3)
+                    (self._constants.rate(f"{name}{mode}_us"), self._constants.us_rate(f"{name}{gbs}_gbs", 1e3))
                     for mode, gbs in (("_latency", ""), ("_low_latency", "_low_latency"))
                 )
                 for name in ("dispatch", "combine")
             }
-        other = self._layers - self._a2a_layers
-        if split.attention_dp > 1:
-            self.calls = 2 * self._layers * (2 if split.attention_tp > 1 else 1)
-        else:
-            self.calls = 2 * other + 4 * self._a2a_layers
 
     @property
     def operations(self) -> list[tuple[str, int]]:
-        """What ranks do together in a pass, and how many of them."""
+        """The operations of a pass with the number of GPUs that take part in each."""
         found = [(name, gpus) for gpus in self.lines for name in ("all_gather", "reduce_scatter")]
         if self._split.attention_dp == 1 and self._layers > self._a2a_layers:
             found.append(("all_reduce", self._split.tp))
         return found + [(name, self._split.ep) for name in ("dispatch", "combine") if self._a2a_layers]
 
-    def terms_us(
-        self, tokens: int, own_tokens: int, ratio: Callable[[str, int, int], float] | None = None
-    ) -> dict[str, float]:
-        """Return the time of all collectives of a pass, logits aside, by kind.
+    def terms(self) -> Iterator[CostTerm]:
+        """One term per kind of collective, those of logits excluded."""
+        for name, calls in self._calls().items():
+            yield CostTerm(name, "tokens", self.term_us(name), self._constants.read, calls, is_collective=True)
+
+    def _calls(self) -> dict[str, int]:
+        """Return how often each collective is called in a pass."""
+        split, a2a = self._split, self._a2a_layers
+        other = self._layers - a2a
+        if split.attention_dp > 1:
+            gathers = self._layers * (split.attention_tp > 1) + other
+            calls = {"all_gather": gathers, "reduce_scatter": gathers}
+        else:
+            calls = {"all_gather": a2a, "reduce_scatter": a2a, "all_reduce": 2 * other}
+        return calls | ({"dispatch": a2a, "combine": a2a} if a2a else {})
+
+    def term_us(self, name: str, ratio: RatioOf | None = None) -> TermUs:
+        """Return the time of all collectives of one kind in a pass.
 
         Args:
-            own_tokens: those of the shard with the most; without shards, all.
-            ratio: by what to multiply an operation among so many GPUs of the rows of so many tokens.
+            ratio: a correction of all-gathers, reduce-scatters and all-reduces; None for none.
         """
-        split, terms = self._split, {"all_gather": 0.0, "reduce_scatter": 0.0}
-        other = self._layers - self._a2a_layers
-        for name in terms:
+        split, layers, a2a = self._split, self._layers, self._a2a_layers
+        other = layers - a2a
 
-            def once_us(rows: int, gpus: int, name: str = name) -> float:
-                return self.gather_us(rows, gpus) * (ratio(name, gpus, rows) if ratio and gpus > 1 else 1.0)
+        def gathers_us(rows: int, gpus: int) -> float:
+            return self.gather_us(rows, gpus) * (ratio(name, gpus, rows) if ratio and gpus > 1 else 1.0)
 
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            tokens, own_tokens = new_tokens(batch), new_tokens(own)
+            if name in ("dispatch", "combine"):
+                return a2a * self.all_to_all_us(name, ceil_div(own_tokens, split.attention_tp), tokens)
+            if name == "all_reduce":
+                reduce_us = self._all_reduce_us(tokens * self._row_bytes)
+                return 2 * other * reduce_us * (ratio(name, split.tp, tokens) if ratio else 1.0)
             if split.attention_dp > 1:
-                terms[name] = self._layers * once_us(own_tokens, split.attention_tp)
-                terms[name] += other * once_us(tokens, split.tp)
-            else:
-                terms[name] = self._a2a_layers * once_us(tokens, split.tp)
-        if split.attention_dp == 1:
-            reduce_us = self._all_reduce_us(tokens * self._row_bytes)
-            terms["all_reduce"] = 2 * other * reduce_us * (ratio("all_reduce", split.tp, tokens) if ratio else 1.0)
-        if self._a2a_layers:
-            rows = ceil_div(own_tokens, split.attention_tp)
-            for name in ("dispatch", "combine"):
-                terms[name] = self._a2a_layers * self.all_to_all_us(name, rows, tokens)
-        return terms
+                return layers * gathers_us(own_tokens, split.attention_tp) + other * gathers_us(tokens, split.tp)
+            return a2a * gathers_us(tokens, split.tp)
+
+        return us
 
     def gather_us(self, tokens: float, gpus: int) -> float:
         """Return the time in which `gpus` GPUs gather `tokens` rows from each other, or reduce and scatter them."""
@@ -113,7 +123,7 @@ class Exchange:
     def all_to_all_us(self, name: str, rows: int, tokens: int) -> float:
         """Return the time to dispatch or combine once, for `rows` rows of one rank and `tokens` of all.
 
-        The faster of two kernels: one sends a row once to every rank that wants it, the other, with less latency, once
+        The faster of two kernels: one sends a row once to every rank that needs it, the other, with less latency, once
         for every expert. Uneven routing makes the fullest rank receive so much more than it would if routing were even.
         """
         experts, split = self._experts, self._split

@@ -7,7 +7,7 @@ of `experts.py` as two numbers: the coefficients of variation with which experts
 rank as much (`load_cv`), and with which slots are chosen (`slot_cv`). So chance, which no placement removes, stays in.
 
 Each `eplb_interval` passes the new placement is fetched, GPU by GPU, renamed so that much of it is there already. Loads
-are those of expectation: a balancer that counts a finite window knows them a little worse.
+are those of expectation: a balancer that counts a finite window estimates them a little worse.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _by_slot(loads: Float64s, placement: np.ndarray[tuple[int, ...], np.dtype[np
 
 
 def _shape_of(factor: float, ranks: int) -> float:
-    """The shape of gamma distributed popularities of ranks whose fullest has `factor` times its share."""
+    """The shape of gamma distributed popularities of ranks, the fullest of which has `factor` times its share."""
     low, high = map(math.log, SHAPES)
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""How unevenly routed tokens fall on the ranks of an expert-parallel group: everybody waits for the slowest.
+"""How unevenly routed tokens fall on the ranks of an expert-parallel group: all ranks wait for the slowest.
 
     load       token-expert pairs ("assignments") that a rank computes
-    touched    different experts of a rank that got any, whose weights it reads
+    touched    different experts of a rank that got any; the rank reads their weights
 
 Experts' popularity is drawn from a symmetric Dirichlet distribution with the coefficient of variation `cv` (0: all are
 equally popular), assignments from that popularity, and each rank holds the same number of experts, placed at random.
@@ -62,7 +62,7 @@ def _pmf(mean: float, shape: float, first: int, last: int) -> Float64s:
 
 
 def _conditioned(pmf: Float64s, assignments: int, ranks: int) -> float:
-    """Expected maximum of `ranks` numbers distributed by `pmf`, [assignments + 1], whose sum is `assignments`."""
+    """Expected maximum of `ranks` numbers distributed by `pmf`, [assignments + 1], with the sum `assignments`."""
     all_sums = _power(pmf, ranks)[assignments]
     total = 0.0
     for most in range(assignments):

@@ -1,7 +1,7 @@
 """GPUs: data-sheet peaks, medians measured by others, and what a kernel can be expected to achieve.
 
 A rate is taken from measurements where the catalogue has one, otherwise from the data sheet times a fraction stated
-here. Either way it travels as a `Constant`, so that a result can say where each of its numbers came from.
+here. Either way it travels as a `Constant`, so that a result can name the source of each of its numbers.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class GpuSpec:
         return "fp8_tflops" in self.datasheet
 
 
-# What a kernel achieves of the data sheet, for GPUs nobody measured: (data-sheet field, fraction, why this fraction).
-# The fractions are rounded from the measured GPUs of the catalogue, A100, H100, H200, B200 and L40S in that order.
+# What a kernel achieves of the data sheet, for GPUs without measurements: (data-sheet field, fraction, why this
+# fraction). The fractions are rounded from the measured GPUs of the catalogue, A100, H100, H200, B200 and L40S in that
+# order.
 FRACTIONS: dict[str, tuple[str, float, str]] = {
     "bf16_gemm_tflops": ("bf16_tflops", 0.70, "measured: 0.78, 0.74, 0.70, 0.65, 0.52"),
     "fp8_gemm_tflops": ("fp8_tflops", 0.58, "measured: none, 0.61, 0.60, 0.59, 0.42"),
@@ -117,7 +118,7 @@ LATENCIES: dict[str, tuple[float, str]] = {
 }
 
 # All-reduce where the catalogue has no table: fractions of the link, from the fits of 8 GPUs (A100, H100, H200) and of
-# 2 (L40S, whose PCIe paths are shared by more). Switches of Hopper's NVLink and later add up themselves.
+# 2 (L40S: more GPUs share its PCIe paths). Switches of Hopper's NVLink and later add up themselves.
 DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.51, 4.1
 RING_LINK_FRACTION, RING_LATENCY_US = 0.72, 68.0
 ADDING_LINK_FRACTION, ADDING_LATENCY_US = 0.99, 51.0

@@ -23,7 +23,7 @@ from lockstep.sim.cost.models import ACTIVATION_BYTES, LatentAttention, ModelSpe
 from lockstep.sim.cost.parallel import Parallelism
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA_RANK = 16  # which slots have room for where nobody says more; the server's default
+LORA_RANK = 16  # of the slots by default, as in the server
 LORA_RANK_MAX = 512
 TILE_TOKENS = 16  # the fewest that tensor cores multiply at once: an adapter with one token computes so many
 TILE_RANK = 16
@@ -60,7 +60,7 @@ def products_of(model: ModelSpec, split: Parallelism, targets: tuple[str, ...]) 
     a = model.attention
     if isinstance(a, LatentAttention):
         raise CatalogueError(
-            f"{model.name} has latent attention, whose matrices are none of {', '.join(TARGETS)}: adapters of it are "
+            f"{model.name} has latent attention, with other matrices than {', '.join(TARGETS)}: adapters of it are "
             "not priced\nhint: leave out --adapters"
         )
     hidden, tp, heads_tp = model.hidden, split.tp, split.attention_tp
@@ -103,13 +103,13 @@ class LoraCost:
     """Microseconds of the products of adapters, for the layers of one stage on one rank.
 
     A kernel takes its latency and the longer of computing and moving, as other operators do. Constants are those of
-    bf16 GEMMs: nobody has measured these kernels on a GPU of the catalogue.
+    bf16 GEMMs: these kernels have not been measured on a GPU of the catalogue.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, split: Parallelism, spec: LoraSpec) -> None:
         if split.attention_dp > 1:
             raise CapacityError(
-                f"adapters with attention_dp {split.attention_dp} are not priced: shards differ in who has which\n"
+                f"adapters with attention_dp {split.attention_dp} are not priced: shards use different adapters\n"
                 "hint: --attention-dp 1, or leave out --adapters"
             )
         self.spec = spec

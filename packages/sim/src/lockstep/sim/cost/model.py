@@ -24,7 +24,7 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
 
 
 class Duration(msgspec.Struct, frozen=True, gc=False):
-    """A time with its uncertainty. A roofline knows no spread and gives 0."""
+    """A time with its uncertainty. The spread of a roofline is 0."""
 
     mean_us: float
     spread_us: float = 0.0  # one standard deviation

@@ -144,7 +144,7 @@ class ModelSpec:
     experts: ExpertShape | None = None
     norms_per_layer: int = 2
     checkpoint_dtype: WeightsDtype = "bf16"
-    weights_only: bool = False  # a checkpoint in fp8 that does not say its activations are
+    weights_only: bool = False  # a checkpoint in fp8 without a declared precision of activations
     context_tokens_max: int
 
     @property
@@ -306,7 +306,7 @@ def checked_kv_dtype(dtype: KvDtype) -> KvDtype:
 def products_in_fp8(model: ModelSpec, gpu: GpuSpec, weights: WeightsDtype, setting: Fp8Activations) -> bool:
     """Whether products with the weights run in fp8, by the runtime's own rule; else these are widened for them.
 
-    Weights that are fp8 by `--weights-dtype` alone are taken for a checkpoint whose activations are, too.
+    Weights that are fp8 by `--weights-dtype` alone are taken for a checkpoint with fp8 activations.
     Raises: CatalogueError where they are to be in fp8, and cannot.
     """
     if setting not in get_args(Fp8Activations):
@@ -316,12 +316,12 @@ def products_in_fp8(model: ModelSpec, gpu: GpuSpec, weights: WeightsDtype, setti
         raise CatalogueError(
             f"`fp8_activations` is on, but {why}\nhint: leave it out, or --weights-dtype fp8 on an H100"
         )
-    said: Activations = "" if model.weights_only and model.checkpoint_dtype == weights else "dynamic"
-    return weights == "fp8" and rounds_rows(setting, said, gpu.has_fp8)
+    declared: Activations = "" if model.weights_only and model.checkpoint_dtype == weights else "dynamic"
+    return weights == "fp8" and rounds_rows(setting, declared, gpu.has_fp8)
 
 
 def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
-    """Raise CapacityError unless heads, experts and layers can be split as asked."""
+    """Raise CapacityError unless heads, experts and layers can be split as requested."""
     split = parallelism_of(tp)
     ranks = split.attention_tp
     named = f"tp {split.tp}" if split.attention_dp == 1 else f"tp {split.tp} / attention_dp {split.attention_dp}"
@@ -364,10 +364,10 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What `model_type` says beyond the fields of the config: the parts of the architecture that live in code."""
+    """What `model_type` implies beyond the fields of the config: the parts of the architecture that live in code."""
 
     qk_norm: bool = False
-    qkv_bias: bool | None = None  # None: as `attention_bias` says
+    qkv_bias: bool | None = None  # None: the value of `attention_bias`
     o_bias: bool | None = None
     norms_per_layer: int = 2
     tied_default: bool = False
@@ -627,7 +627,7 @@ def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
 
 
 def _weights_only(f: _ConfigFields) -> bool:
-    """Whether a checkpoint in fp8 wants its rows as they are, as the runtime reads it."""
+    """Whether a checkpoint in fp8 requires its rows unrounded, as the runtime reads it."""
     stored = read_weight_format(f.data, [])
     return stored is not None and stored.layout == "fp8" and not stored.activations
 

@@ -32,7 +32,7 @@ class Parallelism:
     eplb: bool = False  # experts are placed by their load, and moved as it changes; see `expert_balance.py`
     redundant_experts: int = 0  # slots of a layer for further copies, all ranks together; with eplb
     eplb_interval: int = EPLB_INTERVAL  # passes between two rebalancings
-    expert_drift: float = 0.0  # share of the experts whose popularity is another one in the next interval
+    expert_drift: float = 0.0  # share of the experts with another popularity in the next interval
 
     def __post_init__(self) -> None:
         for name in COUNTS:

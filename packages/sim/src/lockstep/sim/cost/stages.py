@@ -29,6 +29,7 @@ from lockstep.sim.cost.hardware import (
 from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import ACTIVATION_BYTES, WEIGHT_BYTES, ModelSpec, WeightsDtype, check_split
 from lockstep.sim.cost.parallel import Parallelism
+from lockstep.sim.cost.terms import new_tokens
 
 if TYPE_CHECKING:
     from lockstep.sim.cost.tables import BaseModel
@@ -61,7 +62,7 @@ class Stage:
 
 
 def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
-    """Return the stages of `split.pp`, in order; each model says how it is laid out with `pp` 1.
+    """Return the stages of `split.pp`, in order; each as a model with `pp` 1.
 
     Raises: CapacityError for a split that is not possible.
     """
@@ -131,7 +132,7 @@ class StageLink:
 
 
 class PipelineModel:
-    """Cost of a batch in a pipeline: `batch_us` if it goes through alone, `stage_us` for who keeps the stages busy."""
+    """Cost of a batch in a pipeline: `batch_us` if it goes through alone, `stage_us` where batches share the stages."""
 
     def __init__(self, stages: Sequence[BaseModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
         self.stages, self.split, self.model, self.gpu = tuple(stages), split, model, gpu
@@ -148,10 +149,12 @@ class PipelineModel:
 
     def stage_us(self, shape: BatchShape) -> list[float]:
         """Return the time of each stage."""
+        return [stage.batch_us(seen).mean_us * self.factor for stage, seen in self._by_stage(shape)]
+
+    def _by_stage(self, shape: BatchShape) -> list[tuple[BaseModel, BatchShape]]:
+        """Return each stage with the shape that it runs: only the last one samples."""
         inner = structs.replace(shape, sampled_rows=0)
-        times_us = [stage.batch_us(inner).mean_us for stage in self.stages[:-1]]
-        times_us.append(self.stages[-1].batch_us(shape).mean_us)
-        return [us * self.factor for us in times_us]
+        return [*((stage, inner) for stage in self.stages[:-1]), (self.stages[-1], shape)]
 
     def send_us(self, tokens: int) -> float:
         """Return the time of rows between two stages; of a sampled token, back to the first."""
@@ -159,7 +162,7 @@ class PipelineModel:
 
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time of one forward pass and its sampling, if nothing is in its way."""
-        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
+        tokens = new_tokens(shape)
         if not tokens:
             return Duration(0.0)
         return Duration(sum(self.stage_us(shape)) + (len(self.stages) - 1) * self.send_us(tokens))
@@ -170,12 +173,11 @@ class PipelineModel:
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
         """Return the time split by operator, all stages together; the values sum to `batch_us`."""
-        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
+        tokens = new_tokens(shape)
         if not tokens:
             return {}
         terms: dict[str, float] = {}
-        for number, stage in enumerate(self.stages, 1):
-            seen = shape if number == len(self.stages) else structs.replace(shape, sampled_rows=0)
+        for stage, seen in self._by_stage(shape):
             for name, us in stage.terms_us(seen).items():
                 terms[name] = terms.get(name, 0.0) + us * self.factor
         terms["send"] = (len(self.stages) - 1) * self.send_us(tokens)

@@ -1,14 +1,15 @@
 """Operator tables: how long kernels took on a card, and a roofline that is corrected by them shape by shape.
 
 tables = read_operator_tables(Path("aic_ops"), gpu)          # the files of this GPU
-cost = MeasuredModel(roofline(model, gpu, tp), tables)       # a CostModel
+cost = MeasuredModel(roofline_model(model, gpu, tp), tables)       # a CostModel
 cost.batch_us(shape)
-cost.extrapolated                                            # operators asked for what was not measured
+cost.extrapolated                                            # operators with shapes that were not measured
 
-A table is never asked for a shape it does not have. Instead each of its rows says by which ratio the roofline of the
-same operator was off there; between rows the logarithm of that ratio is interpolated, by inverse squared distance among
-the NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
-from all rows the roofline's shape is kept. "Far" is said: FAR_OCTAVES from the nearest row, or outside the table.
+A table has times of its own shapes only. Each of its rows gives the ratio by which the roofline of the same operator
+was off there. Between rows the logarithm of that ratio is interpolated, by inverse squared distance among the
+NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
+from all rows the roofline's shape is kept. Such a shape is reported: it is FAR_OCTAVES from the nearest row, or outside
+the table.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
 from lockstep.sim.cost.lora import LoraCost, LoraSpec
-from lockstep.sim.cost.model import BatchShape, Duration
+from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
     AttentionShape,
@@ -43,8 +44,9 @@ from lockstep.sim.cost.models import (
     WeightsDtype,
 )
 from lockstep.sim.cost.parallel import Parallelism, parallelism_of
-from lockstep.sim.cost.roofline import OF_RANK, OF_SHARD, RooflineModel, roofline
+from lockstep.sim.cost.roofline import RooflineModel, roofline_model
 from lockstep.sim.cost.stages import PipelineModel, stages_of
+from lockstep.sim.cost.terms import TermSum, TermUs, new_tokens
 
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -53,7 +55,7 @@ Columns = dict[str, NDArray[Any]]
 NEIGHBOURS = 6
 FAR_OCTAVES = 1.0  # a factor of two in one dimension
 EXACT = 1e-6  # squared octaves: nearer than this is the row itself
-HINT = "hint: docs/cost-models.md, section 3, says what operator tables are"
+HINT = "hint: docs/cost-models.md, section 3, describes operator tables"
 MS = 1e3  # latencies in tables are milliseconds
 
 # Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
@@ -130,7 +132,7 @@ def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
 
 @cache
 def _read_folder(folder: Path, gpu: str, aliases: tuple[str, ...], _place: Path) -> OperatorTables:
-    """`folder` is for messages; where it is depends on the working folder, so `_place` is what tells it apart."""
+    """`folder` is for messages; where it is depends on the working folder, so `_place` distinguishes it."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith((".csv", ".csv.gz")))
@@ -264,7 +266,7 @@ RatiosOfTwo = Callable[[Float64s, Float64s], tuple[Float64s, Bools]]
 
 
 class Grid:
-    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is asked once per batch."""
+    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is read once per batch."""
 
     def __init__(self, ratio_of: RatiosOfTwo, x_max: int, y_max: int) -> None:
         x, y = np.meshgrid(np.arange(x_max + 1.0), np.arange(y_max + 1.0), indexing="ij")
@@ -298,16 +300,14 @@ class Grid:
 
 # -------------------------------------------------------------------------------------------------------------- model
 
-COLLECTIVE_TERMS = ("all_reduce", "all_gather", "reduce_scatter", "dispatch", "combine")
-
 TOKEN_OCTAVES = 16  # 65,536 tokens of a batch
 ROW_OCTAVES = 11
 CONTEXT_OCTAVES = 18
 PROMPT_OCTAVES = 15
 
 
-class MeasuredModel:
-    """A roofline with each operator corrected by its table. What has no table stays as it is, and is named.
+class MeasuredModel(TermSum):
+    """A roofline with terms replaced by their tables. A term without a table stays as it is, and is named.
 
     Real kernels are not monotone: a batch of 65 may take less than one of 64. So may batches here.
     """
@@ -317,81 +317,29 @@ class MeasuredModel:
             raise CatalogueError(f"the operator tables are of {tables.gpu}, the model runs on {base.gpu.name}")
         self.base, self.tables, self.distribution = base, tables, distribution
         self.model, self.gpu, self.tp, self.split = base.model, base.gpu, base.tp, base.split
-        self.shards = base.shards
-        self.collectives = base.collectives
-        self.extrapolated: set[str] = set()  # operators that were asked for a shape far from every row
+        self.extrapolated: set[str] = set()  # operators with a shape far from every row of their table
         self.without_table: list[str] = []
-        self._tokens_us: dict[tuple[int, int], float] = {}  # by tokens of all, and of the fullest shard
-        self._terms_cache: dict[tuple[int, int], dict[str, float]] = {}
-        self._collectives_us: dict[int, float] = {}
-        self._gemms = self._gemm_lines()
-        self._experts = self._expert_line()
-        self._collectives = self._collective_lines()
-        self._decode, self._extend = self._attention_grids()
-
-    # --- the cost model -----------------------------------------------------------------------------------------------
+        curves = self._gemm_curves()
+        experts = self._expert_curve()
+        self._collective_curves = self._curves_of_collectives()
+        decode, extend = self._attention_grids()
+        measured = {name: self._by_tokens(name, curve) for name, curve in curves.items()}
+        if experts is not None:
+            measured["experts"] = self._by_tokens("experts", experts)
+        measured |= self._measured_collectives()
+        if decode is not None:
+            measured["attention_decode"] = self._by_decode_rows(decode)
+        if extend is not None:
+            measured["attention_prefill"] = self._by_extend_rows(extend)
+        super().__init__(base.with_terms(measured), base.shards, base.launching)
 
     @property
     def lora(self) -> LoraCost | None:
         """What adapters cost: that of the roofline, for no table has their kernels."""
         return self.base.lora
 
-    def batch_us(self, shape: BatchShape) -> Duration:
-        """Return the time of one forward pass and its sampling."""
-        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
-        if not tokens:
-            return Duration(0.0)
-        own = self.base.own_shape(shape)
-        key = tokens, own.extend_tokens + own.decode_rows + own.draft_tokens
-        us = self._tokens_us.get(key)
-        if us is None:
-            us = self._tokens_us[key] = sum(self._tokens_terms_us(*key).values())
-        if own.decode_rows:
-            us += self._decode_us(own)
-        if own.extend_tokens:
-            us += self._extend_us(own)
-        if self.model.delta is not None:
-            us += self.base.delta_us(own)
-        if shape.sampled_rows:
-            us += self.base.sampling_us(shape.sampled_rows)
-        if shape.adapter_tokens:
-            us += self.base.lora_us(shape)
-        return Duration(self.launched_us(shape, us))
-
-    def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of kernels that take `us`, launched as a graph or one by one."""
-        return self.base.launched_us(shape, us)
-
-    def collectives_us(self, tokens: int) -> float:
-        """Return the part of `batch_us` that is communication between GPUs, logits aside, for so many tokens."""
-        us = self._collectives_us.get(tokens)
-        if us is None:
-            terms = self._tokens_terms_us(tokens, math.ceil(tokens / self.shards))
-            us = self._collectives_us[tokens] = sum(terms.get(name, 0.0) for name in COLLECTIVE_TERMS)
-        return us
-
-    def terms_us(self, shape: BatchShape) -> dict[str, float]:
-        """Return the time split by operator; the values sum to `batch_us`."""
-        tokens = shape.extend_tokens + shape.decode_rows + shape.draft_tokens
-        if not tokens:
-            return {}
-        own = self.base.own_shape(shape)
-        terms = dict(self._tokens_terms_us(tokens, own.extend_tokens + own.decode_rows + own.draft_tokens))
-        if own.decode_rows:
-            terms["attention_decode"] = self._decode_us(own)
-        if own.extend_tokens:
-            terms["attention_prefill"] = self._extend_us(own)
-        if self.model.delta is not None:
-            terms["linear_attention"] = self.base.delta_us(own)
-        if shape.sampled_rows:
-            terms["logits_and_sampling"] = self.base.sampling_us(shape.sampled_rows)
-        if shape.adapter_tokens:
-            terms["lora"] = self.base.lora_us(shape)
-        terms["launch"] = self.batch_us(shape).mean_us - sum(terms.values())
-        return terms
-
     def describe(self) -> dict[str, Any]:
-        """Return the roofline's description, the tables with their digests, and where they were left."""
+        """Return the roofline's description, the tables with their digests, and the operators beyond their tables."""
         return {
             **self.base.describe(),
             "kind": "measured",
@@ -402,55 +350,63 @@ class MeasuredModel:
         }
 
     def forget(self) -> None:
-        """Forget what was asked, and where it was extrapolated."""
+        """Drop remembered sums, and the names of extrapolated operators."""
+        super().forget()
         self.extrapolated.clear()
-        self._tokens_us.clear()
-        self._terms_cache.clear()
-        self._collectives_us.clear()
 
-    # --- terms --------------------------------------------------------------------------------------------------------
+    # --- terms, each the roofline's times the ratio of its table ------------------------------------------------------
 
-    def _tokens_terms_us(self, tokens: int, own_tokens: int) -> dict[str, float]:
-        terms = self._terms_cache.get((tokens, own_tokens))
-        if terms is not None:
-            return terms
-        terms = dict(self.base.tokens_terms_us(tokens, own_tokens))
-        rows = math.ceil(own_tokens / self.split.attention_tp)
-        lines = dict(self._gemms)
-        if self._experts is not None:
-            lines["experts"] = self._experts
-        if self.base.exchange is not None:
-            terms |= self.base.exchange.terms_us(tokens, own_tokens, self._collective_ratio)
-        elif "all_reduce" in terms:
-            terms["all_reduce"] *= self._collective_ratio("all_reduce", self.tp, tokens)
-        for name, line in lines.items():
-            seen = own_tokens if name in OF_SHARD else rows if self.split.moe_a2a and name in OF_RANK else tokens
-            ratio, far = line.at(seen)
-            terms[name] *= ratio
+    def _by_tokens(self, name: str, curve: RatioCurve) -> TermUs:
+        """A matrix or the experts, corrected along the tokens that it sees."""
+        roofline_us = self.base.term(name).us
+
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            ratio, far = curve.at(self.base.seen_tokens(name, new_tokens(batch), new_tokens(own)))
             if far:
                 self.extrapolated.add(name)
-        self._terms_cache[tokens, own_tokens] = terms
-        return terms
+            return roofline_us(batch, own) * ratio
 
-    def _decode_us(self, shape: BatchShape) -> float:
-        us = self.base.decode_attention_us(shape.decode_rows, shape.decode_context_tokens, shape.draft_tokens)
-        if self._decode is None:
-            return us
-        context = shape.decode_context_tokens / shape.decode_rows
-        ratio, far = self._decode.at(shape.decode_rows, max(context, 1.0))
-        if far:
-            self.extrapolated.add("attention_decode")
-        return us * ratio
+        return us
 
-    def _extend_us(self, shape: BatchShape) -> float:
-        us = self.base.extend_attention_us(shape)
-        if self._extend is None:
-            return us
-        ratio, far = self._extend.at(shape.extend_rows, shape.extend_tokens / shape.extend_rows)
-        # Tables have whole prompts only: what attention to an earlier chunk takes is the roofline's word.
-        if far or shape.extend_context_tokens > shape.extend_tokens:
-            self.extrapolated.add("attention_prefill")
-        return us * ratio
+    def _measured_collectives(self) -> dict[str, TermUs]:
+        """All collectives, corrected where there is a table."""
+        exchange = self.base.exchange
+        if exchange is not None:
+            names = [term.name for term in self.base.terms if term.is_collective]
+            return {name: exchange.term_us(name, self._collective_ratio) for name in names}
+        if self.tp == 1:
+            return {}
+        roofline_us = self.base.term("all_reduce").us
+
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            return roofline_us(batch, own) * self._collective_ratio("all_reduce", self.tp, new_tokens(batch))
+
+        return {"all_reduce": us}
+
+    def _by_decode_rows(self, grid: Grid) -> TermUs:
+        """Attention of decode rows, corrected along rows and their mean context."""
+        roofline_us = self.base.decode_attention_us
+
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            ratio, far = grid.at(own.decode_rows, max(own.decode_context_tokens / own.decode_rows, 1.0))
+            if far:
+                self.extrapolated.add("attention_decode")
+            return roofline_us(batch, own) * ratio
+
+        return us
+
+    def _by_extend_rows(self, grid: Grid) -> TermUs:
+        """Attention of extend rows, corrected along rows and their mean new tokens."""
+        roofline_us = self.base.extend_attention_us
+
+        def us(batch: BatchShape, own: BatchShape) -> float:
+            ratio, far = grid.at(own.extend_rows, own.extend_tokens / own.extend_rows)
+            # Tables have whole prompts only: the time of attention to an earlier chunk is the roofline's.
+            if far or own.extend_context_tokens > own.extend_tokens:
+                self.extrapolated.add("attention_prefill")
+            return roofline_us(batch, own) * ratio
+
+        return us
 
     # --- tables against the roofline's formulas -----------------------------------------------------------------------
 
@@ -479,7 +435,7 @@ class MeasuredModel:
             self.without_table.append(name)
         return None
 
-    def _gemm_lines(self) -> dict[str, RatioCurve]:
+    def _gemm_curves(self) -> dict[str, RatioCurve]:
         lines = {}
         for m in self.base.gemm_matrices:
             precision = self.base.precision_of(m)
@@ -498,7 +454,7 @@ class MeasuredModel:
             lines[m.name] = RatioCurve(ratio_of, TOKEN_OCTAVES)
         return lines
 
-    def _expert_line(self) -> RatioCurve | None:
+    def _expert_curve(self) -> RatioCurve | None:
         e = self.model.experts
         if e is None:
             return None
@@ -528,7 +484,7 @@ class MeasuredModel:
 
         return RatioCurve(ratio_of, TOKEN_OCTAVES)
 
-    def _collective_lines(self) -> dict[tuple[str, int], RatioCurve]:
+    def _curves_of_collectives(self) -> dict[tuple[str, int], RatioCurve]:
         """Ratios by operation and number of GPUs, along tokens; what has none is named."""
         if self.tp == 1:
             return {}
@@ -536,14 +492,14 @@ class MeasuredModel:
         wanted = [("all_reduce", self.tp)] if exchange is None else exchange.operations
         lines = {}
         for operation, gpus in wanted:
-            line = self._collective_line(operation, gpus)
+            line = self._collective_curve(operation, gpus)
             if line is not None:
                 lines[operation, gpus] = line
             elif operation not in self.without_table:
                 self.without_table.append(operation)
         return lines
 
-    def _collective_line(self, operation: str, gpus: int) -> RatioCurve | None:
+    def _collective_curve(self, operation: str, gpus: int) -> RatioCurve | None:
         """Against the faster of the kernels that were measured for a size."""
         best: dict[float, float] = {}
         for operator in DTYPE_COLUMNS:
@@ -571,10 +527,10 @@ class MeasuredModel:
         return RatioCurve(lambda tokens: ratios.at((tokens * token_bytes)[:, None]), TOKEN_OCTAVES)
 
     def _collective_ratio(self, operation: str, gpus: int, tokens: int) -> float:
-        line = self._collectives.get((operation, gpus))
-        if line is None:
+        curve = self._collective_curves.get((operation, gpus))
+        if curve is None:
             return 1.0
-        ratio, far = line.at(tokens)
+        ratio, far = curve.at(tokens)
         if far:
             self.extrapolated.add(operation)
         return ratio
@@ -627,7 +583,7 @@ BaseModel = RooflineModel | MeasuredModel
 
 @contextmanager
 def unnoted(cost: object) -> Iterator[None]:
-    """Let a cost model be asked what no batch of a run asks: where it was extrapolated is not noted."""
+    """Evaluate a cost model for shapes that are no batch of a run: their extrapolation is not recorded."""
     whole = cost if isinstance(cost, MeasuredModel) else getattr(cost, "base", cost)  # of a calibrated one
     models = [one for one in (whole, *getattr(whole, "stages", ())) if isinstance(one, MeasuredModel)]
     before = [model.extrapolated.copy() for model in models]
@@ -656,7 +612,7 @@ def base_cost_model(
     stages: list[BaseModel] = []
     for stage in stages_of(model, split):
         one = replace(split, pp=1)
-        base = roofline(
+        base = roofline_model(
             stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype, fp8_activations=fp8_activations,
             lora=lora,
         )  # fmt: skip

@@ -32,7 +32,7 @@ from lockstep.core.kv.block_tiers import in_storage
 from lockstep.sim.cost import GpuSpec
 from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
-from lockstep.sim.host.tier_options import HostTiers
+from lockstep.sim.scenario.tier_options import HostTiers
 
 PCIE_SHARE = 0.85  # of the data sheet's rate that large copies from pinned memory reach: an estimate
 HOST_LINK_LATENCY_US = 10.0  # to begin a copy: an estimate

@@ -25,7 +25,7 @@ from lockstep.sim.cost.models import KV_BYTES, AttentionShape, checked_kv_dtype
 from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host.page_bytes import PageBytes
-from lockstep.sim.host.tier_options import HybridShares
+from lockstep.sim.scenario.tier_options import HybridShares
 
 SLOTS_BY_ROW = 2  # of state, at least: what one request computes in, and a checkpoint
 

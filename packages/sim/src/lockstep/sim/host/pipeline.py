@@ -48,14 +48,14 @@ def with_stages(data: RunData, host: EngineHost) -> RunData:
     stages, notes, several = host.device.stages, host.device.notes, host.engine.microbatches
     if stages is None:
         return data
-    told = data.summary["device"]
-    told["pipeline"] = stages.describe(told["busy_us"])
+    device = data.summary["device"]
+    device["pipeline"] = stages.describe(device["busy_us"])
     if not several.several or notes is None:
         return data
     times = notes.times()
-    told["pipeline"]["microbatches"] = several.count
-    told["pipeline"]["batches_by_microbatch"] = np.bincount(times.microbatch, minlength=several.count).tolist()
-    told["pipeline"]["stage_bubble_us"] = [sum(stop - start for start, stop in gaps) for gaps in times.bubbles()]
+    device["pipeline"]["microbatches"] = several.count
+    device["pipeline"]["batches_by_microbatch"] = np.bincount(times.microbatch, minlength=several.count).tolist()
+    device["pipeline"]["stage_bubble_us"] = [sum(stop - start for start, stop in gaps) for gaps in times.bubbles()]
     return replace(data, stages=times)
 
 
@@ -72,7 +72,7 @@ class PipelinedDevice(Device):
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        """Run `plan` behind what was launched before. Its tokens are drawn now, before its rows may change requests."""
         tokens = self._sample(plan).tobytes()
         accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:

@@ -9,30 +9,24 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import msgspec
 from rich import box
 from rich.table import Table
 
 from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
+from lockstep.host.options import number_word, option_of
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
 from lockstep.sim.plan.search import Candidate, Evaluation
 from lockstep.sim.plan.sides import DEVICE_FULL, KV_FULL, limit_of_sides
-from lockstep.sim.plan.trial import Trial, TrialResult
+from lockstep.sim.plan.trial import TrialResult
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
-from lockstep.sim.scenario.scenario import number_word, option_of
+from lockstep.sim.scenario.scenario import names_where, sim_options
 
 KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
-
-CONFIGURED = (
-    "tp", "ep", "attention_dp", "pp", "moe_a2a", "eplb", "redundant_experts", "weights_dtype", "kv_dtype", "operators",
-    "rank_schedulers", "fp8_activations",
-)  # fmt: skip
-"""What a configuration may be besides settings of the scheduler."""
 
 SIDES = (
     "prefill busy", "queue", "compute", "links busy", "transfer", "wait for pages", "decode busy", "KV peak", "rows",
@@ -189,48 +183,48 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
     """
     assert candidate.best is not None
     assert candidate.trial is not None
-    trial, split = candidate.trial, candidate.split
+    base, trial, split = candidate.trial.base, candidate.trial, candidate.split
     if split is not None and split.decode.tp is not None:
-        trial = msgspec.structs.replace(trial, tp=split.decode.tp)
-    usual = {field.name: field.default for field in msgspec.structs.fields(Trial)}
-    unlike = [name for name in CONFIGURED if getattr(trial, name) != usual[name]]
-    lacks = [f"{name} {shown(getattr(trial, name))}" for name in unlike if name not in CARRIED]
+        base = replace(base, tp=split.decode.tp)
+    usual = {field.name: field.default for field in sim_options()}
+    unlike = [name for name in names_where("configures") if getattr(base, name) != usual[name]]
+    lacks = [f"{name} {shown(getattr(base, name))}" for name in unlike if name not in CARRIED]
     if split is not None:
-        groups = split.groups(trial.gpu, candidate.best.replicas)
+        groups = split.groups(base.gpu, candidate.best.replicas)
         lacks.insert(0, " and ".join(f"{g.count} {g.settings['role']}" for g in groups) + " engines, simulated only")
     elif candidate.best.replicas > 1:
         lacks.insert(0, f"{candidate.best.replicas} replicas behind {trial.router.policy}")
-    if trial.settings.get("speculative_method", "none") != "none":
-        lacks.append(f"speculative_method {trial.settings['speculative_method']}")
-    lacks += [f"{name} {shown(value)}" for name, value in trial.settings.items() if _is_missed(name, value)]
-    media = {name: getattr(trial, name) for name in OF_MEDIA}
-    lacks += [f"{name} {value}" for name, value in media.items() if value is not msgspec.UNSET]
-    if trial.lora_targets is not msgspec.UNSET:
-        lacks.append(f"lora_targets {trial.lora_targets}")
-    if trial.tiers is not msgspec.UNSET and (trial.tiers.get("host_cache_gb") or "hybrid_memory" in trial.tiers):
-        lacks += [f"{name} {shown(value)}" for name, value in trial.tiers.items()]
-    common = ["--mem-fraction", shown(trial.mem_fraction)] if trial.mem_fraction != usual["mem_fraction"] else []
-    if trial.kv_dtype == "fp8":
+    if base.settings.get("speculative_method", "none") != "none":
+        lacks.append(f"speculative_method {base.settings['speculative_method']}")
+    lacks += [f"{name} {shown(value)}" for name, value in base.settings.items() if _is_missed(name, value)]
+    media = {name: getattr(base, name) for name in OF_MEDIA}
+    lacks += [f"{name} {value}" for name, value in media.items() if value != usual[name]]
+    if base.lora_targets != usual["lora_targets"]:
+        lacks.append(f"lora_targets {base.lora_targets}")
+    if base.tiers.get("host_cache_gb") or "hybrid_memory" in base.tiers:
+        lacks += [f"{name} {shown(value)}" for name, value in base.tiers.items()]
+    common = ["--mem-fraction", shown(base.mem_fraction)] if base.mem_fraction != usual["mem_fraction"] else []
+    if base.kv_dtype == "fp8":
         common += ["--kv-cache-dtype", "fp8_e4m3"]
-    if trial.fp8_activations is not msgspec.UNSET:
-        common += ["--fp8-activations", trial.fp8_activations]
-    if trial.adapters is not msgspec.UNSET:
+    if base.fp8_activations != usual["fp8_activations"]:
+        common += ["--fp8-activations", base.fp8_activations]
+    if base.adapters is not None:
         common += ["--lora", "NAME=ADAPTER_FOLDER"]
-    if trial.max_lora_rank is not msgspec.UNSET:
-        common += ["--max-lora-rank", str(trial.max_lora_rank)]
-    settings = profile_settings(trial.profile) | trial.settings
+    if base.max_lora_rank != usual["max_lora_rank"]:
+        common += ["--max-lora-rank", str(base.max_lora_rank)]
+    settings = profile_settings(base.profile) | dict(base.settings)
     served = ["--model", "FOLDER", *common, *_set_words(settings)]
-    emulated = ["--emulate", f"{trial.model}@{trial.gpu}", *common]
+    emulated = ["--emulate", f"{base.model}@{base.gpu}", *common]
     for name in EMULATED:
-        if name in unlike or (name == "profile" and trial.profile != usual["profile"]):
-            emulated += [option_of(name), str(getattr(trial, name))]
-    if trial.calibration is not None:
-        emulated += ["--calibration", trial.calibration]
-    emulated += _set_words({name: value for name, value in trial.settings.items() if name != NOT_EMULATED})
+        if name in unlike or (name == "profile" and base.profile != usual["profile"]):
+            emulated += [option_of(name), str(getattr(base, name))]
+    if base.calibration is not None:
+        emulated += ["--calibration", base.calibration]
+    emulated += _set_words({name: value for name, value in base.settings.items() if name != NOT_EMULATED})
     emulated_lacks = [one for one in lacks if one.partition(" ")[0] not in EMULATED]
-    if trial.settings.get(NOT_EMULATED):
-        emulated_lacks.append(f"{NOT_EMULATED} {trial.settings[NOT_EMULATED]}")
-    if trial.adapters is not msgspec.UNSET:
+    if base.settings.get(NOT_EMULATED):
+        emulated_lacks.append(f"{NOT_EMULATED} {base.settings[NOT_EMULATED]}")
+    if base.adapters is not None:
         emulated_lacks.append("the time of what adapters add to products")
     return (
         ServeCommand(shlex.join(["lockstep", "serve", *served]), lacks),

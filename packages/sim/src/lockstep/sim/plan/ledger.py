@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,7 @@ MARK = "lockstep-plan"  # a file that says whose folder this is
 class _TrialFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file: the trial beside its result, for people and against collisions."""
 
-    trial: Trial
+    trial: dict[str, Any]  # as `Trial.record` gives it
     result: TrialResult
 
 
@@ -53,7 +54,7 @@ class TrialStore:
                 kept = msgspec.json.decode(path.read_bytes(), type=_TrialFile)
             except (OSError, msgspec.MsgspecError):
                 return None
-            if kept.trial != trial:
+            if kept.trial != msgspec.json.decode(msgspec.json.encode(trial.record())):
                 return None
             known = self._known[key] = kept.result
             self.reused += 1
@@ -67,5 +68,5 @@ class TrialStore:
         if self._folder is not None:
             path = self._folder / f"{trial.key}.json"
             part = path.with_suffix(f".part-{os.getpid()}")
-            part.write_bytes(msgspec.json.encode(_TrialFile(trial=trial, result=result)))
+            part.write_bytes(msgspec.json.encode(_TrialFile(trial=trial.record(), result=result)))
             part.replace(path)

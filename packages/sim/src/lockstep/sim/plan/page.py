@@ -176,11 +176,11 @@ def _winner_run(winner: Candidate) -> ReportRun:
         "workload": run.setup.workload.source,
         "workload digest": run.setup.workload.digest,
         "cost model": str(run.setup.engines[0].cost.describe()["kind"]),
-        "seed": str(best.first_trial.seed),
+        "seed": str(best.first_trial.base.seed),
         "version": code_version(),
         "commit": code_commit() or "unknown",
         "command": simulate_command(winner),
     }
     return ReportRun(
-        winner.configuration.name, facts, run.data, best.load if best.first_trial.concurrency is None else None
+        winner.configuration.name, facts, run.data, best.load if best.first_trial.base.concurrency is None else None
     )

@@ -13,25 +13,22 @@ from typing import Any, Literal, NamedTuple
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig
 from lockstep.core.contract.config import TRANSFER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.settings import field_of, parse_setting, parse_tier
+from lockstep.host.options import options_of
 from lockstep.sim.cluster.scenario import parse_scaling
 from lockstep.sim.cost import GpuSpec
-from lockstep.sim.cost.parallel import COUNTS
 from lockstep.sim.host.closed_loop import CONCURRENCY_MAX
-from lockstep.sim.host.tier_options import TIER_KEYS
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.split import AUTO, MIXED, PREFILL_DECODE, RoleSplit, all_splits, parse_split
 from lockstep.sim.run.encoding import gpus_of_a_scheduler
+from lockstep.sim.scenario.scenario import Scenario, names_where
+from lockstep.sim.scenario.settings import field_of, parse_setting, parse_tier
+from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
 from lockstep.sim.workload.workload import Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
-ROWS_KEY = "fp8_activations"
-OWN_KEYS = (
-    *COUNTS, "moe_a2a", "expert_cv", "eplb", "redundant_experts", "eplb_interval", "expert_drift", "mem_fraction",
-    "weights_dtype", "kv_dtype", ROWS_KEY, "profile", "router", "autoscale", PREFILL_DECODE,
-)  # fmt: skip
+OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE)
 """What can be searched besides the scheduler's settings."""
 
 LINK_KEYS = ("link_gbs", "link_latency_us")
@@ -313,16 +310,17 @@ def _words(key: str, part: str) -> list[str]:
 
 
 def _value(key: str, word: str) -> Any:
-    if key in COUNTS or key in ("redundant_experts", "eplb_interval"):
+    kind = options_of(Scenario)[key].kind if key in options_of(Scenario) else None
+    if kind is int:
         least = 0 if key == "redundant_experts" else 1
         if not word.isascii() or not word.isdigit() or int(word) < least:
             raise ConfigError(f"`search`: `{key}` must be a whole number of at least {least}, got `{word}`")
         return int(word)
-    if key in ("moe_a2a", "eplb"):
+    if kind is bool:
         if word not in YES_NO:
             raise ConfigError(f"`search`: `{key}` must be yes or no, got `{word}`")
         return YES_NO[word]
-    if key in ("mem_fraction", "expert_cv", "expert_drift"):
+    if kind is float:
         try:
             return float(word)
         except ValueError:

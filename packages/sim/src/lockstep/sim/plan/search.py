@@ -10,7 +10,7 @@ A load is a rate, or in a closed loop a number of sessions at a time; everything
 A search is a generator: it yields the trials it needs next and is sent their results. It looks at nothing but its own
 results, and stages end together, so the answer does not depend on who ran what, or in which order. Where a few results
 settle what many were asked for, a search gets the shortest beginning that does, however many are known by then: more
-hands run replications side by side, one runs only those that are needed, and the answer is the same.
+workers run replications side by side, one worker runs only those that are needed, and the answer is the same.
 
 **Verdict.** A load is sustained if every SLO's interval lies within its bound: not the estimate alone, its upper end.
 If only the estimate does, more replications are run; if that does not settle it, the load counts as missed. It is
@@ -24,20 +24,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from lockstep.core.contract.config import DELAYER_SETTINGS, DRAFT_SETTINGS, TRANSFER_SETTINGS, TRIGGER_SETTINGS
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.options import options_of
 from lockstep.sim.catalogue import load_gpu
 from lockstep.sim.cluster.capacity_estimate import CapacityEstimate, estimate_capacity, new_prompt_tokens
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cost import CapacityError
 from lockstep.sim.host.hybrid_memory import TransferBytes, window_tokens_of
-from lockstep.sim.host.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import Interval, interval_of, interval_of_samples
 from lockstep.sim.plan.ledger import TrialStore
@@ -61,7 +61,8 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.load import open_load
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.scenario import Scenario, names_where
+from lockstep.sim.scenario.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
 
@@ -213,6 +214,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
     """Load what the question names, and work out who fits and how fast it could be at best."""
     effort = question.effort
     limit = effort.long.requests_min
+    load = {name: value for name, value in question.common.items() if name in names_where("of_load")}
     workload = open_load(
         Scenario(
             model=question.model,
@@ -221,11 +223,7 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
             seed=question.seed,
             concurrency=1 if question.load == "sessions" else None,
             limit=limit,
-            skip_bad_rows=bool(question.common.get("skip_bad_rows", False)),
-            media=question.common.get("media"),
-            adapters=question.common.get("adapters"),
-            samples=question.common.get("samples"),
-            server_sessions=bool(question.common.get("server_sessions", False)),
+            **load,
         )
     )
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
@@ -315,8 +313,6 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
     settings = {**question.settings, **chosen}
-    if not common.get("rank_schedulers"):
-        common.pop("rank_schedulers", None)
     if chosen.get("prefill_delayer") is False:  # searched beside one that the rest is about
         delays = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
         settings = {name: value for name, value in settings.items() if name not in delays}
@@ -331,22 +327,25 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
         settings = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS[1:]}
     if chosen.get("jump_forward_tokens") == 0:
         common.pop("grammar_forces", None)
+    given = common | own
+    base = {name: given.pop(name) for name in options_of(Scenario) if name in given}
     return Trial(
-        model=question.model,
-        gpu=configuration.gpu,
-        workload=question.workload,
+        base=Scenario(
+            model=question.model,
+            gpu=configuration.gpu,
+            workload=question.workload,
+            seed=question.seed,
+            settings={name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
+            slos=question.slos,
+            tiers=tiers,
+            **base,
+        ),
         replicas=1,
-        rate=None,
-        limit=None,
-        seed=question.seed,
-        settings={name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()},
         router=router,
         hop_us=question.hop_us,
-        slos=tuple(map(str, question.slos)),
         content=content,
-        tiers=tiers or msgspec.UNSET,
-        prefill_decode=msgspec.UNSET if split == MIXED else split,
-        **(common | own),
+        prefill_decode=None if split == MIXED else split,
+        **given,
     )
 
 
@@ -487,7 +486,7 @@ class Searcher:
         """What remains when hardly anybody comes: the best that can be had, bursts included. Sets impossible."""
         load = self.lowest(candidate)
         trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
-        (result,) = yield TrialNeed([msgspec.structs.replace(trial, give_up=False)])
+        (result,) = yield TrialNeed([replace(trial, give_up=False)])
         results = [_without_samples(result)]
         status, intervals = judge(self.question.slos, results, 0.5, systematic=False)
         candidate.impossible = Evaluation(
@@ -536,21 +535,25 @@ class Searcher:
         length = effort.short if short else effort.long
         if question.load == "rate":
             requests = length.requests_at(load * candidate.turns_per_arrival, candidate.session_s * LIVES)
-            how = {"rate": load, "limit": requests}
+            how: dict[str, Any] = {"rate": load, "limit": requests}
         else:
             per_session = math.ceil(effort.per_session / (SHORT_SHARE if short else 1))
             warm_up = WARM_UP_PER_SESSION * int(load)
             requests = warm_up + min(max(length.requests_min, per_session * int(load)), length.requests_max)
             how = {"concurrency": int(load), "warm_up": warm_up, "limit": requests}
-        return msgspec.structs.replace(
-            candidate.trial,
+        base = replace(
+            candidate.trial.base,
             workload=with_count(question.workload, requests),
-            replicas=replicas,
             seed=question.seed + (replication if candidate.drawn else 0),
+            **how,
+        )
+        return replace(
+            candidate.trial,
+            base=base,
+            replicas=replicas,
             factor=1.0 if self.factors is None or short else self.factors[replication],
             resample=not short and not candidate.drawn and not self.systematic,
             give_up=True,
-            **how,
         )
 
 
@@ -699,7 +702,7 @@ class Progress:
 def run_plan(
     question: Question,
     candidates: Sequence[Candidate],
-    crew: WorkerPool,
+    workers: WorkerPool,
     ledger: TrialStore,
     progress: Progress | None = None,
 ) -> None:
@@ -710,7 +713,7 @@ def run_plan(
 
     def narrow(some: Sequence[Candidate]) -> None:
         if some:
-            drive([searcher.narrow(c) for c in some], crew, ledger, progress, "narrowing down")
+            drive([searcher.narrow(c) for c in some], workers, ledger, progress, "narrowing down")
 
     first = promising(question, running)
     narrow(first)
@@ -720,7 +723,7 @@ def run_plan(
     confirm = searcher.confirm_load if question.wanted is None else searcher.confirm_replicas
     left = [candidate for candidate in running if not candidate.pruned]
     while left:
-        drive([confirm(c) for c in left], crew, ledger, progress, "confirming")
+        drive([confirm(c) for c in left], workers, ledger, progress, "confirming")
         left = pruned_in_vain(question, candidates)
         narrow([c for c in left if c.narrow_met is None and c.narrow_missed is None])
 
@@ -735,7 +738,7 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
     return [round(float(draw), 6) for draw in draws]
 
 
-def drive(searches: Sequence[Search], crew: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
+def drive(searches: Sequence[Search], workers: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
     """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
 
     A hand that is free runs what a search waits for now; if there is nothing of that, what it may want next. So results
@@ -761,11 +764,11 @@ def drive(searches: Sequence[Search], crew: WorkerPool, ledger: TrialStore, prog
         go_on(number, None)
     while waiting:
         needs = [waiting[number] for number in sorted(waiting)]
-        for trial in _to_run(needs, crew, ledger):
-            if len(crew.running) >= crew.hands:
+        for trial in _to_run(needs, workers, ledger):
+            if len(workers.running) >= workers.size:
                 break
-            crew.submit(trial)
-        trial, result = crew.next_result()
+            workers.submit(trial)
+        trial, result = workers.next_result()
         ledger.add(trial, result)
         progress.trial()
         for number in sorted(waiting):
@@ -786,14 +789,14 @@ def _enough(need: TrialNeed, ledger: TrialStore) -> list[TrialResult] | None:
     return found
 
 
-def _to_run(needs: Sequence[TrialNeed], crew: WorkerPool, ledger: TrialStore) -> Iterator[Trial]:
+def _to_run(needs: Sequence[TrialNeed], workers: WorkerPool, ledger: TrialStore) -> Iterator[Trial]:
     """Trials that nobody has run or runs: first the next one of each search, then those that may not be needed."""
     unknown = ([trial for trial in need.trials if ledger.find(trial) is None] for need in needs)
     later: list[Trial] = []
     for trials in unknown:
         later += trials[1:]
-        if trials[0].key not in crew.running:
+        if trials[0].key not in workers.running:
             yield trials[0]
     for trial in later:
-        if trial.key not in crew.running:
+        if trial.key not in workers.running:
             yield trial

@@ -7,16 +7,18 @@ whoever has the result need not run it again. `run_trial` is all that a worker d
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from lockstep.core.cluster.router import RouterConfig
+from lockstep.host.options import options_of
 from lockstep.sim.cluster.data_parallel import RankCluster
 from lockstep.sim.cluster.handover import HandoverCluster
 from lockstep.sim.cluster.result import ClusterRun
@@ -24,11 +26,6 @@ from lockstep.sim.cluster.routed import Cluster
 from lockstep.sim.cluster.scenario import ClusterScenario, parse_scaling
 from lockstep.sim.cluster.setup import assemble_cluster
 from lockstep.sim.cluster.simulate import simulate_cluster
-from lockstep.sim.cost import KvDtype, WeightsDtype
-from lockstep.sim.cost.lora import LORA_RANK
-from lockstep.sim.cost.models import Fp8Activations
-from lockstep.sim.cost.parallel import EPLB_INTERVAL
-from lockstep.sim.host.adapters import ALL_TARGETS
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.plan.interval import block_samples
@@ -36,148 +33,83 @@ from lockstep.sim.plan.sides import sides_of
 from lockstep.sim.plan.split import RoleSplit, parse_split
 from lockstep.sim.run.encoding import gpus_of_a_scheduler
 from lockstep.sim.run.load import open_load
-from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.scenario import Scenario, names_where
 from lockstep.sim.workload.workload import Workload
 
 NO_SCALING = "none"
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a simulation depends on. `content` stands for what files and the installed code say."""
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Everything that a simulation depends on. `content` stands for what files and the installed code contain."""
 
-    model: str
-    gpu: str
-    workload: str
+    base: Scenario
     replicas: int
-    rate: float | None  # arrivals per second; None in a closed loop
-    limit: int | None  # requests, at most
-    concurrency: int | None = None  # sessions at a time, in a closed loop
-    warm_up: int = 0  # requests that are not measured
-    seed: int
-    tp: int = 1
-    ep: int = 1
-    attention_dp: int = 1
-    pp: int = 1
-    moe_a2a: bool = False
-    expert_cv: float = 0.0
-    eplb: bool = False
-    redundant_experts: int = 0
-    eplb_interval: int = EPLB_INTERVAL
-    expert_drift: float = 0.0
-    mem_fraction: float = 0.9
-    weights_dtype: WeightsDtype | None = None
-    kv_dtype: KvDtype = "bf16"
-    profile: str = "lockstep"
-    settings: dict[str, Any] = {}
-    max_new_tokens: int | None = None
-    skip_bad_rows: bool = False
-    calibration: str | None = None
-    operators: str | None = None
-    acceptance: str | None = None
-    acceptance_spread: float = 0.0
-    draft_model: str | None = None
-    grammar_forces: str | None = None
-    router: RouterConfig = RouterConfig()
+    router: RouterConfig = field(default_factory=RouterConfig)
     hop_us: int = 0
     autoscale: str = NO_SCALING  # as `parse_scaling` reads it; `replicas` are the most
-    slos: tuple[str, ...] = ()
     factor: float = 1.0  # multiplies the time of every batch: a draw of the calibration's systematic error
     resample: bool = False  # draw blocks again, for intervals of a recorded trace
     give_up: bool = False  # stop once too many requests are late for the SLO ever to be met
     content: str = ""
-    tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # fields of HostTiers that were given; unset: none
-    rank_schedulers: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
-    prefill_decode: str | msgspec.UnsetType = msgspec.UNSET  # of a replica, see split.py; unset: all engines do both
-    fp8_activations: Fp8Activations | msgspec.UnsetType = msgspec.UNSET  # unset: auto
-    link_gbs: float | msgspec.UnsetType = msgspec.UNSET  # of each GPU to other engines; unset: ClusterScenario's
-    link_latency_us: int | msgspec.UnsetType = msgspec.UNSET
-    media: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_media` reads it; unset: none
-    mm_encoder_tp_mode: str | msgspec.UnsetType = msgspec.UNSET
-    adapters: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_adapters` reads it; unset: no request runs on any
-    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
-    server_sessions: bool | msgspec.UnsetType = msgspec.UNSET  # unset: no
-    samples: str | msgspec.UnsetType = msgspec.UNSET  # as `parse_samples` reads it; unset: one answer each
-    lora_targets: str | msgspec.UnsetType = msgspec.UNSET
+    prefill_decode: str | None = None  # of a replica, see split.py; None: all engines do both
+    link_gbs: float | None = None  # of each GPU to other engines; None: ClusterScenario's
+    link_latency_us: int | None = None
 
     @property
     def key(self) -> str:
-        return blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
+        """A digest of the record: equal trials have equal keys, in every process."""
+        return blake2b(msgspec.json.encode(self.record(), order="sorted"), digest_size=16).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """The trial as it is stored and sent: fields of the scenario beside its own, as plain data."""
+        found: dict[str, Any] = {}
+        for one in options_of(type(self.base)).values():
+            value = getattr(self.base, one.name)
+            if getattr(one.option, "stored", False) or value != one.default:
+                found[one.name] = tuple(map(str, value)) if one.multiple else value
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "base"}
+        record = found | {name: value for name, value in own.items() if value is not None}
+        return cast("dict[str, Any]", msgspec.to_builtins(record))
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Trial:
+        """The trial of a record. Raises TypeError for a name that is no option."""
+        base = {name: value for name, value in record.items() if name in options_of(Scenario)}
+        own = {name: value for name, value in record.items() if name not in base}
+        base["slos"] = tuple(map(Slo.parse, base["slos"]))
+        own["router"] = msgspec.convert(own["router"], RouterConfig)
+        return cls(base=Scenario(**base), **own)
 
     @property
     def split(self) -> RoleSplit | None:
         """How prefill and decode are shared out; None if all engines do both."""
-        return None if self.prefill_decode is msgspec.UNSET else parse_split(self.prefill_decode)
+        return None if self.prefill_decode is None else parse_split(self.prefill_decode)
 
     @property
     def _encoder_tp_mode(self) -> str:
-        """As asked for, where it means something: beside others a plan may have configurations of one GPU."""
-        mode = "weights" if self.mm_encoder_tp_mode is msgspec.UNSET else self.mm_encoder_tp_mode
-        split = self.split
-        tps = [self.tp] if split is None else [side.tp or self.tp for side in split.sides.values()]
-        by_rank = self.rank_schedulers is True
-        gpus = max(gpus_of_a_scheduler(tp, self.attention_dp, rank_schedulers=by_rank) for tp in tps)
-        return "weights" if mode == "data" and gpus == 1 and self.media is not msgspec.UNSET else mode
+        """As requested, where it means something: beside others a plan may have configurations of one GPU."""
+        base, split = self.base, self.split
+        tps = [base.tp] if split is None else [side.tp or base.tp for side in split.sides.values()]
+        gpus = max(gpus_of_a_scheduler(tp, base.attention_dp, rank_schedulers=base.rank_schedulers) for tp in tps)
+        meaningless = base.mm_encoder_tp_mode == "data" and gpus == 1 and base.media is not None
+        return "weights" if meaningless else base.mm_encoder_tp_mode
 
     def scenario(self) -> ClusterScenario:
-        """The same in the words of the command line; the factor is not among them."""
-        base = Scenario(
-            model=self.model,
-            gpu=self.gpu,
-            workload=self.workload,
-            tp=self.tp,
-            ep=self.ep,
-            attention_dp=self.attention_dp,
-            pp=self.pp,
-            moe_a2a=self.moe_a2a,
-            expert_cv=self.expert_cv,
-            eplb=self.eplb,
-            redundant_experts=self.redundant_experts,
-            eplb_interval=self.eplb_interval,
-            expert_drift=self.expert_drift,
-            rate=self.rate,
-            concurrency=self.concurrency,
-            warm_up=self.warm_up,
-            limit=self.limit,
-            skip_bad_rows=self.skip_bad_rows,
-            seed=self.seed,
-            mem_fraction=self.mem_fraction,
-            weights_dtype=self.weights_dtype,
-            kv_dtype=self.kv_dtype,
-            fp8_activations="auto" if self.fp8_activations is msgspec.UNSET else self.fp8_activations,
-            max_new_tokens=self.max_new_tokens,
-            profile=self.profile,
-            calibration=self.calibration,
-            operators=self.operators,
-            acceptance=self.acceptance,
-            acceptance_spread=self.acceptance_spread,
-            draft_model=self.draft_model,
-            grammar_forces=self.grammar_forces,
-            settings=self.settings,
-            slos=tuple(map(Slo.parse, self.slos)),
-            tiers={} if self.tiers is msgspec.UNSET else self.tiers,
-            rank_schedulers=self.rank_schedulers is True,
-            media=None if self.media is msgspec.UNSET else self.media,
-            mm_encoder_tp_mode=self._encoder_tp_mode,
-            server_sessions=self.server_sessions is True,
-            samples=None if self.samples is msgspec.UNSET else self.samples,
-            adapters=None if self.adapters is msgspec.UNSET else self.adapters,
-            max_lora_rank=LORA_RANK if self.max_lora_rank is msgspec.UNSET else self.max_lora_rank,
-            lora_targets=ALL_TARGETS if self.lora_targets is msgspec.UNSET else self.lora_targets,
-        )
+        """What is simulated; the factor is not part of it."""
         split = self.split
-        scenario = ClusterScenario(
-            base=base,
+        scaling = None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas)
+        links = {"link_gbs": self.link_gbs, "link_latency_us": self.link_latency_us}
+        given: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
+        return ClusterScenario(
+            base=replace(self.base, mm_encoder_tp_mode=self._encoder_tp_mode),
             replicas=self.replicas,
-            engines=() if split is None else split.groups(self.gpu, self.replicas),
+            engines=() if split is None else split.groups(self.base.gpu, self.replicas),
             router=self.router,
             hop_us=self.hop_us,
-            scaling=None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas),
+            scaling=scaling,
+            **given,
         )
-        if self.link_gbs is not msgspec.UNSET:
-            scenario = replace(scenario, link_gbs=self.link_gbs)
-        if self.link_latency_us is not msgspec.UNSET:
-            scenario = replace(scenario, link_latency_us=self.link_latency_us)
-        return scenario
 
 
 class SloResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,54 +162,39 @@ def run_trial(trial: Trial) -> TrialResult:
 def simulate_trial(trial: Trial) -> ClusterRun:
     """The run itself, measured whole."""
     # The environment's overrides stay out: a result must follow from its trial.
+    base = trial.base
     setup = assemble_cluster(trial.scenario(), {}, workload=_workload_of(trial))
     if trial.factor != 1.0:
         setup = setup.slowed(trial.factor)
-    requests = len(setup.workload.turns) if trial.concurrency is None or trial.limit is None else trial.limit
+    requests = len(setup.workload.turns) if base.concurrency is None or base.limit is None else base.limit
     if (samples := setup.workload.turns.samples) is not None:  # each is late by itself
-        requests = int(samples.sum()) if trial.concurrency is None else requests * int(samples.max())
-    lateness = Lateness(setup.scenario.base.slos, requests - trial.warm_up) if trial.give_up else None
+        requests = int(samples.sum()) if base.concurrency is None else requests * int(samples.max())
+    lateness = Lateness(setup.scenario.base.slos, requests - base.warm_up) if trial.give_up else None
     return simulate_cluster(setup, give_up=lateness)
 
 
 @lru_cache(maxsize=4)
-def _workload(key: tuple[Any, ...]) -> Workload:
-    source, seed, rate, closed, limit, skip_bad_rows, model, media, adapters, samples, server_sessions = key
-    scenario = Scenario(
-        model=model,
-        gpu="",
-        workload=source,
-        seed=seed,
-        rate=rate,
-        concurrency=1 if closed else None,
-        limit=limit,
-        skip_bad_rows=skip_bad_rows,
-        media=media,
-        adapters=adapters,
-        samples=samples,
-        server_sessions=server_sessions,
-    )
-    return open_load(scenario)
+def _workload(model: str, closed: bool, limit: int | None, *load: Any) -> Workload:
+    options = dict(zip(names_where("of_load"), load, strict=True))
+    return open_load(Scenario(model=model, gpu="", concurrency=1 if closed else None, limit=limit, **options))
 
 
 def _workload_of(trial: Trial) -> Workload:
-    """Configurations are compared under the same traffic, one after another in each worker: keep the last few.
+    """The workload of a trial. Configurations are compared under the same traffic, so each worker keeps the last few.
 
     Of a closed loop the workload itself is the same for any number of sessions.
     """
-    closed = trial.concurrency is not None
-    limit = None if closed else trial.limit
-    media = (trial.model, trial.media) if isinstance(trial.media, str) else ("", None)  # prompts grow by the model
-    adapters = None if trial.adapters is msgspec.UNSET else trial.adapters
-    samples = None if trial.samples is msgspec.UNSET else trial.samples
-    key = trial.workload, trial.seed, trial.rate, closed, limit, trial.skip_bad_rows, *media, adapters, samples
-    return _workload((*key, trial.server_sessions is True))
+    base = trial.base
+    closed = base.concurrency is not None
+    model = "" if base.media is None else base.model  # prompts with media grow by the model
+    load = (getattr(base, name) for name in names_where("of_load"))
+    return _workload(model, closed, None if closed else base.limit, *load)
 
 
 def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
     measured_us = data.measured_us(slo)
     failed = measured_us is not None and math.isinf(measured_us)
-    samples = block_samples(slo, data.requests, trial.seed) if trial.resample else []
+    samples = block_samples(slo, data.requests, trial.base.seed) if trial.resample else []
     finite = tuple(round(sample, 3) for sample in samples if math.isfinite(sample))
     return SloResult(
         measured_us=None if failed or measured_us is None else round(measured_us, 3),
@@ -323,12 +240,12 @@ class Lateness:
 
 def encode_trial(trial: Trial) -> bytes:
     """For another process."""
-    return msgspec.json.encode(trial)
+    return msgspec.json.encode(trial.record())
 
 
 def run_encoded(data: bytes) -> bytes:
     """What a worker of any kind is given, and gives back."""
-    return msgspec.json.encode(run_trial(msgspec.json.decode(data, type=Trial)))
+    return msgspec.json.encode(run_trial(Trial.of_record(msgspec.json.decode(data))))
 
 
 def decode_result(data: bytes) -> TrialResult:

@@ -1,7 +1,7 @@
 """Where trials run: in this process, in other processes of this machine, or on a Ray cluster.
 
-A crew takes trials and hands back results as they come. Which crew it is, and how many hands it has, decides how long a
-plan takes and nothing else: whoever asks waits for the results it needs, not for whichever come first.
+A pool of workers takes trials and gives results as they come. Its kind and its size decide how long a plan takes and
+nothing else: a search waits for the results that it needs, not for those that come first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RAY_HINT = (
 class WorkerPool(Protocol):
     """Runs trials. A context manager: leaving it ends what still runs."""
 
-    hands: int  # trials that run side by side
+    size: int  # trials that run side by side
     running: dict[str, Trial]  # by key: submitted, and no result yet
 
     def submit(self, trial: Trial) -> None:
@@ -48,20 +48,20 @@ class WorkerPool(Protocol):
 class Alone:
     """This process, one trial after another."""
 
-    hands = 1
+    size = 1
 
     def __init__(self) -> None:
         self.running: dict[str, Trial] = {}
-        self._line: deque[Trial] = deque()
+        self._queue: deque[Trial] = deque()
 
     def submit(self, trial: Trial) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         self.running[trial.key] = trial
-        self._line.append(trial)
+        self._queue.append(trial)
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """See Crew. Raises KeyboardInterrupt if Ctrl-C ended the simulation."""
-        trial = self._line.popleft()
+        """See WorkerPool. Raises KeyboardInterrupt if Ctrl-C ended the simulation."""
+        trial = self._queue.popleft()
         result = run_trial(trial)
         if result.interrupted:
             raise KeyboardInterrupt
@@ -72,34 +72,34 @@ class Alone:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._line.clear()
+        self._queue.clear()
 
 
 class Processes:
     """Processes of this machine, started afresh (spawn), so that they share nothing with this one."""
 
     def __init__(self, jobs: int) -> None:
-        self.hands = jobs
+        self.size = jobs
         self.running: dict[str, Trial] = {}
         self._pool = fresh_processes(jobs)
         self._done: queue.SimpleQueue[tuple[Trial, Future[bytes]]] = queue.SimpleQueue()
 
     def submit(self, trial: Trial) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         self.running[trial.key] = trial
         self._pool.submit(run_encoded, encode_trial(trial)).add_done_callback(
             lambda future: self._done.put((trial, future))
         )
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """See Crew. Raises OSError if a process died, as one does that the system kills for its memory."""
+        """See WorkerPool. Raises OSError if a process died, as one does that the system kills for its memory."""
         trial, future = self._done.get()
         try:
             result = decode_result(future.result())
         except BrokenProcessPool as error:
             raise OSError(
-                f"a process that simulated {trial.gpu} died; was it killed for lack of memory?\n"
-                f"hint: --jobs {max(self.hands - 1, 1)}, or --requests with fewer; with --out nothing done is lost"
+                f"a process that simulated {trial.base.gpu} died; was it killed for lack of memory?\n"
+                f"hint: --jobs {max(self.size - 1, 1)}, or --requests with fewer; with --out nothing done is lost"
             ) from error
         if result.interrupted:
             raise KeyboardInterrupt
@@ -114,7 +114,7 @@ class Processes:
 
 
 class OnRay:
-    """A Ray cluster. Its machines need lockstep-sim of the same version, and files under the same paths."""
+    """A Ray cluster. Its nodes need lockstep-sim of the same version, and files under the same paths."""
 
     def __init__(self, address: str) -> None:
         check_reachable(address)
@@ -125,19 +125,19 @@ class OnRay:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"no Ray cluster at `{address}`: {error}\nhint: {RAY_HINT}") from None
-        self.hands = max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        self.size = max(int(ray.cluster_resources().get("CPU", 1)), 1)
         self.running: dict[str, Trial] = {}
         self._ray = ray
         self._run = ray.remote(run_encoded)
         self._trials: dict[Any, Trial] = {}
 
     def submit(self, trial: Trial) -> None:
-        """See Crew."""
+        """See WorkerPool."""
         self.running[trial.key] = trial
         self._trials[self._run.remote(encode_trial(trial))] = trial
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """See Crew."""
+        """See WorkerPool."""
         ready, _ = self._ray.wait(list(self._trials), num_returns=1)
         trial = self._trials.pop(ready[0])
         del self.running[trial.key]
@@ -153,7 +153,7 @@ class OnRay:
 
 
 def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
-    """Whether anybody answers at HOST:PORT; Ray itself would try for minutes, and then end the process.
+    """Whether a Ray head answers at HOST:PORT; Ray itself would try for minutes, and then end the process.
 
     `local` and `auto` name no host, and are left to Ray. Raises ConfigError.
     """
@@ -170,7 +170,7 @@ def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
         why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
         raise ConfigError(f"`ray`: no Ray cluster at `{address}`: {why}\nhint: {RAY_HINT}") from None
     if greeting[FRAME_TYPE:FRAME_HEADER_BYTES] != SETTINGS_FRAME:
-        raise ConfigError(f"`ray`: no Ray cluster at `{address}`: somebody else answers there\nhint: {RAY_HINT}")
+        raise ConfigError(f"`ray`: no Ray cluster at `{address}`: another program answers there\nhint: {RAY_HINT}")
 
 
 # Ray speaks gRPC, so HTTP/2: both sides begin with a frame of settings (RFC 9113, section 3.4).
@@ -183,17 +183,17 @@ JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, conf
 
 
 def check_joins(address: str, timeout_s: float = RAY_JOIN_TIMEOUT_S) -> None:
-    """Whether a process can join: Ray waits for minutes for a head that is none, and then ends the process that asked.
+    """Whether a process can join: Ray waits for minutes for a head that is none, and then ends the process.
 
-    So another process asks. Raises ConfigError with the last line that it said.
+    So another process tries it. Raises ConfigError with the last line of its output.
     """
     try:
         done = subprocess.run(
             [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
-        why = ": ".join([f"nobody could join within {timeout_s:g} s", *said[-1:]])
+        output = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+        why = ": ".join([f"no process could join within {timeout_s:g} s", *output[-1:]])
     else:
         if done.returncode == 0:
             return
@@ -209,8 +209,8 @@ def _ray() -> Any:
     return ray
 
 
-def crew_of(jobs: int, ray_address: str | None) -> WorkerPool:
-    """Who runs the trials."""
+def workers_of(jobs: int, ray_address: str | None) -> WorkerPool:
+    """The pool that runs the trials: this process, `jobs` processes, or a Ray cluster."""
     if ray_address is not None:
         return OnRay(ray_address)
     return Alone() if jobs == 1 else Processes(jobs)

@@ -13,6 +13,7 @@ import msgspec
 from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import LORAS
+from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cost import (
     UNCALIBRATED,
@@ -37,7 +38,6 @@ from lockstep.sim.host.hybrid_memory import (
 )
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.speculation import Acceptance, Drafting, ModelDraftCost, NgramDraftCost, head_of
-from lockstep.sim.host.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.run.adapters import check_adapters, lora_of
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup, check_encoding
@@ -46,7 +46,8 @@ from lockstep.sim.run.load import check_load, check_measured, check_samples, che
 from lockstep.sim.run.ranks import check_ranks, config_of_engine, settings_of_rank
 from lockstep.sim.run.sessions import check_server_sessions
 from lockstep.sim.run.setup import Setup
-from lockstep.sim.scenario.scenario import Scenario, option_of
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
     if tiers.host_cache_gb:
         check_split(model, split)
         page_size = given.get("page_size", SchedConfig().page_size)
-        given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size))
+        given["tiers"] = tiers.settings(PageBytes.of(model, split, scenario.kv_dtype, page_size).on_host)
     shares = hybrid_shares(scenario.tiers)
     if shares.on:
         check_hybrid(model)
@@ -204,7 +205,9 @@ def _with_pools(
     below: dict[str, Any] = {}
     if config.tiers is not msgspec.UNSET:
         page, beside = block_bytes(model, scenario.parallelism, scenario.kv_dtype, config.page_size)
-        of_engine = tiers.settings(host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside))
+        of_engine = tiers.settings(
+            host_page_bytes(pages if kv is None else pages // ranks, hybrid, page, beside).on_host
+        )
         assert of_engine is not msgspec.UNSET
         below["tiers"] = msgspec.structs.replace(of_engine, host_pages=max(of_engine.host_pages // ranks, 1))
     return msgspec.structs.replace(config, pages=pages, hybrid=hybrid, **below)

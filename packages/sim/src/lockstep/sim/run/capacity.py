@@ -23,10 +23,10 @@ from lockstep.sim.cost.stages import Stage, stages_of
 from lockstep.sim.host.hybrid_memory import (
     shared_out,
 )
-from lockstep.sim.host.tier_options import hybrid_shares
 from lockstep.sim.run.adapters import lora_of
 from lockstep.sim.run.encoding import beside_encoder
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import hybrid_shares
 
 if TYPE_CHECKING:
     pass

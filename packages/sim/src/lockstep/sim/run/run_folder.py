@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.out_paths import check_folder
 from lockstep.sim.results.code_version import code_commit, code_version
+from lockstep.sim.run.out_paths import check_folder
 from lockstep.sim.run.simulate import Run
 from lockstep.sim.workload.workload import Workload
 

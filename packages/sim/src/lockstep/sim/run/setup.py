@@ -34,13 +34,13 @@ from lockstep.sim.host.hybrid_memory import (
 )
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.host.speculation import Drafting
-from lockstep.sim.host.tier_options import NO_TIERS, HostTiers
 from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.run.capacity import _capacity
 from lockstep.sim.run.encoding import EncoderSetup
 from lockstep.sim.run.load import describe_load
 from lockstep.sim.run.ranks import config_of_engine
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.tier_options import NO_TIERS, HostTiers
 from lockstep.sim.workload.adapters import adapters_in
 from lockstep.sim.workload.workload import Workload
 

@@ -6,10 +6,12 @@ import click
 import pytest
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.simulate import SCHEDULER_OPTIONS, TIER_OPTIONS, router_given, simulate
+from lockstep.host.options import options_of
+from lockstep.sim.cli.requested import requested_by_command, requested_of
+from lockstep.sim.cli.simulate import RunOptions, simulate
 from lockstep.sim.cluster.scenario import ClusterScenario
-from lockstep.sim.run.options import SAYS_NOTHING, asked_by_command, asked_of
 from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS, tier_fields
 
 PLAIN = "lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=20,rate=4"
 CLUSTER = f"{PLAIN} --replicas 2"
@@ -26,12 +28,12 @@ NEW = {
     "link_latency_us": (f"{ROLES} --link-latency 2ms", ROLES),
     "lora_targets": (f"{PLAIN} --adapters 4 --lora-targets q_proj,v_proj", f"{PLAIN} --adapters 4"),
     "router": (f"{CLUSTER} --router least_tokens", CLUSTER),
-    "router_hop_us": (f"{CLUSTER} --router-hop 300us", CLUSTER),
-    "router_report_interval_us": (
+    "hop_us": (f"{CLUSTER} --router-hop 300us", CLUSTER),
+    "report_interval_us": (
         f"{CLUSTER} --router total_requests --router-report-interval 1s",
         f"{CLUSTER} --router total_requests",
     ),
-    "router_report_delay_us": (
+    "report_delay_us": (
         f"{CLUSTER} --router total_requests --router-report-interval 1s --router-report-delay 5ms",
         f"{CLUSTER} --router total_requests --router-report-interval 1s",
     ),
@@ -44,6 +46,8 @@ NEW = {
     ),
 }  # fmt: skip
 """Options that go with others, by name: a command line with it, and the same without."""
+TIER_VALUES = {"duration": "3ms", float: "2.5", int: "3"}
+NOT_KEPT = tuple(options_of(RunOptions))
 VALUES = {"float": "2.5", "integer": "3", "duration": "3ms", "text": "word"}
 MORE = {
     "tp": "2",
@@ -55,8 +59,8 @@ MORE = {
     "eplb_interval": "200",
     "expert_drift": "0.125",
     "replicas": "3",
-    "autoscale": "open_requests=4.5,minimum=1,start=0s,interval=50ms,tolerance=0.2",
-    "admission": "open=8,waiting=3,share.a=2",
+    "scaling": "open_requests=4.5,minimum=1,start=0s,interval=50ms,tolerance=0.2",
+    "dispatch": "open=8,waiting=3,share.a=2",
     "rate": "6.5",
     "rate_scale": "1.3333333333333333",
     "time_window": "600..1200",
@@ -86,7 +90,10 @@ MORE = {
     "samples": "0.3x2..8",
     "slos": "ttft_p99=500ms",
     "schedule_policy": "lpm",
-    **{name: VALUES.get(kind.name, "a word") for name, kind, _ in TIER_OPTIONS},
+    **{
+        name: TIER_VALUES.get("duration" if name.endswith("_us") else field.kind, "a word")
+        for name, field in tier_fields().items()
+    },
 }
 """A value of each other option that takes one."""
 OPTIONS: dict[str, click.Option] = {str(one.name): one for one in simulate.params if isinstance(one, click.Option)}
@@ -106,38 +113,36 @@ def command_lines(name: str) -> list[tuple[str, str]]:
     return [(f"{PLAIN} {option.opts[0]} {VALUES.get(kind, kind)}", PLAIN) for kind in kinds]
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIONS) - set(SAYS_NOTHING)))
+@pytest.mark.parametrize("name", sorted(set(OPTIONS) - set(NOT_KEPT)))
 def test_what_an_option_asks_for_comes_back_from_the_command_that_a_run_keeps(name: str) -> None:
     for with_it, without in command_lines(name):
-        asked = asked_by_command(with_it)
-        assert asked != asked_by_command(without), with_it
-        assert asked_by_command(asked.command()) == asked
-        assert asked_by_command(asked.command()).command() == asked.command()
+        asked = requested_by_command(with_it)
+        assert asked != requested_by_command(without), with_it
+        assert requested_by_command(asked.command()) == asked
+        assert requested_by_command(asked.command()).command() == asked.command()
 
 
-def test_what_is_not_kept_is_reported_by_name_and_why() -> None:
-    assert set(SAYS_NOTHING) < set(OPTIONS)
-    assert all(SAYS_NOTHING.values())
-    for name in SAYS_NOTHING:  # whatever is said, the same is simulated
+def test_options_of_a_run_alone_are_not_kept() -> None:
+    assert set(NOT_KEPT) < set(OPTIONS)
+    for name in NOT_KEPT:  # the same is simulated with any value
         option = OPTIONS[name]
         words = option.opts[0] if option.is_flag else f"{option.opts[0]} 7"
-        assert asked_by_command(f"{PLAIN} {words}") == asked_by_command(PLAIN)
+        assert requested_by_command(f"{PLAIN} {words}") == requested_by_command(PLAIN)
 
 
-def test_an_option_that_is_unknown_is_no_scenario() -> None:
+def test_an_unknown_option_is_no_scenario() -> None:
     options = simulate.make_context("lockstep simulate", PLAIN.split()[2:]).params
-    router_given(options, engines=True)
-    known = {name: options[name] for name in options if name not in SAYS_NOTHING}
-    assert asked_of({**known, "router": {}}) == asked_by_command(PLAIN)
+    known = {name: options[name] for name in options if name not in NOT_KEPT}
+    assert requested_of(known) == requested_by_command(PLAIN)
     with pytest.raises(TypeError, match="new_option"):
-        asked_of({**known, "router": {}, "new_option": 1})
+        requested_of({**known, "new_option": 1})
 
 
 def test_one_engine_and_several() -> None:
-    assert isinstance(asked_by_command(PLAIN), Scenario)
+    assert isinstance(requested_by_command(PLAIN), Scenario)
     for line in (CLUSTER, ROLES, f"{PLAIN} --router-hop 0ms", f"{PLAIN} --rank-schedulers"):
-        assert isinstance(asked_by_command(line), ClusterScenario)
+        assert isinstance(requested_by_command(line), ClusterScenario)
     with pytest.raises(ConfigError, match="not made by `lockstep simulate`, but by `lockstep bench`"):
-        asked_by_command("lockstep bench serve --to http://127.0.0.1:8000")
+        requested_by_command("lockstep bench serve --to http://127.0.0.1:8000")
     with pytest.raises(click.UsageError, match="need each other"):
-        asked_by_command(ROLES.replace("--decode-engines 1", ""))
+        requested_by_command(ROLES.replace("--decode-engines 1", ""))

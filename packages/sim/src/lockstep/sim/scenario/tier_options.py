@@ -1,26 +1,31 @@
-"""What lies beside and below the device's pages, in the words of the command line. Reads nothing heavy, for --help."""
+"""Options of memory beside and below the device's pages: host, storage, pools of layers that differ.
+
+Reads nothing heavy, for --help.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
 from lockstep.core.contract.config import CacheTiers, PrefetchPolicy, WritePolicy
 from lockstep.core.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.sim.host.page_bytes import PageBytes
+from lockstep.host.options import Option
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How memory is shared out among layers of different kinds: hybrid_memory.py. Defaults of ratios are SGLang's."""
 
-    hybrid_memory: Literal["on", "off"] = "off"
-    swa_full_tokens_ratio: float = 0.8  # positions of the sliding layers' pool, as a share of those of the full one's
-    mamba_full_memory_ratio: float = 0.9  # bytes of states, as a multiple of those of KV
-    mamba_track_interval: int = 256  # states are kept at multiples of so many tokens
+    hybrid_memory: Annotated[
+        Literal["on", "off"], Option("on: sliding windows and states of linear attention have pools of their own")
+    ] = "off"
+    swa_full_tokens_ratio: Annotated[
+        float, Option("with it: positions of the sliding layers' pool, of those of the full one")
+    ] = 0.8
+    mamba_full_memory_ratio: Annotated[float, Option("with it: bytes of states, as a multiple of those of KV")] = 0.9
+    mamba_track_interval: Annotated[int, Option("with it: tokens between checkpoints of a state")] = 256
 
     def __post_init__(self) -> None:
         if self.hybrid_memory not in ("on", "off"):
@@ -52,15 +57,23 @@ class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What lies below the device's cache, in the words of the command line. Nothing does without `host_cache_gb`."""
 
-    host_cache_gb: float = 0.0  # 1e9 bytes of host memory for the KV of one engine, all its GPUs together; 0: none
-    host_link_gbs: float | None = None  # between a GPU and the host, one direction; None: the GPU's PCIe
-    host_write_policy: WritePolicy = "write_through"
-    load_tokens_min: int = 10
-    storage_gb: float = 0.0  # 1e9 bytes of storage; 0: none
-    storage_gbs: float = 10.0  # one direction, for all GPUs together
-    storage_latency_us: int = 200
-    prefetch_policy: PrefetchPolicy = "timeout"
-    prefetch_tokens_min: int = 256
+    host_cache_gb: Annotated[float, Option("host memory for an engine's KV, in gigabytes; 0: none")] = (
+        0.0  # 1e9 bytes, for all GPUs of the engine
+    )
+    host_link_gbs: Annotated[
+        float | None, Option("GB/s between a GPU and the host, each way: 450 is NVLink-C2C", default="PCIe")
+    ] = None
+    host_write_policy: Annotated[
+        WritePolicy, Option("when KV goes there: write_through, write_through_selective or write_back")
+    ] = "write_through"
+    load_tokens_min: Annotated[int, Option("fewer tokens that only the host has are computed rather than loaded")] = 10
+    storage_gb: Annotated[float, Option("storage below the host, in gigabytes; 0: none")] = 0.0  # 1e9 bytes
+    storage_gbs: Annotated[float, Option("GB/s of storage, each way, for all GPUs of an engine")] = 10.0
+    storage_latency_us: Annotated[int, Option("until the first byte from storage comes")] = 200
+    prefetch_policy: Annotated[
+        PrefetchPolicy, Option("how long a request waits for storage: timeout, wait_complete or best_effort")
+    ] = "timeout"
+    prefetch_tokens_min: Annotated[int, Option("fewer tokens are not read from storage")] = 256
 
     def __post_init__(self) -> None:
         if not self.host_cache_gb:
@@ -86,14 +99,17 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 if name in _given(self):
                     raise ConfigError(f"`{name}` is about storage, but `storage_gb` is 0\nhint: add --storage-gb")
 
-    def settings(self, pages: PageBytes) -> CacheTiers | msgspec.UnsetType:
-        """The scheduler's part of it; unset if there is no host tier. Raises ConfigError if not one page fits."""
+    def settings(self, page_bytes: int) -> CacheTiers | msgspec.UnsetType:
+        """The scheduler's part of it, for pages of so many bytes on the host; unset if there is no host tier.
+
+        Raises: ConfigError if not one page fits.
+        """
         if not self.host_cache_gb:
             return msgspec.UNSET
-        host_pages = int(self.host_cache_gb * 1e9) // pages.on_host
+        host_pages = int(self.host_cache_gb * 1e9) // page_bytes
         if not host_pages:
             raise ConfigError(
-                f"`host_cache_gb` {self.host_cache_gb:g} does not hold one page of {pages.on_host:,} bytes\n"
+                f"`host_cache_gb` {self.host_cache_gb:g} does not hold one page of {page_bytes:,} bytes\n"
                 "hint: raise --host-cache-gb"
             )
         return CacheTiers(
@@ -113,12 +129,12 @@ def _given(tiers: HostTiers | HybridShares) -> dict[str, Any]:
 
 
 def host_tiers(given: Mapping[str, Any]) -> HostTiers:
-    """What was asked for by name, of the tiers below the device. Raises ConfigError."""
+    """The tiers below the device, by the settings that were given. Raises ConfigError."""
     return HostTiers(**{name: value for name, value in given.items() if name not in HYBRID_KEYS})
 
 
 def hybrid_shares(given: Mapping[str, Any]) -> HybridShares:
-    """What was asked for by name, of pools beside the pages of full attention. Raises ConfigError."""
+    """The pools beside the pages of full attention, by the settings that were given. Raises ConfigError."""
     return HybridShares(**{name: value for name, value in given.items() if name in HYBRID_KEYS})
 
 

@@ -10,24 +10,24 @@ are made and when an engine is built, never in a step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
-from lockstep.core.contract.config import SCHEDULE_POLICIES
 from lockstep.core.contract.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lockstep.core.scheduler.ordering import Policy
 
 GROUP = "lockstep.policies"
 
 
-def installed_version(name: str) -> str:
-    """The version of the package that brings policy `name`. Raises ConfigError if there is none, or are two."""
-    return _version(_entry(name))
+def installed_version(name: str, own: Sequence[str]) -> str:
+    """The version of the package that brings policy `name`, which is none of the core's `own`.
+
+    Raises: ConfigError if no installed package brings it, or several do.
+    """
+    return _version(_entry(name, own=own))
 
 
-def load(name: str, version: str) -> Policy:
+def load(name: str, version: str) -> Callable[..., Any]:
     """The policy. Raises ConfigError if it is not installed in this version, or cannot be imported."""
     entry = _entry(name, version)
     if _version(entry) != version:
@@ -45,10 +45,10 @@ def load(name: str, version: str) -> Policy:
         raise ConfigError(
             f"`schedule_policy` {name} of {_giver(entry)}: {entry.value} is no function but {type(policy).__name__}"
         )
-    return cast("Policy", policy)
+    return cast("Callable[..., Any]", policy)
 
 
-def _entry(name: str, version: str = "") -> EntryPoint:
+def _entry(name: str, version: str = "", own: Sequence[str] = ()) -> EntryPoint:
     found = entry_points(group=GROUP)
     givers = [entry for entry in found if entry.name == name]
     if not givers and version:
@@ -58,7 +58,7 @@ def _entry(name: str, version: str = "") -> EntryPoint:
         )
     if not givers:
         brought = sorted(entry.name for entry in found)
-        known = ", ".join((*SCHEDULE_POLICIES, *brought))
+        known = ", ".join((*own, *brought))
         raise ConfigError(
             f"`schedule_policy` must be one of {known}, got `{name}`\n"
             f"hint: installed packages bring more, under the entry points {GROUP}; see docs/policies.md"

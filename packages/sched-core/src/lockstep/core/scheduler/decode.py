@@ -1,0 +1,240 @@
+"""Which requests decode next, with how many tokens, and what is retracted when that does not fit.
+
+A decode moves every member of a running batch on by one token; by several with `decode_steps_per_launch`, with drafts
+and with tokens that grammars force. Pages for it are opened here. Where they lack, sessions yield first, then work in
+flight is awaited, then requests are retracted, one after another, until the next decode fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, BatchPlan, PageDeltas, Step
+from lockstep.core.contract.events import DecodeSkipped
+from lockstep.core.features import speculation
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.retraction import choose_victim, goes_before, members_growing, pages_ahead
+from lockstep.core.requests.running import RunningState
+from lockstep.core.requests.table import EMPTY_BATCH, ONE, Int32s, Request, RunningBatch
+from lockstep.core.scheduler.state import SchedulerState
+
+
+class Decodes(Struct, frozen=True):
+    """One more token, or several, for each member of a running batch."""
+
+    running_batch: RunningBatch
+    starts: Int32s
+    stops: Int32s
+    deltas: PageDeltas
+    ending: list[int]  # members that end by length with it
+    verifying: speculation.Verifying | None = None  # drafts and forced tokens to verify with it
+
+
+NO_DECODES = Decodes(EMPTY_BATCH, NO_ROWS, NO_ROWS, NO_DELTAS, [])
+
+
+class DecodePlanner:
+    """Plans the decodes of one engine."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self.page_shift, self.page_mask = state.page_shift, state.page_mask
+
+    def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
+        """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
+
+        Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
+        """
+        if not wanted or not running.batch.size:
+            return NO_DECODES
+        if any(request.needs_plain_extend for request in extending):
+            running.decode_owed = True
+            return NO_DECODES
+        growing = members_growing(running.positions, self.page_mask)
+        if self._short_of_pages(running, growing, step):
+            running.decode_owed = True
+            skipped = DecodeSkipped(
+                self._state.now_us, self.pages_lacking(running), self._state.memory.returning_pages()
+            )
+            step.decided.append(skipped)
+            return NO_DECODES
+        advanced = self._advance(running, growing, step)
+        running.decode_launches += bool(advanced.running_batch.size)
+        return advanced
+
+    def plan(
+        self, running: RunningState, step: Step, instead: Callable[[RunningState, Step], InFlight | None]
+    ) -> InFlight | None:
+        """Plan one more token for every member of a running batch, after retractions until that fits.
+
+        `instead`: plans an extend, when the last member had to end to make room. None: nothing can be run.
+        """
+        if not running.batch.size:
+            running.decode_owed = False
+            return None
+        config = self._state.config
+        if config.retract_every and self._forced_retraction_due(running) and running.batch.size > 1:
+            running.forced_at = running.decode_launches
+            victim = choose_victim(config, running.batch, running.positions)
+            self._state.retract(running.batch.requests[victim], "forced", step)
+        growing = members_growing(running.positions, self.page_mask)
+        made_room = self._short_of_pages(running, growing, step)
+        if made_room:
+            if not self._make_room(running, step):
+                return None if running.batch.size else instead(running, step)
+            if not running.batch.size:
+                return None  # all gave way to those of other microbatches
+            growing = members_growing(running.positions, self.page_mask)
+
+        steps = config.decode_steps_per_launch
+        if steps == 1:
+            advanced = self._advance(running, growing, step)
+        else:
+            advanced = self._advance_by(running, steps, step)
+        running_batch = advanced.running_batch
+        if not running_batch.size:
+            return None  # all may have ended with what is in flight
+        running.decode_owed = False
+        running.decode_launches += 1
+        if not made_room:
+            self._state.ratio.decoded()
+        taken, deltas = self._state.memory.changes(advanced.deltas)
+        plan = BatchPlan(
+            batch_id=self._state.next_number(),
+            mode="decode",
+            rows=running_batch.rows,
+            request_ids=running_batch.request_ids,
+            starts=advanced.starts,
+            stops=advanced.stops,
+            sample_rows=running_batch.everyone,
+            rows_taken=taken,
+            deltas=deltas,
+            generation=self._state.generation,
+            steps=steps,
+            ids_digest=running_batch.ids_digest,
+        )
+        if advanced.verifying is not None:
+            plan = speculation.verified(plan, advanced.verifying, config)
+        plan = self._state.memory.hybrid.completed(plan, step)
+        return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
+
+    def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
+        """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
+        if self._state.config.speculates:
+            verifying = self._state.speculation.verify_next(running, step)
+            if verifying is None:
+                return NO_DECODES
+            return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
+        if self._state.jump_forward.forced and (jumped := self._state.speculation.jump_next(running, step)) is not None:
+            verifying, ending = jumped
+            return Decodes(
+                verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, ending, verifying
+            )
+        batch, starts = running.batch, running.positions
+        deltas = NO_DELTAS
+        if growing.size:
+            rows, at = batch.rows.take(growing), starts.take(growing)
+            deltas = self._state.memory.open_pages(rows, at >> self.page_shift, step)
+        stops = starts + ONE
+        return Decodes(batch, starts, stops, deltas, running.advance(stops, self._state.memory.table))
+
+    def _advance_by(self, running: RunningState, steps: int, step: Step) -> Decodes:
+        """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
+        running_batch, starts, page_size = running.batch, running.positions, np.int32(self._state.config.page_size)
+        stops: Int32s = np.minimum(starts + np.int32(steps), running_batch.limits - ONE)
+        first = -(-starts // page_size)
+        opening = -(-stops // page_size) - first
+        self._state.memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
+        deltas = NO_DELTAS
+        if opening.any():
+            index = first.repeat(opening) + step_numbers(opening)
+            deltas = self._state.memory.open_pages(running_batch.rows.repeat(opening), index, step)
+        ending = running.remove_ending(running_batch, stops, self._state.memory.table)
+        return Decodes(running_batch, starts, stops, deltas, ending)
+
+    def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
+        """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
+        if self._state.memory.hybrid.short_for_decode(self._state):
+            return True
+        needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
+        if needed <= self._state.memory.pool.free_count:
+            return False
+        lacking = needed - self._state.memory.available_pages
+        return lacking > 0 and self._state.sessions.make_room(self._state.memory, lacking, step) < lacking
+
+    def pages_lacking(self, running: RunningState) -> int:
+        lacking = self._pages_needed(running) - self._state.memory.available_pages
+        return (
+            lacking
+            if not self._state.memory.hybrid.present
+            else max(lacking, self._state.memory.hybrid.decode_lacks(self._state))
+        )
+
+    def _pages_needed(self, running: RunningState) -> int:
+        """Pages without which the cohort does not decode."""
+        if self._state.ahead_hoped == 1:
+            return self._state.next_pages(running.batch, running.positions)
+        return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead)
+
+    def _forced_retraction_due(self, running: RunningState) -> bool:
+        """For testing: before every `retract_every`-th decode launch, once."""
+        due = (running.decode_launches + 1) % self._state.config.retract_every == 0
+        return due and running.forced_at != running.decode_launches
+
+    def _make_room(self, running: RunningState, step: Step) -> bool:
+        """Retract until the next decode fits. False when it has to wait for pages that work in flight gives back."""
+        config = self._state.config
+        retracted = 0
+        while True:
+            needed = self._pages_needed(running)
+            available, returning = self._state.memory.available_pages, self._state.memory.returning_pages()
+            if self._state.memory.hybrid.present and needed <= available:
+                needed, available, returning = self._state.memory.hybrid.decode_needs(self._state)
+            if needed <= available:
+                break
+            if needed <= available + returning:
+                running.decode_owed = True
+                step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
+                break
+            split = self._state.prefilling
+            running_batch, positions = self._state.everybody
+            if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
+                victim = self._state.microbatches.victim(config)
+                self._state.retract(victim, "pages", step, pages=(needed, available))
+            elif split is not None:
+                self._state.retract(split, "pages", step, pages=(needed, available))
+            elif self._state.transfers.ready:
+                self._state.transfers.give_up(self._state.requests[self._state.transfers.ready[-1]], step)
+            elif self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.tiers.device_busy:
+                running.decode_owed = True
+                step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
+                break
+            else:
+                self._state.finish(running.batch.requests[0], "out_of_kv", step, flush=True)
+                return False
+            retracted += 1
+            running.decode_owed = True
+        if retracted:
+            running_batch, positions = self._state.everybody
+            outputs = int((positions - running_batch.prompts).sum()) + running_batch.size
+            max_new = int((running_batch.limits - running_batch.prompts).sum())
+            self._state.ratio.retracted(outputs, max_new, running_batch.size)
+        return needed <= available
+
+    def decode_goes_first(self, running: RunningState) -> bool:
+        """Whether decodes go before any prefill: one was promised to, or `batching` says so, or the cadence."""
+        config = self._state.config
+        if self._state.microbatches.several and self._state.microbatches.owes_elsewhere():
+            return True
+        if not running.batch.size:
+            return False
+        return (
+            running.decode_owed
+            or (config.batching == "running_first" and self.pages_lacking(running) > 0)
+            or running.decode_launches - running.extended_at < config.prefill_decode_interval
+        )

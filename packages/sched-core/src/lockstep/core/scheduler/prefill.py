@@ -1,0 +1,291 @@
+"""Which requests start or continue their prompts in the next launch, and with how many tokens.
+
+An extend takes the next chunk of the chunked-prefill request, then waiting requests in the policy's order, as far as
+the budgets go (requests/budget.py). `Admission` decides whether one of them may start, or why not.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
+from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
+from lockstep.core.features import speculation
+from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.requests import extras
+from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
+from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, chunk_tokens
+from lockstep.core.requests.retraction import pages_to_come
+from lockstep.core.requests.running import RunningState
+from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch
+from lockstep.core.scheduler import preemption
+from lockstep.core.scheduler.admission import TierMoves, within_windows
+from lockstep.core.scheduler.decode import DecodePlanner
+from lockstep.core.scheduler.state import SchedulerState
+
+
+class PrefillPlanner:
+    """Plans the extends of one engine."""
+
+    def __init__(self, state: SchedulerState, decoding: DecodePlanner) -> None:
+        self._state = state
+        self._admission = state.admission
+        self._decoding = decoding
+
+    def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
+        """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
+        admitting = bool(self._state.waiting) and not self._state.batch_is_full and self._state.admits
+        if self._state.prefilling is None and not admitting:
+            return None
+        budget = self._prefill_budget(running)
+        parts: list[ExtendPart] = []
+        preempted: list[Request] = []
+        if self._state.prefilling is not None:
+            if not self._state.microbatches.has_place(self._state.prefilling):
+                return None  # its next chunk goes with another microbatch
+            self._continue_chunk(self._state.prefilling, budget, parts, step)
+            while not parts and self._state.transfers.ready and self._state.transfers.makes_way(step):
+                self._continue_chunk(self._state.prefilling, budget, parts, step)
+            if not parts and self._state.memory.hybrid.present:
+                take = self._chunk_in_full_pages(self._state.prefilling, budget)
+                preempted = preemption.make_room_for_split(self._state, self._state.prefilling, take, budget, step)
+                if preempted:
+                    self._continue_chunk(self._state.prefilling, budget, parts, step)
+            if not parts:
+                admitting = False  # no page for it now; decodes go on and give pages back
+        if admitting and not self._state.batch_is_full:
+            for request in self._state.ordering.turn(self._state):
+                if self._state.prefilling is not None and preemption.stays_behind(self._state, request):
+                    self._defer(request, Deferral("window"), step)
+                    break
+                writer = self._state.ordering.writer_of_prefix(request, self._state)
+                if writer is not None:
+                    self._defer_behind(request, writer, step)
+                    continue
+                found = self._examine(request, budget, len(parts))
+                while isinstance(found, Deferral) and self._state.sessions.give_way(request, found, budget, step):
+                    found = self._examine(request, budget, len(parts))
+                if isinstance(found, ExtendShare) and self._loads_first(request, found, budget, step):
+                    continue
+                if isinstance(found, Deferral):
+                    victims = preemption.make_room(self._state, request, found.reason, budget, len(parts), step)
+                    if victims:
+                        preempted += victims
+                        found = self._examine(request, budget, len(parts))
+                if isinstance(found, ExtendShare):
+                    self._admit(request, found, parts, step)
+                    continue
+                self._defer(request, found, step)
+                if not found.own:
+                    break
+            if self._state.ordering.close():
+                self._state.retry_admission()
+        for victim in preempted:
+            self._state.requeue(victim, step)
+        return self._extend_batch(running, parts, step) if parts else None
+
+    def plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
+        """Whoever's KV has come from elsewhere goes on behind its first token, and the cohort with it."""
+        if not self._state.transfers.ready:
+            return None
+        parts = self._state.transfers.take_rows(step)
+        return self._extend_batch(running, parts, step, "prebuilt") if parts else None
+
+    def _prefill_budget(self, running: RunningState) -> PrefillBudget:
+        """What this extend may take, beside what the running requests will want and what decodes along with it."""
+        config = self._state.config
+        reserve = (
+            self._reserved() if self._state.waiting and (self._state.active or self._state.transfers.hands_over) else 0
+        )
+        budget = PrefillBudget(config, self._state.memory.available_pages * config.page_size, reserve)
+        decodes = running.batch.size * self._state.tokens_per_decode if config.batching != "prefill_first" else 0
+        if decodes:
+            budget.share_with(decodes, self._state.set_aside(running.batch, running.positions))
+        if config.chunk_target_us is not None:
+            context = self._state.prefilling.computed if self._state.prefilling is not None else 0
+            beside = int(running.positions.sum()) if decodes else 0
+            budget.shorten(self._state.latency.tokens_within(config.chunk_target_us, context, decodes, beside))
+        if config.pp_dynamic_chunking is True and self._state.prefilling is not None and budget.chunk is not None:
+            first = config.chunked_prefill_size or budget.chunk
+            budget.shorten(self._state.latency.tokens_like_first(first, self._state.prefilling.computed))
+        return budget
+
+    def _reserved(self) -> int:
+        """Tokens that are not for newcomers: what `reserve` leaves to those who are active."""
+        reserved, split = self._state.reserve_of(*self._state.everybody), self._state.prefilling
+        if split is not None and self._state.config.reserve == "full":
+            page_size = self._state.config.page_size
+            reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
+        if self._state.transfers.all and self._state.config.reserve == "full":
+            reserved += self._state.transfers.promised_pages() * self._state.config.page_size
+        return reserved
+
+    def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[ExtendPart], step: Step) -> None:
+        """The next chunk of the split prompt, if there is a page for it."""
+        take = self._next_chunk(request, budget)
+        if self._state.sessions.open:
+            wanted = chunk_tokens(request.computed, request.extend_stop - request.computed, budget, True, True)
+            lacking = -(-wanted // self._state.config.page_size) + budget.set_aside - self._state.memory.available_pages
+            if lacking > 0 and self._state.sessions.make_room(self._state.memory, lacking, step):
+                take = self._next_chunk(request, budget)
+        if take > 0:
+            self._state.microbatches.take_place(request)
+            self._extend_to(request, request.computed + take, parts, step)
+            budget.newcomers.append(request)
+            budget.charge(take, request.max_new_tokens if request.computed == request.extend_stop else 0)
+
+    def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
+        """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
+        take = self._chunk_in_full_pages(request, budget)
+        return within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
+
+    def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
+        page_size, start = self._state.config.page_size, request.computed
+        take = chunk_tokens(start, request.extend_stop - start, budget, first=True, may_split=True)
+        room = (
+            self._state.memory.available_pages - budget.set_aside
+        ) * page_size + -start % page_size  # and in its last page
+        return take if take <= room else aligned(start, room, budget.align)
+
+    def would_extend(self, running: RunningState) -> bool:
+        """Whether an extend could be launched now. Changes nothing."""
+        if self._state.prefilling is not None:
+            if not self._state.microbatches.has_place(self._state.prefilling):
+                return False
+            return self._next_chunk(self._state.prefilling, self._prefill_budget(running)) > 0
+        if not self._state.waiting or self._state.batch_is_full or not self._state.admits:
+            return False
+        budget, answer = self._prefill_budget(running), False
+        for request in self._state.ordering.turn(self._state):
+            if self._state.ordering.writer_of_prefix(request, self._state) is None:
+                found = self._examine(request, budget, 0)
+                answer = isinstance(found, ExtendShare)
+                if answer or (isinstance(found, Deferral) and not found.own):
+                    break
+        if self._state.ordering.close():
+            self._state.retry_admission()
+        return answer
+
+    def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
+        """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
+        return self._admission.examine(request, budget, parts, self._state.prefilling is None)
+
+    def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
+        """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
+        tiers = self._state.memory.tiers
+        if fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
+            return False
+        self._defer(request, TierMoves.loading, step)
+        return True
+
+    def _admit(self, request: Request, fit: ExtendShare, parts: list[ExtendPart], step: Step) -> None:
+        """Give a waiting request its row and its first part of this extend."""
+        row = self._state.memory.take_row(request, fit.match, step)
+        if not request.ran:
+            request.cached_tokens = min(fit.cached_tokens, request.prompt_tokens)
+        request.chunks = 0
+        request.bypassed = 0
+        request.deferred = None
+        self._state.occupy(request)
+        waited_us = self._state.now_us - request.waiting_since_us
+        loaded = self._state.memory.tiers.loaded_for(request, fit.cached_tokens)
+        admitted = RequestAdmitted(
+            self._state.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
+        )
+        request.advance(admitted)
+        step.decided.append(admitted)
+        self._admission.reserve(fit)
+        self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
+
+    def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
+        """Report why a request waits. After a shortage that lasts, admission pauses until something comes free."""
+        if deferral.lasts and self._state.active:
+            self._state.admission_ended()
+        self._admission.report(request, deferral, self._state.now_us, step)
+
+    def defer_first(self, step: Step) -> None:
+        """Say that the head of the line waits for prompts of other ranks, once."""
+        for request in self._state.ordering.first(self._state, 1):
+            self._defer(request, Deferral("proposal_undone"), step)
+
+    def _defer_behind(self, request: Request, writer: Request, step: Step) -> None:
+        """Let a request wait alone until another has computed what it is about to need; say so once."""
+        if request.behind != writer.request_id:
+            request.behind = writer.request_id
+            deferred = AdmissionDeferred(self._state.now_us, request.request_id, "prefix", behind=writer.request_id)
+            step.decided.append(deferred)
+
+    def _extend_to(self, request: Request, stop: int, parts: list[ExtendPart], step: Step) -> None:
+        """Give the request pages up to `stop` and make that its part of the extend."""
+        start = request.computed
+        self._state.memory.reach(request, stop, step)
+        request.computed = stop
+        request.chunks += 1
+        self._state.ordering.prefilled_tokens += stop - start
+        parts.append(ExtendPart(request, start, stop))
+        if stop < request.extend_stop:
+            self._state.split(request)
+            return
+        if self._state.prefilling is request:
+            self._state.split(None)
+        completed = PrefillCompleted(self._state.now_us, request.request_id, request.chunks)
+        request.advance(completed)
+        step.decided.append(completed)
+
+    def _extend_batch(
+        self,
+        running: RunningState,
+        parts: list[ExtendPart],
+        step: Step,
+        kind: Literal["extend", "prebuilt"] = "extend",
+    ) -> InFlight:
+        """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
+        requests = [part.request for part in parts]
+        request_ids = np.array([request.request_id for request in requests], np.int64)
+        rows = np.array([request.row for request in requests], np.int32)
+        starts = np.array([part.start for part in parts], np.int32)
+        stops = np.array([part.stop for part in parts], np.int32)
+        done = [i for i, request in enumerate(requests) if request.state is RequestState.RUNNING]
+        pooled = [i for i in done if requests[i].prefill_only]
+        sampling = [i for i in done if not requests[i].prefill_only] if pooled else done
+        prefilled, sample_rows = EMPTY_BATCH, NO_ROWS
+        if sampling:
+            prefilled, sample_rows = RunningBatch.of([requests[i] for i in sampling]), np.array(sampling, np.int32)
+        mixes = kind == "prebuilt" or self._state.config.batching != "prefill_first"
+        decodes = self._decoding.decodes_along(running, requests, step, wanted=mixes)
+        along = decodes.running_batch
+        mode: Mode = "mixed" if along.size and kind == "extend" else kind
+        if along.size:
+            rows, request_ids = np.concatenate((rows, along.rows)), np.concatenate((request_ids, along.request_ids))
+            starts, stops = np.concatenate((starts, decodes.starts)), np.concatenate((stops, decodes.stops))
+            sample_rows = np.concatenate((sample_rows, along.everyone + np.int32(len(parts))))
+        taken, deltas = self._state.memory.changes(decodes.deltas)
+        special = extras.plan_extras(parts)
+        plan = BatchPlan(
+            batch_id=self._state.next_number(),
+            mode=mode,
+            rows=rows,
+            request_ids=request_ids,
+            starts=starts,
+            stops=stops,
+            extend_rows=len(parts),
+            token_ids=new_tokens_of(parts),
+            sample_rows=sample_rows,
+            rows_taken=taken,
+            deltas=deltas,
+            generation=self._state.generation,
+            pooled_rows=np.array(pooled, np.int32) if pooled else NO_ROWS,
+            media_spans=special.media_spans,
+            logprob_spans=special.logprob_spans,
+            hidden_spans=special.hidden_spans,
+        )
+        if decodes.verifying is not None:
+            plan = speculation.verified(plan, decodes.verifying, self._state.config)
+        plan = self._state.memory.hybrid.completed(plan, step)
+        ending = running.join(prefilled, stops[sampling], self._state.memory.table) if sampling else []
+        if along.size:
+            ending += [prefilled.size + i for i in decodes.ending]
+            return InFlight(plan, requests + along.requests, prefilled.joined_by(along), ending)
+        return InFlight(plan, requests, prefilled, ending)

@@ -1,0 +1,158 @@
+"""Results: what becomes of a batch's tokens, and of the requests, pages and prompts that waited for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.errors import ContractError
+from lockstep.core.contract.events import BatchFinished
+from lockstep.core.features import grammars, speculation
+from lockstep.core.requests import delivery, extras
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.table import Request
+from lockstep.core.scheduler.state import SchedulerState
+
+
+class Results:
+    """Takes in the results of one engine's batches."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def collect(self, event: BatchFinished, step: Step) -> None:
+        """Take in a batch's tokens: record, stream, finish; publish prompts it completed; lift the fences it held."""
+        if event.generation > self._state.generation:
+            raise ContractError(
+                f"a result of generation {event.generation}, but this is generation {self._state.generation}"
+            )
+        if event.generation < self._state.generation:
+            return  # from before a restart: void
+        batch = self._delivered(event)
+        plan, samplers = batch.plan, batch.samplers
+        undisturbed = self._state.microbatches.ran_undisturbed(event)
+        if event.error:
+            self._fail(batch, step)
+        elif (
+            plan.extend_rows
+            and self._state.config.fits_latency
+            and event.finished_us > event.started_us
+            and undisturbed
+        ):
+            self._state.latency.observe(plan, event.finished_us - event.started_us)
+        for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
+            if samplers.requests[i].row == samplers.rows[i]:
+                self._state.finish(samplers.requests[i], "invalid", step, flush=True)
+        self._state.in_flight.popleft()
+        if batch.verifies and not event.error:
+            running = self._state.microbatches.turn_to(plan.microbatch)
+            self._state.speculation.settle(running, batch, speculation.accepted_of(event, batch))
+            self._state.memory.hybrid.verified(batch)
+        if plan.extend_rows and not event.error:
+            if self._state.prerequisites.followers or any(request.extras is not None for request in batch.requests):
+                self._state.prerequisites.computed(batch, step)
+            for request in batch.computed_requests() if plan.pooled_rows.size else ():
+                self._state.finish(request, "computed", step)
+        if samplers.size and not event.error:
+            self._take_tokens(event, batch, step)
+            if self._state.jump_forward.forced:
+                self._state.jump_forward.delivered(batch)
+        if self._state.memory.pending:
+            self._state.memory.computed(plan.batch_id)
+        if plan.extend_rows and self._state.memory.radix.present:
+            rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
+            for request, row, stop in zip(batch.requests, rows, stops, strict=False):
+                if request.row == row and row not in batch.dead:
+                    self._state.memory.publish(request, stop, step)
+                    if not self._state.memory.hybrid.present:
+                        self._back_up(request, stop, step)
+        if plan.extend_rows and self._state.memory.hybrid.present and not event.error:
+            self._state.memory.hybrid.collected(batch)
+            self._state.retry_admission()
+            for i, request in batch.alive():
+                if i < plan.extend_rows:
+                    self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
+        if (
+            self._state.memory.deferred_frees or self._state.memory.deferred_pages
+        ) and self._state.memory.release_deferred(plan.batch_id, step):
+            self._state.retry_admission()
+        if self._state.media.deferred:
+            self._state.prerequisites.release_deferred(plan.batch_id, step)
+        if self._state.sessions.unsettled:
+            self._state.sessions.settle(plan.batch_id)
+        if samplers.constrained:
+            self._state.expire(step)  # who ends in this step moves no matcher
+            grammars.collected(event, batch, self._state.in_flight, self._state.memory.table.outputs, step)
+
+    def _back_up(self, request: Request, stop: int, step: Step) -> None:
+        """A prompt is computed and cached up to `stop`: a tier below may want it."""
+        if request.handle is not None:
+            self._state.memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
+
+    def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
+        """Record a batch's tokens, stream what is due, and end whom they end."""
+        samplers, outputs = batch.samplers, self._state.memory.table.outputs
+        tokens = np.frombuffer(event.tokens, np.int32)
+        first = batch.sampled_at - samplers.prompts
+        counts = None
+        if batch.steps is None:
+            self._state.memory.table.write_outputs(samplers.rows, first, tokens)
+            if batch.dead:
+                self._state.discarded(len(delivery.dead_samplers(batch)))
+            ends = delivery.verdicts(event, batch, tokens)
+        else:
+            numbers = first.repeat(batch.steps) + delivery.step_numbers(batch.steps)
+            self._state.memory.table.write_outputs(samplers.rows.repeat(batch.steps), numbers, tokens)
+            ends, counts = (
+                delivery.run_verdicts(event, batch, tokens) if batch.verifies else delivery.step_verdicts(batch, tokens)
+            )
+            self._state.discarded(int((batch.steps - counts).sum()))
+        message = delivery.message(event, batch, tokens, first, ends, outputs, counts)
+        if message is not None:
+            step.commands.append(message)
+        if ends:
+            self._state.leave_running([samplers.requests[i] for i in ends])
+        for i, reason in ends.items():
+            if self._state.transfers.all and self._state.transfers.keeps(samplers.requests[i], reason):
+                continue
+            produced = int(first[i]) + (1 if counts is None else int(counts[i]))
+            self._state.finish(samplers.requests[i], reason, step, outputs=produced)
+
+    def _fail(self, batch: InFlight, step: Step) -> None:
+        """The device could not run the batch: its requests end with an error, the others do not notice."""
+        failed = batch.plan.rows.tolist()
+        memory = self._state.memory
+        memory.deferred_frees = [
+            deferred._replace(publish=deferred.publish and deferred.row not in failed)
+            for deferred in memory.deferred_frees
+        ]
+        memory.hybrid.failed(batch)
+        for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
+            if request.row == row and row not in batch.dead:
+                self._state.finish(request, "error", step, flush=True)
+        invalidated = memory.invalidate_pending(batch.plan.batch_id)
+        for request in list(self._state.requests.values()) if invalidated else []:
+            if request.handle is not None and request.handle.number in invalidated:
+                self._state.retract(request, "prefix_failed", step)
+
+    def _delivered(self, event: BatchFinished) -> InFlight:
+        """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""
+        if not self._state.in_flight or self._state.in_flight[0].plan.batch_id != event.batch_id:
+            expected = f"batch {self._state.in_flight[0].plan.batch_id}" if self._state.in_flight else "nothing"
+            raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")
+        batch = self._state.in_flight[0]
+        if self._state.ranks is not None and self._state.ranks.held is batch:
+            raise ContractError(f"batch {event.batch_id} finished, but it is only proposed")
+        tokens = speculation.tokens_of_result(event, batch) if batch.verifies else batch.tokens
+        size = 0 if event.error else 4 * tokens
+        if len(event.tokens) != size:
+            raise ContractError(f"batch {event.batch_id} has {len(event.tokens)} bytes of tokens, expected {size}")
+        if event.invalid or event.text_stops or event.text_held or event.grammar_ended:
+            delivery.check_reports(event, batch, 0 if event.error else batch.samplers.size)
+        if event.accepted and not batch.verifies:
+            raise ContractError(f"batch {event.batch_id} reports accepted counts; none were asked for")
+        if self._state.jump_forward.forced or batch.forced is not None:
+            self._state.jump_forward.check(event, batch)
+        if event.logprobs and not batch.dead and not any(extras.wants_logprobs(one) for one in batch.requests):
+            raise ContractError(f"batch {event.batch_id} reports logprobs; none were asked for")
+        return batch

@@ -1,0 +1,95 @@
+"""The scenario that a command line of `lockstep simulate` requests, as it is given and as a run folder kept it.
+
+    requested_by_command("lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --replicas 2")
+
+The command reads its options here, and so does a simulation of a stored run, so both have the same options. Those that
+change nothing of what is simulated are in `simulate.RunOptions`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from lockstep.core.cluster.router import RouterConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.admission_options import parse_admission
+from lockstep.host.options import take
+from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, router_given
+from lockstep.sim.cli.simulate import RunOptions, simulate
+from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines, parse_scaling
+from lockstep.sim.metrics.slo import Slo
+from lockstep.sim.scenario.scenario import Scenario
+from lockstep.sim.scenario.settings import given_settings, parse_setting
+from lockstep.sim.workload.mix import mix_of
+
+
+def requested_of(options: Mapping[str, Any]) -> Scenario | ClusterScenario:
+    """The scenario of the options of `lockstep simulate`, those of `RunOptions` left out.
+
+    Raises: click.UsageError for options that do not go together; ConfigError or WorkloadError for what cannot be read.
+    """
+    given = dict(options)
+    policy, cluster = router_given(given), cluster_given(given)
+    gpu = given.pop("gpu")
+    shared_out = "prefill_engines" in cluster or "decode_engines" in cluster
+    _check_together(gpu, cluster, shared_out)
+    base = Scenario(
+        gpu=gpu or "",
+        workload=mix_of(given.pop("workloads")),
+        slos=tuple(map(Slo.parse, given.pop("slos"))),
+        settings=given_settings(given),
+        **given,
+    )
+    if not (cluster or policy or base.rank_schedulers):
+        return base
+    config = RouterConfig(**policy)
+    check_router_options(policy, [config.policy])
+    roles = {role: cluster.pop(f"{role}_engines", None) for role in ("prefill", "decode")}
+    if shared_out:
+        cluster["engines"] = tuple(_of_role(base, role, count) for role, count in roles.items())
+        base = replace(base, gpu="")  # which its engines name
+    elif "engines" in cluster:
+        cluster["engines"] = parse_engines(cluster["engines"], parse_setting)
+    for name, parse in (("scaling", parse_scaling), ("dispatch", parse_admission)):
+        if name in cluster:
+            cluster[name] = parse(cluster[name])
+    return ClusterScenario(base=base, router=config, **cluster)
+
+
+def _check_together(gpu: str | None, cluster: Mapping[str, Any], shared_out: bool) -> None:
+    """Raise click.UsageError for options that do not go together, or lack one."""
+    if gpu is None and "engines" not in cluster:
+        raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
+    if "engines" in cluster and (gpu is not None or "replicas" in cluster):
+        raise click.UsageError("'--engines' has the number and the GPU of engines: leave out '--gpu' and '--replicas'.")
+    if shared_out and not ("prefill_engines" in cluster and "decode_engines" in cluster):
+        raise click.UsageError("'--prefill-engines' and '--decode-engines' need each other.")
+    if shared_out and ("replicas" in cluster or "engines" in cluster):
+        raise click.UsageError(
+            "'--prefill-engines' and '--decode-engines' are numbers of engines: leave out '--replicas' and '--engines'."
+        )
+    if not shared_out and "role=" not in cluster.get("engines", ""):
+        for flag, name in (("--link-bandwidth", "link_gbs"), ("--link-latency", "link_latency_us")):
+            if name in cluster:
+                raise click.UsageError(f"'{flag}' is of links between prefill and decode engines; there are none.")
+
+
+def _of_role(base: Scenario, role: str, count: int) -> EngineGroup:
+    if count < 1:
+        raise ConfigError(f"`{role}_engines` must be at least 1, got `{count}`")
+    return EngineGroup(count=count, gpu=base.gpu, settings={"role": role})
+
+
+def requested_by_command(command: str) -> Scenario | ClusterScenario:
+    """The scenario of a run, by the command line that it kept. Raises ConfigError if that is of another command."""
+    words = shlex.split(command)
+    if words[:2] != ["lockstep", "simulate"]:
+        raise ConfigError(f"the run was not made by `lockstep simulate`, but by `{' '.join(words[:2])}`")
+    options = dict(simulate.make_context("lockstep simulate", words[2:]).params)
+    take(RunOptions, options)
+    return requested_of(options)
