@@ -727,4 +727,4 @@ RELEASES: dict[str, Callable[[], Plant]] = {
         window_page_not_freed,
     )
 }
-"""The release of each resource, left out. These are no bugs of other engines, but mistakes that a new resource invites."""
+"""The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""
