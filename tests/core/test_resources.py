@@ -15,9 +15,9 @@ from lockstep.core.contract.events import AdmissionDeferred, LaneReady, RequestA
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.adapters import NoAdapters
 from lockstep.core.kv.hybrid import FullAttention
+from lockstep.core.kv.no_tiers import NoTiers
 from lockstep.core.kv.radix import NoRadixCache
 from lockstep.core.kv.resource import ExtendShare, Resource, overrides
-from lockstep.core.kv.tiers import NoTiers
 from lockstep.core.requests.budget import Deferral
 from lockstep.core.requests.table import Request
 from lockstep.core.scheduler import admission

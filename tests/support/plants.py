@@ -19,11 +19,13 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
+from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget

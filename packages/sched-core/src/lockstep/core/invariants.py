@@ -21,15 +21,16 @@ from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
-from lockstep.core.kv.hybrid import everybody
+from lockstep.core.kv.running_view import everybody
 from lockstep.core.requests.table import BASE, Request, RequestState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lockstep.core.kv.hybrid import StatePool, WindowPool
     from lockstep.core.kv.radix import RadixNode
+    from lockstep.core.kv.state_pool import StatePool
     from lockstep.core.kv.tiers import Operation, Tiers
+    from lockstep.core.kv.window_pool import WindowPool
     from lockstep.core.scheduler.engine import Engine
 
 
