@@ -1,8 +1,8 @@
 """Streams whose every token is known in advance, and an engine that is killed below them.
 
-An emulated engine's answer follows from prompt, seed and position, so whoever asks knows it: a token that is lost, said
-twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn ones,
-several samples, stop texts, `min_tokens`, answers that end by themselves.
+An emulated engine's answer follows from prompt, seed and position, so a client can compute it: a token that is lost,
+said twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn
+ones, several samples, stop texts, `min_tokens`, answers that end by themselves.
 """
 
 from __future__ import annotations

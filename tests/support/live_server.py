@@ -58,7 +58,7 @@ class LiveServer:
         return self.log.read_text("utf-8", "replace")
 
     def status_of(self, path: str) -> int:
-        """The status that a GET of this path has; 0 where nobody answers."""
+        """The status that a GET of this path has; 0 without an answer."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)

@@ -29,9 +29,11 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
+from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text
@@ -242,6 +244,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     try:
         from lockstep.runtime import LLM
         from lockstep.runtime.assembly import weights_of
+        from lockstep.runtime.engine_config import EngineConfig
     except ImportError as error:
         raise ConfigError(
             f"a model needs the package lockstep-runtime with torch: {error}\n"
@@ -253,32 +256,18 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
     text = text_of(settings)
     assert text is None or isinstance(text, Text)  # of another kind is only that of an emulated model
-    llm = LLM(
-        folder,
+    config = EngineConfig(
+        **{name: getattr(settings, name) for name in options_of(EngineOptions)},
         text=text,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        fp8_activations=settings.fp8_activations,
-        attention_backend=settings.attention_backend,
-        numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
-        draft_model=settings.draft_model,
-        mem_fraction=settings.mem_fraction,
-        cuda_graphs=settings.cuda_graphs,
-        cuda_graph_max_batch=settings.cuda_graph_max_batch,
         tensor_parallel=settings.tp,
-        seed=settings.seed,
         adapters=settings.lora,
-        max_lora_rank=settings.max_lora_rank,
-        logit_processors=settings.logit_processors,
-        grammar_backend=settings.grammar_backend,
         grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,
-        batch_timeout_s=settings.batch_timeout_s,
-        **scheduler,
+        sched=scheduler,
     )
+    llm = LLM(folder, config)
     demo = settings.model is None
     about = _about(
         llm.config,
