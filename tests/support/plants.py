@@ -17,18 +17,23 @@ import numpy as np
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
+from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
+from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.kv.state_pool import StatePool
+from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
-from lockstep.core.requests.table import Int32s, Request, RunningBatch
+from lockstep.core.requests.table import Int32s, Request, RequestTable, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
+from lockstep.core.scheduler.admission import AdapterSlots
 from lockstep.core.scheduler.decode import DecodePlanner, Decodes
 from lockstep.core.scheduler.prefill import PrefillPlanner
 from lockstep.core.scheduler.state import SchedulerState
@@ -57,7 +62,7 @@ def _replaced(owner: type | ModuleType, name: str, bug: Callable[..., object]) -
 
 
 def gate_off_by_a_page() -> Plant:
-    """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
+    """Admission requires a page more than the entry check promised: a lone request waits for ever (SG#28530)."""
 
     def bug(
         examine: Original, planner: PrefillPlanner, request: Request, budget: PrefillBudget, parts: int
@@ -81,7 +86,7 @@ def hold_forgotten() -> Plant:
 
 
 def prompt_charged_on_resume() -> Plant:
-    """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
+    """A retracted request is charged its prompt, without the output that must be computed again (SG#7434)."""
     examining: list[Request] = []
 
     def remember(examine: Original, planner: PrefillPlanner, request: Request, *rest: object) -> ExtendShare | Deferral:
@@ -111,7 +116,7 @@ def edge_of_the_context() -> Plant:
 
 
 def skipped_reversed() -> Plant:
-    """Whoever was looked at and skipped is put back into the line in reverse (VL#32173)."""
+    """Requests that were considered and skipped return to the waiting queue in reverse (VL#32173)."""
 
     def bug(plan_extend: Original, planner: PrefillPlanner, running: RunningState, step: Step) -> InFlight | None:
         batch: InFlight | None = plan_extend(planner, running, step)
@@ -150,7 +155,7 @@ def row_freed_between_chunks() -> Plant:
 
 
 def whole_batch_must_fit() -> Plant:
-    """Retraction asks whether the whole batch fits by now, not whether those who are left do (SG#9989)."""
+    """Retraction checks whether the whole batch fits, not whether the rest of it does (SG#9989)."""
     needed: list[int] = []
 
     def remember(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
@@ -187,7 +192,7 @@ def lone_decoder_ended() -> Plant:
 
 
 def output_cursor_reset() -> Plant:
-    """Who is retracted starts over, but what it was sent is not taken back (SG#39645)."""
+    """A retracted request starts over, but the outputs sent so far are counted no more (SG#39645)."""
 
     def bug(retract: Original, engine: SchedulerState, request: Request, *rest: object, **options: object) -> None:
         retract(engine, request, *rest, **options)
@@ -197,7 +202,7 @@ def output_cursor_reset() -> Plant:
 
 
 def running_counted_down_twice() -> Plant:
-    """A retracted request is subtracted from those who run twice, so that too many run afterwards (SG#13142)."""
+    """A retracted request is subtracted from the running batch twice, so that too many run afterwards (SG#13142)."""
 
     def bug(retract: Original, engine: SchedulerState, *rest: object, **options: object) -> None:
         retract(engine, *rest, **options)
@@ -302,7 +307,7 @@ def key_without_namespace() -> Plant:
 
 
 def key_from_the_prompt_only() -> Plant:
-    """Whoever ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
+    """A request that ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         page_size = memory.config.page_size
@@ -405,7 +410,7 @@ def adapter_evicted_in_use() -> Plant:
 
 
 def preempted_for_nothing() -> Plant:
-    """Preemption takes everybody it may, however few are enough, and one even if all are not (SG#13361)."""
+    """Preemption takes every request it may, however few are enough, and one even if all are not (SG#13361)."""
 
     def bug(fewest: Original, ranked: list[int], enough: Callable[..., bool]) -> list[int]:
         return ranked if enough(ranked) else ranked[:1]
@@ -477,7 +482,7 @@ def window_lock_leak() -> Plant:
 
 
 def window_of_headroom() -> Plant:
-    """Whoever starts is asked for a whole window of pages, however few it will open (SG#32379)."""
+    """A request that starts has to get a whole window of pages, however few it will open (SG#32379)."""
 
     def bug(promised: Original, window: WindowPool, request: Request, stop: int, first: int) -> int:
         return window.row_pages_max
@@ -499,7 +504,7 @@ def state_of_another_boundary() -> Plant:
 
 
 def checkpoint_written_again() -> Plant:
-    """Who starts from a checkpoint computes in its very slot, which others start from too (SG#23346)."""
+    """A request that starts from a checkpoint computes in its very slot, from which others start too (SG#23346)."""
 
     def bug(take_row: Original, states: StatePool, row: int, path: Int32s, step: Step) -> None:
         take_row(states, row, path, step)
@@ -511,7 +516,7 @@ def checkpoint_written_again() -> Plant:
 
 
 def slot_of_state_leaks() -> Plant:
-    """Who is retracted keeps the checkpoints that it left behind (SG#16067)."""
+    """A retracted request keeps the checkpoints that it left (SG#16067)."""
 
     def bug(let_go: Original, states: StatePool, row: int) -> None:
         states.left.pop(row, None)
@@ -521,7 +526,7 @@ def slot_of_state_leaks() -> Plant:
 
 
 def other_microbatches_not_searched() -> Plant:
-    """Who leaves is looked for in the microbatch whose turn it is, and in no other (SG#29405)."""
+    """A request that leaves is searched in the microbatch that is launched next, and in no other (SG#29405)."""
 
     def bug(states_of: Original, several: Microbatches, requests: list[Request]) -> list[RunningState]:
         return [running for running in states_of(several, requests) if running is several.current]
@@ -537,7 +542,7 @@ def chunk_wants_a_place() -> Plant:
 
 
 def place_kept_by_the_first() -> Plant:
-    """A prompt that moves on keeps its place where it began: microbatches fill with nobody (SG#29405)."""
+    """A prompt that moves on keeps its place where it began: microbatches fill with places of no request (SG#29405)."""
 
     def bug(take_place: Original, several: Microbatches, request: Request) -> None:
         before = several.members.get(request.request_id)
@@ -570,12 +575,95 @@ FOUND_BY_STORY: dict[str, str] = {
 
 OF_HYBRIDS = frozenset(
     "checkpoint_written_again slot_of_state_leaks state_of_another_boundary tombstone_matched "
-    "window_let_go_to_the_token window_lock_leak window_read_in_flight".split()
+    "window_let_go_to_the_token window_lock_leak window_read_in_flight "
+    "state_slot_not_freed window_not_unlocked window_page_not_freed".split()
 )
 """The bugs that only histories with windows or states can show."""
 
-OF_MICROBATCHES = frozenset("chunk_wants_a_place other_microbatches_not_searched place_kept_by_the_first".split())
+OF_MICROBATCHES = frozenset(
+    "chunk_wants_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
+)
 """The bugs that only histories with several microbatches can show."""
+
+# --------------------------------------------------------------------------------------------------- releases left out
+
+
+def row_not_freed() -> Plant:
+    """The row of a request that has left stays taken."""
+    return _replaced(RequestTable, "free_row", lambda original, table, row: None)
+
+
+def page_not_freed() -> Plant:
+    """One page of a row that is released comes back to nothing."""
+
+    def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
+        free = memory.pool.free_count
+        release(memory, deferred, step)
+        if memory.pool.free_count > free:
+            memory.pool.alloc(1)
+
+    return _replaced(Memory, "release", bug)
+
+
+def lock_not_released() -> Plant:
+    """The cached prefix of a request that has left stays locked."""
+    return _replaced(Memory, "let_go", lambda original, memory, handle, namespace, step: None)
+
+
+def running_place_not_released() -> Plant:
+    """A request that has left still counts towards `max_running_requests`."""
+
+    def bug(leave: Original, state: SchedulerState, *rest: object, **options: object) -> None:
+        leave(state, *rest, **options)
+        state.active += 1
+
+    return _replaced(SchedulerState, "leave", bug)
+
+
+def microbatch_place_not_released() -> Plant:
+    """A request that has left keeps its place in a microbatch."""
+    return _replaced(Microbatches, "give_place", lambda original, microbatches, request: None)
+
+
+def adapter_not_released() -> Plant:
+    """A row that is free still counts as a user of its adapter."""
+    return _replaced(AdapterSlots, "release", lambda original, slots, row: None)
+
+
+def window_page_not_freed() -> Plant:
+    """Full pages come back to their pool, and the window block of the last one does not."""
+    return _replaced(WindowPool, "drop", lambda original, window, pages: original(window, pages[:-1]))
+
+
+def window_not_unlocked() -> Plant:
+    """A row that is released keeps the locks on its window blocks."""
+    return _replaced(Hybrid, "let_go", lambda original, hybrid, row, held: None)
+
+
+def state_slot_not_freed() -> Plant:
+    """A row that is released keeps one of its slots of state."""
+
+    def bug(let_go: Original, states: StatePool, row: int) -> None:
+        let_go(states, row)
+        states.pool.alloc(1)
+
+    return _replaced(StatePool, "let_go", bug)
+
+
+def host_page_not_freed() -> Plant:
+    """Pages that are evicted from host memory come back to nothing."""
+    return _replaced(Tiers, "_give_back_host", lambda original, tiers, pages: original(tiers, pages[:-1]))
+
+
+def tier_locks_not_released() -> Plant:
+    """A copy between tiers has ended and keeps its locks."""
+    return _replaced(Tiers, "_release", lambda original, tiers, operation: None)
+
+
+def encoder_room_not_released() -> Plant:
+    """A request that needs no encoder output any more keeps it pinned."""
+    return _replaced(EncoderCache, "let_go", lambda original, cache, request_id, free_after=None: None)
+
 
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
@@ -623,3 +711,22 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         window_read_in_flight,
     )
 }
+
+RELEASES: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        adapter_not_released,
+        encoder_room_not_released,
+        host_page_not_freed,
+        lock_not_released,
+        microbatch_place_not_released,
+        page_not_freed,
+        row_not_freed,
+        running_place_not_released,
+        state_slot_not_freed,
+        tier_locks_not_released,
+        window_not_unlocked,
+        window_page_not_freed,
+    )
+}
+"""The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""
