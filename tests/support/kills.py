@@ -81,7 +81,7 @@ def _answer(ids: Any, seed: int | None, most: int, least: int, *, ends: bool) ->
     """The text of an answer, and why it ends."""
     key = WORDS.key(ids, seed)
     length = max(WORDS.length(key), least + 1)
-    words = [f" w{word}" for word in WORDS.words(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
+    words = [f" w{word}" for word in WORDS.tokens_of(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
     if length <= most:
         if ends:
             return "".join(words[: length - 1]), "stop"
