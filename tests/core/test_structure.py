@@ -23,7 +23,7 @@ BOUNDS = {
     "engine item stores": 7,
     "engine inner stores": 23,
     "guards in engine": 77,
-    "guards in memory": 50,
+    "guards in memory": 1,
     "cycle in core": 33,
     "cycle in host": 3,
     "cycle in sim": 27,
