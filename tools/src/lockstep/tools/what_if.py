@@ -515,7 +515,7 @@ def _head(one: Felt) -> str:
 def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
     """For a terminal."""
     lines = []
-    for title, those in (("who lost most, and why", losers), ("who won most, and why", winners)):
+    for title, those in (("requests that lost most, and why", losers), ("requests that won most, and why", winners)):
         if those:
             lines += ["", title]
         for one in those:
@@ -531,7 +531,7 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
 def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
     """A section of the page, which calls runs by their names."""
     parts = []
-    for title, those in (("Who lost most", losers), ("Who won most", winners)):
+    for title, those in (("Requests that lost most", losers), ("Requests that won most", winners)):
         items = "".join(
             f"<li><b>{escape(_head(one))}</b><br>{'<br>'.join(map(escape, why(one)))}</li>" for one in those
         )

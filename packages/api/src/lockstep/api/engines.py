@@ -31,7 +31,7 @@ from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
-from lockstep.host.grammar_compiler import CompileLimits, make_hands
+from lockstep.host.grammar_compiler import CompileLimits, make_compilers
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
@@ -482,7 +482,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     grammars = None
     if named and settings.tokenizer is not None:
         ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
-        grammars = make_hands(
+        grammars = make_compilers(
             named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
         )
     executor = EmulatedExecutor(
@@ -543,7 +543,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         check_request=check,
         watch_text=watch,
         compile_grammar=None if grammars is None else grammars.compiler,
-        hands=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
+        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
         adapters=cache,
         adapters_log=None if keeper is None else keeper.adapters,
@@ -561,7 +561,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         try:
             runtime_host.run()
         except Exception:
-            log.exception("the engine failed")  # waiting callers have been notified
+            log.exception("the engine failed")  # every waiting client has the error
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 

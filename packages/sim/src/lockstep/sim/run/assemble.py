@@ -105,7 +105,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
 
 def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
-    """Raise ConfigError for options of drafts that are without effect, or that lack something."""
+    """Raise ConfigError for options of drafts that have no effect, or that lack another option."""
     method = config.speculative_method or "none"
     given: dict[str, str | float | None] = {
         "acceptance": scenario.acceptance,
