@@ -50,7 +50,7 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchResult
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.runtime.bubbles import BubbleTimer
-from lockstep.runtime.llm import PendingRequest, RequestOutput
+from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from lockstep.runtime.tables import DeviceTables, PackedPlan
 
 PROMPT_TOKENS = 1024

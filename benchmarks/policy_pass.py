@@ -53,7 +53,6 @@ def waiting_engine(policy: str, prompts: list[list[int]], waiting: int) -> Engin
     """An engine in which one request runs and so many wait, their groups' prefixes cached."""
     engine = Engine(SchedConfig(schedule_policy=policy, page_size=PAGE_TOKENS, pages=65536, overlap_depth=0))
     radix = engine.memory.radix
-    assert radix is not None
     engine.memory.table.reserve((SHARED_TOKENS + OWN_TOKENS) // PAGE_TOKENS, 0)
     for i in range(GROUPS):
         prefix = np.array(prompts[i][:SHARED_TOKENS], np.int32).tobytes()
@@ -84,7 +83,6 @@ def measure(policy: str, prompts: list[list[int]], waiting: int) -> dict[str, fl
     """CPU us of one pass that admits no request, by what happened before it."""
     engine = waiting_engine(policy, prompts, waiting)
     radix = engine.memory.radix
-    assert radix is not None
     rng = np.random.default_rng(5)
 
     def look() -> None:

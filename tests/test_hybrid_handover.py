@@ -66,9 +66,7 @@ def state(made: Fleet, name: str, request_id: int = 0) -> str:
 
 
 def hybrid_of(made: Fleet, name: str) -> Hybrid:
-    hybrid = made.members[name].engine.memory.hybrid
-    assert hybrid is not None
-    return hybrid
+    return made.members[name].engine.memory.hybrid
 
 
 def free(made: Fleet, name: str) -> tuple[int, int, int]:
@@ -167,7 +165,6 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     wire = made.arrive(Asked(1, (*prompt[:10], 7, 8), 2))
     assert wire.receive is not None
     radix = made.members["d0"].engine.memory.radix
-    assert radix is not None
     assert radix.match("", np.array(wire.asked.prompt, np.int32).tobytes(), 5).pages == 5
     assert wire.receive.start_tokens == 8, "five pages are cached, but who stands behind 12 tokens sees the fifth"
     made.settle()
@@ -379,7 +376,6 @@ def test_a_state_that_is_shared_late_is_not_being_written_any_more() -> None:
         assert made.ready("p0")
         made.finish("p0")
     memory = made.members["p0"].engine.memory
-    assert memory.radix is not None
     memory.pool.free(memory.radix.evict(memory.radix.evictable_pages))
     made.settle()
     assert made.answers[1] == wire.wanted

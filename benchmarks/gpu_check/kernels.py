@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.gpu_check.section import Section
 from benchmarks.gpu_check.timing import graph_time_us
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import choose, make
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.attention.reference import ReferenceAttention
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool

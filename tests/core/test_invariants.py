@@ -41,7 +41,6 @@ def engine_at_work() -> Engine:
 
 
 def tree(engine: Engine) -> RadixCache:
-    assert engine.memory.radix is not None
     return engine.memory.radix
 
 
@@ -238,13 +237,11 @@ def engine_with_blocks() -> Engine:
 
 
 def window(engine: Engine) -> WindowPool:
-    assert engine.memory.hybrid is not None
     assert engine.memory.hybrid.window is not None
     return engine.memory.hybrid.window
 
 
 def states(engine: Engine) -> StatePool:
-    assert engine.memory.hybrid is not None
     assert engine.memory.hybrid.states is not None
     return engine.memory.hybrid.states
 
@@ -323,14 +320,12 @@ def engine_storing_blocks() -> Engine:
         driver.batches.finish()
     driver.moves.move(0)
     driver.requests.arrive(900, 7, 1, {})
-    assert driver.engine.memory.tiers is not None
     assert [one.kind for one in driver.engine.memory.tiers.operations.values()] == ["store", "prefetch"]
     invariants.check(driver.engine)
     return driver.engine
 
 
 def host_states(engine: Engine) -> HostPool:
-    assert engine.memory.tiers is not None
     assert engine.memory.tiers.blocks is not None
     return engine.memory.tiers.blocks.pools["state"]
 
@@ -360,7 +355,6 @@ def stored_without_a_state(engine: Engine) -> None:
 
 
 def room_for_a_state_given_back(engine: Engine) -> None:
-    assert engine.memory.tiers is not None
     (prefetch,) = (one for one in engine.memory.tiers.operations.values() if one.kind == "prefetch")
     host_states(engine).pool.free(prefetch.blocks[0].host)
 

@@ -141,7 +141,6 @@ def test_a_policy_that_looked_at_the_clock_is_asked_when_time_has_passed(monkeyp
 def test_only_requests_whose_part_of_the_tree_changed_are_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = waiting_engine(0, schedule_policy="lpm")
     radix = engine.memory.radix
-    assert radix is not None
 
     def tokens(*ids: int) -> bytes:
         return np.array(ids, np.int32).tobytes()

@@ -193,14 +193,12 @@ def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
     settings = HybridMemory(window_tokens=5, window_pages=24, state_slots=9, checkpoint_tokens=4)
     engine = Engine(SchedConfig(page_size=2, pages=5000, overlap_depth=0, chunked_prefill_size=8, hybrid=settings))
     hybrid = engine.memory.hybrid
-    assert hybrid is not None
     assert hybrid.window is not None
     assert hybrid.states is not None
     shorter = 0
     for number in range(150):
         prompt = tuple(rng.choice((1, 2)) if at % 6 == 0 else at + 10 for at in range(rng.randint(2, 40)))
         packed = np.array(prompt, np.int32).tobytes()
-        assert engine.memory.radix is not None
         match = engine.memory.radix.match("", packed, (len(prompt) - 1) // 2)
         path = engine.memory.path_of(match).tolist()
         expected = 0
@@ -222,7 +220,6 @@ def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
     reached, loaded = set[int](), 0
     for _ in range(300):
         hybrid, below = Engine(config).memory.hybrid, HostBlocks(config, 200)
-        assert hybrid is not None
         assert hybrid.window is not None
         assert hybrid.states is not None
         device, host = (np.array(rng.sample(range(200), rng.randint(0, 12)), np.int32) for _ in range(2))
@@ -297,7 +294,6 @@ def test_what_a_decode_holds_of_windows_does_not_grow_with_its_length() -> None:
     for request_id in range(3):
         runs = TokenRuns((request_id + 1, 50 + request_id))
         engine.step(RequestArrived(time_us=0, request_id=request_id, prompt=runs, max_new_tokens=300))
-    assert engine.memory.hybrid is not None
     window = engine.memory.hybrid.window
     assert window is not None
     for launch in range(280):
@@ -317,7 +313,6 @@ def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) ->
     engine = Engine(
         SchedConfig(page_size=2, pages=40, chunked_prefill_size=8, radix_cache=False, hybrid=settings, **launches)
     )
-    assert engine.memory.hybrid is not None
     window = engine.memory.hybrid.window
     assert window is not None
     engine.step(RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((7, 24)), max_new_tokens=4))

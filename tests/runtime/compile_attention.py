@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import kernels
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.attention.triton_backend import PIECE, decode_tiling, extend_tiling
 
 GROUP, KV_HEADS, PAGE = 4, 8, 16

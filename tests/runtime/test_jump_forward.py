@@ -19,7 +19,8 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.host.loop import HostClock
 from lockstep.host.recorded import run_recorded
 from lockstep.runtime import LLM, Params
-from lockstep.runtime.llm import LlmStats, RequestOutput
+from lockstep.runtime.llm import LlmStats
+from lockstep.runtime.outputs import RequestOutput
 from lockstep.runtime.overlap import CpuLane
 from tests.runtime.test_tensor_parallel import Counting
 from tests.support.small_runtime import VOCABULARY, SmallRuntime, make_executor, small_config

@@ -39,7 +39,8 @@ from lockstep.runtime import (  # noqa: E402
     Params,
     weights_group,
 )
-from lockstep.runtime.llm import RequestOutput, demo_folder  # noqa: E402
+from lockstep.runtime.llm import demo_folder  # noqa: E402
+from lockstep.runtime.outputs import RequestOutput  # noqa: E402
 from lockstep.runtime.ranks import LeadModel  # noqa: E402
 from lockstep.runtime.weights_group import WeightsGroup, check_backend  # noqa: E402
 from tests.support.live_server import until  # noqa: E402

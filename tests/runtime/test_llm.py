@@ -41,13 +41,13 @@ from lockstep.runtime import (  # noqa: E402
     attention,
     executor,
 )
-from lockstep.runtime import llm as llm_module  # noqa: E402
 from lockstep.runtime.assembly import make_executor  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
 from lockstep.runtime.models import Decoder, build_model  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
+from lockstep.runtime.params import sampling_of  # noqa: E402
 from lockstep.runtime.sampling import Sampler, SamplingTable  # noqa: E402
 from tests.support.small_llm import SMALL, VOCABULARY, run, write_model  # noqa: E402
 from tests.support.small_runtime import SMALL_QWEN3  # noqa: E402
@@ -568,7 +568,7 @@ def test_nothing_is_sent_before_all_of_it_is_known_to_be_a_request(llm: LLM) -> 
 def test_whole_numbers_among_the_parameters_are_read_back_as_they_were_written() -> None:
     """Ranks compare the bytes of plans, and 1 is not written as 1.0 is."""
     given = Params(temperature=1, top_p=1, repetition_penalty=2, logit_bias={3: 1})
-    written = msgspec.msgpack.encode(llm_module._sampling(given))
+    written = msgspec.msgpack.encode(sampling_of(given))
     assert msgspec.msgpack.encode(msgspec.msgpack.decode(written, type=SamplingParams)) == written
 
 

@@ -25,11 +25,12 @@ from lockstep.core.scheduler.engine import Engine  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.runtime import LLM, Params, executor  # noqa: E402
 from lockstep.runtime.checkpoint import CheckpointError  # noqa: E402
-from lockstep.runtime.llm import RequestOutput, demo_folder  # noqa: E402
+from lockstep.runtime.llm import demo_folder  # noqa: E402
 from lockstep.runtime.lora.batch import lay_out  # noqa: E402
 from lockstep.runtime.lora.host_cache import HostAdapterCache  # noqa: E402
 from lockstep.runtime.lora.slots import LoraSlots, run_once  # noqa: E402
 from lockstep.runtime.models import build_model  # noqa: E402
+from lockstep.runtime.outputs import RequestOutput  # noqa: E402
 from lockstep.sim.catalogue import load_gpu, load_model  # noqa: E402
 from lockstep.sim.cost.lora import LoraCost, LoraSpec, slot_bytes  # noqa: E402
 from lockstep.sim.cost.parallel import Parallelism  # noqa: E402

@@ -21,6 +21,7 @@ from lockstep.core.kv.adapters import Adapters
 from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
@@ -29,7 +30,7 @@ from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
 from lockstep.core.scheduler.decode import DecodePlanner, Decodes
-from lockstep.core.scheduler.prefill import ExtendShare, PrefillPlanner
+from lockstep.core.scheduler.prefill import PrefillPlanner
 from lockstep.core.scheduler.state import SchedulerState
 
 Plant = AbstractContextManager[None]
@@ -68,7 +69,7 @@ def gate_off_by_a_page() -> Plant:
             isinstance(found, ExtendShare)
             and tokens + request.max_new_tokens - request.outputs + page_size > budget.current
         ):
-            return Deferral("kv_budget") if not engine.active else found
+            return Deferral("kv_budget", lasts=True) if not engine.active else found
         return found
 
     return _replaced(PrefillPlanner, "_examine", bug)
@@ -392,7 +393,7 @@ def adapter_evicted_in_use() -> Plant:
     def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
         leave(memory, request, step, **how)
-        if memory.adapters is not None:
+        if memory.adapters.present:
             memory.adapters.give_back(row)
 
     @contextmanager

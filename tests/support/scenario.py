@@ -523,14 +523,14 @@ class Run:
 
     def do_host(self, words: list[str]) -> list[str]:
         tiers = self.engine.memory.tiers
-        if tiers is None:
+        if not tiers.present:
             raise ScenarioError("there is no host tier: give the config tiers.host_pages")
         beside = block_lines(tiers.blocks) if tiers.blocks is not None else []
         return [*tree_lines(tiers.host), f"host pages {tiers.pool.free_count}/{tiers.pool.total} free", *beside]
 
     def do_hybrid(self, words: list[str]) -> list[str]:
         hybrid = self.engine.memory.hybrid
-        if hybrid is None:
+        if not hybrid.present:
             raise ScenarioError("all layers have full attention: give the config hybrid.window_tokens or state_slots")
         return hybrid_lines(hybrid)
 
@@ -586,9 +586,7 @@ class Run:
         return session_lines(self.engine, self.names)
 
     def do_counts(self, words: list[str]) -> list[str]:
-        cached = (
-            self.engine.memory.radix.total_pages * self.config.page_size if self.engine.memory.radix is not None else 0
-        )
+        cached = self.engine.memory.radix.total_pages * self.config.page_size
         return [f"forwards {self.kv.forwards}, tokens cached {cached}, discarded {self.engine.tokens_discarded}"]
 
     # ---- helpers

@@ -73,7 +73,7 @@ class AdapterPiece(Piece):
 
     def _withdrawals(self) -> list[Any]:
         adapters = self.engine.memory.adapters
-        return list(adapters.withdrawals) if adapters is not None else []
+        return list(adapters.withdrawals)
 
     def before(self, event: Observed) -> None:
         self._unloading = self._withdrawals()

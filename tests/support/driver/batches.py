@@ -203,7 +203,7 @@ class LimitPiece(Piece):
 
     def _check_last_victim(self, step: Step) -> None:
         """S27: no request is retracted in vain: with the last victim still there, the decode would not have fit."""
-        if self.engine.memory.hybrid is not None:
+        if self.engine.memory.hybrid.present:
             return  # another pool may have been short
         victims = [event for event in step.decided if isinstance(event, RequestRetracted) and event.reason == "pages"]
         for victim in victims[-1:]:

@@ -21,7 +21,7 @@ class HybridPiece(Piece):
 
     def at_rest(self) -> None:
         hybrid = self.engine.memory.hybrid
-        if not self.subject.check or hybrid is None:
+        if not self.subject.check or not hybrid.present:
             return
         if hybrid.window is not None:
             pool = hybrid.window.pool

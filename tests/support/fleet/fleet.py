@@ -418,7 +418,7 @@ class Fleet:
     def _check_beside(self, member: Member, command: StartTransfer, request_id: int) -> None:
         """The same of window pages and slots of state: they are still those of these pages, and locked."""
         hybrid, beside = member.engine.memory.hybrid, command.hybrid
-        if hybrid is None or beside is None:
+        if beside is None:
             return
         if hybrid.window is not None and beside.window_pages.size:
             pages = command.pages[-beside.window_pages.size :]

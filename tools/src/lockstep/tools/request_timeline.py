@@ -452,7 +452,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         if own.reason == "adapter" and request.deferred == "adapter":
             return Cause("adapter")
         tiers = engine.memory.tiers
-        if tiers is not None and tiers.holds_back(request, engine.now_us) == own.reason:
+        if tiers.holds_back(request, engine.now_us) == own.reason:
             return Cause(own.reason)
     return line_cause(engine, request_id, said)
 

@@ -174,7 +174,7 @@ class WaitFold:
             match decided:
                 case AdmissionDeferred():
                     self._said[decided.request_id] = decided
-                    if decided.reason in OWN_REASONS or engine.memory.tiers is not None:
+                    if decided.reason in OWN_REASONS or engine.memory.tiers.present:
                         self._special.add(decided.request_id)
                         self._asked.append(decided.request_id)
                 case RequestAdmitted():

@@ -5,117 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from collections.abc import Callable
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
 
 from lockstep.api.observability.logs import start_log
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
-from lockstep.core.cluster.router import ROUTER_POLICIES
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.adapters import named_folders
+from lockstep.host.options import options_of, with_flags
 
 log = logging.getLogger("lockstep.serve")
 
 TENANTS_NAMED = 8
 DEFAULTS = ServeSettings()
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def _option(name: str, kind: Any, about: str, *, flag: str = "", **more: Any) -> Callable[[Command], Command]:
-    """An option whose default is that of the settings, so that a file's value is not hidden by it."""
-    default = getattr(DEFAULTS, name)
-    shown = f"  [default: {default}]" if default not in (None, (), {}, False) else ""
-    flag = flag or "--" + name.replace("_", "-")
-    return click.option(flag, name, type=kind, default=None, help=about + shown, **more)
 
 
 @click.command("serve")
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A TOML file with these settings.")
-@_option("model", click.Path(), "A Hugging Face folder; without it and --emulate, the demo model.", metavar="DIR")
-@_option("emulate", str, "Serve a cost model in real time; no torch, no weights.", metavar="MODEL@GPU")
-@_option("served_model_name", str, "What clients call the model; may be given again.", multiple=True)
-@_option("tokenizer", click.Path(), "A folder with tokenizer.json, if not that of the model.", metavar="DIR")
-@_option("host", str, "Address to listen on. Beyond loopback it needs --api-keys.")
-@_option("port", int, "Port to listen on; 0 takes a free one.")
-@_option("allowed_hosts", str, "A name that a proxy calls it by, without keys.", multiple=True, flag="--allowed-host")
-@_option("api_workers", int, "Processes that speak HTTP.")
-@_option("api_keys", click.Path(), "A TOML file of keys and the tenants that they stand for.", metavar="FILE")
-@_option("usage_dir", click.Path(), "Where to keep what tenants used, beyond the server's end.", metavar="DIR")
-@_option("admin_socket", click.Path(), "A Unix socket for an operator's routes; without it there are none.")
-@_option("strict", bool, "Refuse unknown fields.", is_flag=True)
-@_option("stored_responses", int, "Answers of /v1/responses that a tenant can have again; 0: none.")
-@_option("metrics_compat", click.Choice(["vllm", "sglang"]), "Figures under their names, too.", multiple=True)
-@_option("journal", click.Path(), "Record every fact and decision there.", metavar="DIR")
-@_option("journal_content", click.Choice(["full", "digests"]), "Digests of what is said cannot be gone on from.")
-@_option("journal_bytes", int, "The oldest part of it expires beyond so many.")
-@_option("journal_age_s", float, "What is older expires.")
-@_option("durability", click.Choice(["none", "interval", "group", "every"]), "When it is on disk: docs/journal.md.")
-@_option("snapshot_s", float, "Between two snapshots, from which an engine is picked up.")
-@_option(
-    "restarts",
-    int,
-    "Of the engine within --restart-window-s; 0: when it ends, so does the server; of several, the last.",
+@with_flags(click.option, options_of(ServeSettings).values(), keep_absent=True, choice=click.Choice)
+@click.option(
+    "--lora", multiple=True, metavar="NAME=PATH", help="A LoRA adapter, a folder as PEFT writes it; requests name it."
 )
-@_option("restart_window_s", float, "In which so many restarts are too many.")
-@_option("batch_timeout_s", float, "An engine that gets nothing done for so long is restarted; 0: never.")
-@_option("seed", int, "Of requests without one of their own.")
-@_option("device", str, "auto, cpu, cuda, cuda:1, ...")
-@_option("dtype", str, "auto, bfloat16, float16, float32")
-@_option("kv_cache_dtype", click.Choice(["auto", "fp8_e4m3"]), "Of KV; auto: that of the model.")
-@_option(
-    "fp8_activations",
-    click.Choice(["auto", "on", "off"]),
-    "Round what meets fp8 weights to fp8; auto: as the checkpoint says, where the GPU can.",
-)
-@_option("attention_backend", str, "auto, flashinfer, triton, reference")
-@_option("numerics", click.Choice(["fast", "invariant"]), "Whether a batch may change what its requests get.")
-@_option("mem_fraction", float, "Of a GPU's memory, all together.")
-@_option("tp", int, "GPUs, or on the CPU processes, that the model is split over.")
-@_option("dp", int, "Engines behind a router, each with a journal and, on GPUs, --tp of its own.")
-@_option("router", click.Choice(ROUTER_POLICIES), "Which engine takes a request: docs/routing.md.")
-@_option("router_load_bound", float, "prefix_affinity: an engine's load over the mean, at most.")
-@_option("router_load_floor", int, "prefix_affinity: open requests up to which no engine counts as loaded.")
-@_option("router_block_tokens", int, "prefix_affinity: prompts are compared in blocks of so many tokens.")
-@_option("router_sessions_max", int, "Sessions that the router remembers.")
-@_option("admission", str, "Requests wait at the router: open=64,share.a=2; docs/routing.md.", metavar="SPEC")
-@_option("cuda_graphs", click.Choice(["auto", "on", "off", "eager"]), "Whether decodes replay CUDA graphs.")
-@_option("cuda_graph_max_batch", int, "Rows of the largest graph.")
-@_option("draft_model", str, "Folder of a small model whose guesses are verified.", metavar="DIR")
-@_option("random_weights", int, "Small random weights; only config.json is read.", metavar="SEED")
-@_option(
-    "logit_processors",
-    str,
-    "Of an installed package: requests may ask for it.",
-    multiple=True,
-    flag="--logit-processor",
-)
-@_option(
-    "lora", str, "A LoRA adapter, a folder as PEFT writes it; requests name it.", multiple=True, metavar="NAME=PATH"
-)
-@_option("max_lora_rank", int, "Of adapters; on the device each has room for it.")
-@_option("grammar_backend", click.Choice(["auto", "llguidance", "xgrammar", "none"]), "What keeps answers to grammars.")
-@_option("grammar_compile_s", float, "CPU time that one grammar may take to compile.")
-@_option("grammar_compile_mb", int, "Memory that it may take to do so.")
-@_option("profile_dir", click.Path(), "Where an operator's traces of CPU and GPU go.", metavar="DIR")
-@_option("profile", str, "Emulated: family of scheduler settings: lockstep, sglang, vllm.")
-@_option("calibration", str, "Predict batches by it: /metrics says how far off. Emulated: time them.")
-@_option("speed", float, "Emulated: times faster than real.")
-@_option("answer_tokens", int, "Emulated: mean length of an answer that ends by itself; 0: none does.")
-@_option("answers", click.Path(), "Emulated: what it says, and to what: docs/serving.md.", metavar="FILE")
-@_option("tool_call_parser", str, "How the model writes calls: hermes, mistral, ...; auto: as its template.")
-@_option("reasoning_parser", str, "How it writes thoughts: qwen3, deepseek_r1, ...; auto: as its template.")
-@_option("slow_reader_s", float, "A stream that takes nothing for so long is cancelled.")
-@_option("stalled_s", float, "An engine that does nothing for so long, with work to do, is not well.")
-@_option("shutdown_s", float, "Answers get so long to end when the server is to stop.")
-@_option("log_level", click.Choice(["debug", "info", "warning", "error"]), "How much to log.")
-@_option("log_format", click.Choice(["text", "json"]), "Lines for people, or an object each.")
-@_option("otlp_endpoint", str, "Where OpenTelemetry spans of requests go: http://HOST:4318/v1/traces.", metavar="URL")
 @click.option("--set", "scheduler", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
 @click.option("--dry-run", is_flag=True, help="Print what would run, and end.")
 def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **given: Any) -> int:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 import msgspec
 
@@ -21,12 +21,22 @@ from lockstep.core.cluster.router import RouterConfig, RouterPolicy
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import parse_admission
+from lockstep.host.engine_options import EngineOptions
+from lockstep.host.options import Option, options_of
 
 LOOPBACK = ("localhost",)
-OF_A_MODEL = (
-    *("device", "dtype", "attention_backend", "numerics", "cuda_graphs", "cuda_graph_max_batch", "random_weights"),
-    *("logit_processors", "draft_model"),
+EMULATED_TOO = (
+    "kv_cache_dtype",
+    "fp8_activations",
+    "mem_fraction",
+    "max_lora_rank",
+    "seed",
+    "grammar_backend",
+    "batch_timeout_s",
 )
+MODEL_OPTIONS = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
+OF_A_MODEL = (*MODEL_OPTIONS, "random_weights")
+"""Options that an emulated engine does not have."""
 AT_MOST = {
     "port": 65535,
     "dp": 256,
@@ -77,89 +87,126 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 raise ConfigError(f"`limits.{one.name}` must be above 0, and finite, got `{getattr(self, one.name)}`")
 
 
-class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings. Names are those of the flags, with _ for -."""
+class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings of a server, with those of an engine. Names are those of the flags, with _ for -."""
 
-    model: str | None = None  # a Hugging Face folder; None: the demo model
-    emulate: str | None = None  # MODEL@GPU: a cost model instead of a model
-    served_model_name: tuple[str, ...] = ()  # what clients call it; the first is the name in answers
-    tokenizer: str | None = None  # a folder; None: the model's own, and of an emulated one none
-    seed: int = 0
-    journal: str | None = None  # a folder; None: what recovery needs lies beside the sockets, and goes with the server
-    set: dict[str, Any] = {}  # of the scheduler: fields of SchedConfig
+    model: Annotated[
+        str | None, Option("A Hugging Face folder; without it and --emulate, the demo model.", metavar="DIR")
+    ] = None
+    emulate: Annotated[
+        str | None, Option("Serve a cost model in real time; no torch, no weights.", metavar="MODEL@GPU")
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...], Option("Name of the model for clients; may be repeated, and answers have the first.")
+    ] = ()
+    tokenizer: Annotated[
+        str | None, Option("A folder with tokenizer.json, if not that of the model.", metavar="DIR")
+    ] = None
+    journal: Annotated[str | None, Option("Record every fact and decision there.", metavar="DIR")] = None
+    set: dict[str, Any] = msgspec.field(default_factory=dict)  # of the scheduler: fields of SchedConfig
 
     # several engines, and which of them takes a request: docs/routing.md
-    dp: int = 1
-    router: RouterPolicy = "least_requests"
-    router_load_bound: float = 1.25
-    router_load_floor: int = 8
-    router_block_tokens: int = 256
-    router_sessions_max: int = 100_000
-    admission: str | None = None  # open=64,...: requests wait at the router, in a line with shares of tenants
+    dp: Annotated[int, Option("Engines behind a router, each with a journal and, on GPUs, --tp of its own.")] = 1
+    router: Annotated[RouterPolicy, Option("Which engine takes a request: docs/routing.md.")] = "least_requests"
+    router_load_bound: Annotated[float, Option("prefix_affinity: an engine's load over the mean, at most.")] = 1.25
+    router_load_floor: Annotated[
+        int, Option("prefix_affinity: open requests up to which no engine counts as loaded.")
+    ] = 8
+    router_block_tokens: Annotated[
+        int, Option("prefix_affinity: prompts are compared in blocks of so many tokens.")
+    ] = 256
+    router_sessions_max: Annotated[int, Option("Sessions that the router remembers.")] = 100_000
+    admission: Annotated[
+        str | None, Option("Requests wait at the router: open=64,share.a=2; docs/routing.md.", metavar="SPEC")
+    ] = None
 
     # the model
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # of keys and values in pages; emulated, too
-    fp8_activations: Literal["auto", "on", "off"] = "auto"  # rounded to fp8 where weights are fp8; emulated, too
-    attention_backend: str = "auto"
-    numerics: Literal["fast", "invariant"] = "fast"
-    mem_fraction: float = 0.9
-    tp: int = 1  # ranks that the model is split over
-    cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto"
-    cuda_graph_max_batch: int | None = None
-    random_weights: int | None = None
-    draft_model: str | None = None  # folder of the model whose guesses are verified
-    grammar_backend: Literal["auto", "llguidance", "xgrammar", "none"] = "auto"  # what keeps answers to grammars
-    grammar_compile_s: float = 2.0  # CPU time that one may take to compile,
-    grammar_compile_mb: int = 512  # and memory beside what the library needs by itself
-    lora: dict[str, str] = {}  # LoRA adapters: folders as PEFT writes them, by name
-    max_lora_rank: int = 16  # of those, and of those loaded later
-    logit_processors: tuple[str, ...] = ()  # of installed packages, by name; requests may then ask for them
-    profile_dir: str | None = None  # where traces of CPU and GPU go; None: none are taken
+    tp: Annotated[int, Option("GPUs, or on the CPU processes, that the model is split over.")] = 1
+    random_weights: Annotated[int | None, Option("Small random weights; only config.json is read.", metavar="SEED")] = (
+        None
+    )
+    grammar_compile_s: Annotated[float, Option("CPU time that one grammar may take to compile.")] = 2.0
+    grammar_compile_mb: Annotated[int, Option("Memory that it may take to do so.")] = 512
+    lora: dict[str, str] = msgspec.field(default_factory=dict)  # LoRA adapters: folders as PEFT writes them, by name
+    profile_dir: Annotated[str | None, Option("Where an operator's traces of CPU and GPU go.", metavar="DIR")] = None
 
-    calibration: str | None = None  # by which batches are predicted, and those of an emulated engine timed
+    calibration: Annotated[
+        str | None, Option("Predict batches by it: /metrics has the deviation. Emulated: time them.")
+    ] = None
 
     # the emulated one
-    profile: str = "lockstep"
-    speed: float = 1.0
-    answer_tokens: int = 256
-    answers: str | None = None  # a file of what it says, and to what
+    profile: Annotated[str, Option("Emulated: family of scheduler settings: lockstep, sglang, vllm.")] = "lockstep"
+    speed: Annotated[float, Option("Emulated: times faster than real.")] = 1.0
+    answer_tokens: Annotated[int, Option("Emulated: mean length of an answer that ends by itself; 0: none does.")] = 256
+    answers: Annotated[
+        str | None,
+        Option("Emulated: texts of answers, and the prompts that they answer: docs/serving.md.", metavar="FILE"),
+    ] = None
 
     # calls of tools and thoughts in chats: a format's name, auto (what the chat template teaches) or none
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
+    tool_call_parser: Annotated[str, Option("Format of tool calls: hermes, mistral, ...; auto: as its template.")] = (
+        "auto"
+    )
+    reasoning_parser: Annotated[str, Option("Format of thoughts: qwen3, deepseek_r1, ...; auto: as its template.")] = (
+        "auto"
+    )
 
     # HTTP
-    host: str = "127.0.0.1"
-    port: int = 8000
-    allowed_hosts: tuple[str, ...] = ()  # names in Host and Origin, beside this machine's, where there are no keys
-    api_workers: int = 1
-    api_keys: str | None = None  # a file, see keys.py
-    usage_dir: str | None = None  # where it is kept what tenants used; None: as long as the server runs
-    admin_socket: str | None = None  # a Unix socket for the routes of an operator; None: there are none
-    strict: bool = False
-    stored_responses: int = 1000  # of /v1/responses, by tenant, until the server ends; 0: none
-    metrics_compat: tuple[str, ...] = ()
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: LogFormat = "text"
-    otlp_endpoint: str | None = None  # of OpenTelemetry spans, over HTTP; None: there are none
+    host: Annotated[str, Option("Address to listen on. Beyond loopback it needs --api-keys.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port to listen on; 0 takes a free one.")] = 8000
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Option("A name under which a proxy reaches it, without keys; may be repeated.", flag="--allowed-host"),
+    ] = ()
+    api_workers: Annotated[int, Option("Processes that serve HTTP.")] = 1
+    api_keys: Annotated[
+        str | None, Option("A TOML file of keys and the tenants that they belong to.", metavar="FILE")
+    ] = None
+    usage_dir: Annotated[
+        str | None, Option("Where the usage of tenants is kept beyond the server's end.", metavar="DIR")
+    ] = None
+    admin_socket: Annotated[
+        str | None, Option("A Unix socket for an operator's routes; without it there are none.")
+    ] = None
+    strict: Annotated[bool, Option("Refuse unknown fields.")] = False
+    stored_responses: Annotated[int, Option("Answers of /v1/responses that a tenant can have again; 0: none.")] = 1000
+    metrics_compat: Annotated[
+        tuple[str, ...],
+        Option("Metrics under the names of vllm or sglang, too; may be repeated.", choices=("vllm", "sglang")),
+    ] = ()
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("How much to log.")] = "info"
+    log_format: Annotated[LogFormat, Option("Lines of text, or a JSON object each.")] = "text"
+    otlp_endpoint: Annotated[
+        str | None, Option("Where OpenTelemetry spans of requests go: http://HOST:4318/v1/traces.", metavar="URL")
+    ] = None
     limits: Limits = Limits()
 
     # what survives
-    restarts: int = 10  # of the engine, within restart_window_s; 0: when it ends, so does the server
-    restart_window_s: float = 300.0
-    batch_timeout_s: float = 300.0  # an engine that gets nothing done for so long is ended, and restarted; 0: never
-    durability: Literal["none", "interval", "group", "every"] = "none"  # of the journal, see docs/journal.md
-    journal_content: Literal["full", "digests"] = "full"
-    journal_bytes: int = 2**30  # the oldest part expires beyond so many
-    journal_age_s: float | None = None  # what is older expires; None: nothing does by its age
-    snapshot_s: float = 30.0  # between two snapshots, at least
+    restarts: Annotated[
+        int,
+        Option(
+            "Restarts of the engine within --restart-window-s; 0: the server ends with it (with the last of several)."
+        ),
+    ] = 10
+    restart_window_s: Annotated[float, Option("In which so many restarts are too many.")] = 300.0
+    durability: Annotated[
+        Literal["none", "interval", "group", "every"], Option("When it is on disk: docs/journal.md.")
+    ] = "none"
+    journal_content: Annotated[
+        Literal["full", "digests"], Option("With digests alone, a stored journal cannot be continued.")
+    ] = "full"
+    journal_bytes: Annotated[int, Option("The oldest part of it expires beyond so many.")] = (
+        2**30
+    )  # the oldest part expires beyond so many
+    journal_age_s: Annotated[float | None, Option("What is older expires.")] = None
+    snapshot_s: Annotated[float, Option("Seconds between two snapshots, from which an engine is recovered.")] = 30.0
 
     # time
-    slow_reader_s: float = 30.0  # a stream that takes nothing for so long is cancelled
-    stalled_s: float = 120.0  # an engine that does nothing for so long, with requests open, is not well
-    shutdown_s: float = 10.0  # answers get so long to end when the server is to stop
+    slow_reader_s: Annotated[float, Option("A stream that takes nothing for so long is cancelled.")] = 30.0
+    stalled_s: Annotated[
+        float, Option("Seconds without progress after which an engine with open requests is unhealthy.")
+    ] = 120.0
+    shutdown_s: Annotated[float, Option("Answers get so long to end when the server is to stop.")] = 10.0
 
     def __post_init__(self) -> None:
         if self.emulate is not None and self.model is not None:

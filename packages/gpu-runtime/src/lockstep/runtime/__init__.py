@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.runtime.llm import LLM, OutputDelta, Params, RequestOutput, Scored
+    from lockstep.runtime.llm import LLM
+    from lockstep.runtime.outputs import OutputDelta, RequestOutput, Scored
+    from lockstep.runtime.params import Params
 
 __all__ = ["LLM", "Params", "RequestOutput", "OutputDelta", "Scored"]
 
@@ -17,7 +19,8 @@ __all__ = ["LLM", "Params", "RequestOutput", "OutputDelta", "Scored"]
 def __getattr__(name: str) -> Any:
     """The offline API, imported on first use: parts of the runtime are of use without it."""
     if name in __all__:
-        from lockstep.runtime import llm
+        from lockstep.runtime import llm, outputs, params
 
-        return getattr(llm, name)
+        modules = {"LLM": llm, "Params": params}
+        return getattr(modules.get(name, outputs), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,10 +22,10 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import SamplingParams
 from lockstep.host.batches import Int32s, RowContext
+from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.attention import BackendChoice, choose, make
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
@@ -36,7 +36,6 @@ from lockstep.runtime.graphs import (
     CudaGraphs,
     DecodeGraphs,
     EagerGraphs,
-    GraphMode,
     expected_bytes,
     graph_sizes,
 )

@@ -34,11 +34,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.host.adapters import named_folders
+from lockstep.host.engine_options import Numerics
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.errors import DeviceLost
-from lockstep.runtime.llm import LLM, LlmStats, Params, PendingRequest, RequestOutput
+from lockstep.runtime.llm import LLM, LlmStats
+from lockstep.runtime.outputs import PendingRequest, RequestOutput
+from lockstep.runtime.params import Params
 from lockstep.runtime.profiler import Activity
 from lockstep.runtime.ranks import TIMEOUT_S
 from lockstep.runtime.watchdog import TIMEOUT_S as BATCH_TIMEOUT_S

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Protocol, get_args
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import GraphMode
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.memory import MIB, taken_bytes
@@ -49,8 +50,6 @@ Int32s = NDArray[np.int32]
 
 log = logging.getLogger("lockstep.runtime")
 
-GraphMode = Literal["auto", "on", "off", "eager"]
-"""auto: where they can run; on: or an error with the reason; eager: padded alike but not captured, to find faults."""
 
 ROWS_MAX = 512  # of the largest graph, by default; more rows keep a GPU busy without
 

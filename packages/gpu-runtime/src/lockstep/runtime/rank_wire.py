@@ -25,10 +25,8 @@ from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId
 from lockstep.host.batches import BatchResult, ContextOf, RowContext
-from lockstep.host.quantization import Fp8Activations
-from lockstep.runtime.attention.base import Numerics
+from lockstep.host.engine_options import RankOptions
 from lockstep.runtime.errors import RankLost
-from lockstep.runtime.graphs import GraphMode
 from lockstep.runtime.pooling import Pooling
 
 MESSAGE_BYTES_MAX = 1 << 30  # longer lengths are not believed
@@ -40,25 +38,14 @@ _LENGTH = struct.Struct("<I")
 # --------------------------------------------------------------------------------------------------------- to a worker
 
 
-class RankSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every rank makes its part of the model, its pool and its executor from. See `LLM` for the fields."""
+class RankSettings(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of every rank's part of the model, its pool and its executor. See `EngineConfig` for the fields."""
 
     model: str
-    dtype: str
-    attention_backend: str
-    numerics: Numerics
     random_weights_seed: int | None
-    mem_fraction: float
-    cuda_graphs: GraphMode
-    cuda_graph_max_batch: int | None
-    logit_processors: tuple[str, ...]
     pooling: Pooling
     debug: bool
-    max_lora_rank: int
     sched: dict[str, Any]  # of SchedConfig, as given
-    draft_model: str | None = None
-    kv_cache_dtype: str = "auto"
-    fp8_activations: Fp8Activations = "auto"
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

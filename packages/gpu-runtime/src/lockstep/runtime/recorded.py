@@ -15,6 +15,7 @@ import torch
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import KvCacheDtype
 from lockstep.host.grammar_backends import choose_backend, make_backend
 from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
@@ -72,7 +73,7 @@ def make_runner(
     attention_backend: str = "auto",
     cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
     random_weights_seed: int | None = None,
-    kv_cache_dtype: str = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     fp8_activations: Fp8Activations = "auto",
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
@@ -116,12 +117,8 @@ def make_runner(
             model=str(folder.resolve()),
             dtype=dtype,
             attention_backend=attention_backend,
-            numerics="fast",
             random_weights_seed=random_weights_seed,
-            mem_fraction=0.9,
             cuda_graphs=cuda_graphs,
-            cuda_graph_max_batch=None,
-            logit_processors=(),
             pooling=choose_pooling(folder),
             debug=False,
             max_lora_rank=LORA_RANK,

@@ -69,7 +69,7 @@ class Facts:
     def __init__(self, engine: Engine) -> None:
         radix, (running_batch, positions) = engine.memory.radix, engine.everybody
         self.free = engine.memory.pool.free_ids()
-        self.cached = radix.nodes() if radix is not None else []
+        self.cached = radix.nodes()
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
@@ -111,12 +111,12 @@ def check_quiescent(engine: Engine) -> None:
     """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
     check(engine)
     tiers = engine.memory.tiers
-    cached = engine.memory.radix.total_pages if engine.memory.radix is not None else 0
-    cached += tiers.loading_pages if tiers is not None else 0
-    locked = engine.memory.radix.locked_pages if engine.memory.radix is not None else 0
+    cached = engine.memory.radix.total_pages
+    cached += tiers.loading_pages
+    locked = engine.memory.radix.locked_pages
     free_rows = len(engine.memory.table.free_rows)
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
-    if tiers is None or not tiers.device_busy:
+    if not tiers.device_busy:
         _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
@@ -132,10 +132,10 @@ def check_quiescent(engine: Engine) -> None:
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
     hybrid = engine.memory.hybrid
-    at_rest = tiers is None or not tiers.device_busy
-    if hybrid is not None and hybrid.window is not None and at_rest:
+    at_rest = not tiers.device_busy
+    if hybrid.window is not None and at_rest:
         _same("L9 locked window pages", int(hybrid.window.locks.sum()), 0)
-    if hybrid is not None and hybrid.states is not None and at_rest:
+    if hybrid.states is not None and at_rest:
         states = hybrid.states
         _same("L9 slots of state", states.pool.free_count + int((states.page_of >= 0).sum()), states.pool.total)
 
@@ -239,7 +239,7 @@ def _pages(engine: Engine, facts: Facts) -> None:
     owned += [transfer.pages for transfer in transfers]
     given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
     owned += [pages for _, pages in given_up]
-    loads = [] if memory.tiers is None else [one for one in memory.tiers.operations.values() if one.kind == "load"]
+    loads = [one for one in memory.tiers.operations.values() if one.kind == "load"]
     owned += [one.device_pages for one in loads]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
@@ -278,13 +278,13 @@ def _reserve(engine: Engine, facts: Facts) -> None:
 def _locks(engine: Engine, facts: Facts) -> None:
     """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
     radix, table = engine.memory.radix, engine.memory.table
-    if radix is None:
+    if not radix.present:
         return
     handles = [request.handle for request in facts.holders if request.handle is not None]
     handles += [deferred.handle for deferred in engine.memory.deferred_frees if deferred.handle is not None]
     handles += engine.sessions.handles()
     handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
-    if engine.memory.tiers is not None:
+    if engine.memory.tiers.present:
         moves = engine.memory.tiers.operations.values()
         handles += [one.device_handle for one in moves if one.device_handle is not None]
     radix.check(handles, facts.cached)
@@ -420,7 +420,7 @@ def _line(engine: Engine) -> None:
         if limit is not None and request.bypassed > limit:
             _fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
         found = request.matched
-        if radix is not None and found is not None and found.node.version == found.version:
+        if radix.present and found is not None and found.node.version == found.version:
             most = request.cacheable_tokens // engine.config.page_size
             pages = radix.match(request.namespace, request.tokens, most).pages
             if found.pages != pages:
@@ -459,7 +459,7 @@ def _held(engine: Engine) -> None:
 def _adapters(engine: Engine, facts: Facts) -> None:
     """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for somebody."""
     adapters = engine.memory.adapters
-    if adapters is None:
+    if not adapters.present:
         return
     live = {request.row: request.adapter for request in facts.holders}
     for deferred in engine.memory.deferred_frees:
@@ -515,12 +515,11 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         owed = groups.owes_elsewhere() or groups.current.decode_owed
         if groups.several and (owed or not groups.has_place()):
             able = []  # another microbatch may have a place, or goes first, or has the pages that all of this one gave
-        if (adapters := memory.adapters) is not None:
-            able = [one for one in able if adapters.has_place_for(engine.requests[one].adapter)]
+        able = [one for one in able if memory.adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
-    if memory.tiers is not None and memory.tiers.device_busy:
+    if memory.tiers.device_busy:
         alone = False  # a move locks pages, and its answer gives them
     if any(one.slot != NO_SLOT for one in everyone):
         alone = False  # who has one waits for a grammar or for media
@@ -537,7 +536,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
 def _tiers(engine: Engine, facts: Facts) -> None:
     """S1, S9, S32 of the tiers below: each host page has one owner; locks and marks are those of what is under way."""
     tiers = engine.memory.tiers
-    if tiers is None:
+    if not tiers.present:
         return
     moves = list(tiers.operations.values())
     nodes, arriving = tiers.host.nodes(), [one for one in moves if one.kind in ("write", "prefetch")]
@@ -631,7 +630,7 @@ def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -
 def _hybrid(engine: Engine, facts: Facts) -> None:
     """S1, S3, S5, S9, S10 of the pools beside full attention: see `_window` and `_states`."""
     hybrid = engine.memory.hybrid
-    if hybrid is None:
+    if not hybrid.present:
         return
     holders = [
         (request.name, request.row, computed) for request, computed in zip(facts.holders, facts.computed, strict=True)
@@ -660,7 +659,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
     """A window page is free or belongs to one full page that somebody has; what may be read is there and locked."""
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
-    moves = list(memory.tiers.operations.values()) if memory.tiers is not None else []
+    moves = list(memory.tiers.operations.values())
     loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "window"]
     ids = np.sort(np.concatenate((window.pool.free_ids(), window.window_of[with_one], *(one.device for one in loads))))
     if ids.tobytes() != _all_pages(window.pool.total):
@@ -709,7 +708,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. Who copies one locks it."""
     checkpoints = (states.page_of >= 0).nonzero()[0]
     tiers = engine.memory.tiers
-    moves = list(tiers.operations.values()) if tiers is not None else []
+    moves = list(tiers.operations.values())
     loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
     owners = {
         "on their way": [slot for one in loads for slot in one.device.tolist()],
@@ -740,9 +739,9 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
 
 def _progress(engine: Engine) -> None:
     """L2: never does a launch opportunity leave waiting work alone on an idle device."""
-    if engine.memory.tiers is not None and engine.memory.tiers.awaited:
+    if engine.memory.tiers.awaited:
         return
-    if engine.memory.adapters is not None and engine.memory.adapters.loading:
+    if engine.memory.adapters.loading:
         return
     if engine.transfers.holds_pages:
         return  # which come back when it ends

@@ -118,7 +118,7 @@ class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     def fold(self, engine: Engine, event: ObservedEvent) -> tuple[str, ...]:
         """Follow an event that the engine has stepped. Returns names that nobody needs any more."""
         adapters = engine.memory.adapters
-        if adapters is None:
+        if not adapters.present:
             return ()
         if isinstance(event, ControlRequested) and isinstance(event.control, LoadAdapterControl):
             name, version = event.control.adapter, event.control.version
@@ -165,7 +165,7 @@ class AdapterRegistry:
         self._host, self._shelf, self._source_of = host, shelf, source_of
         self._lock = threading.Lock()  # versions rise in the order of the engine's inbox
         known = host.engine.memory.adapters
-        if known is None:
+        if not known.present:
             raise ConfigError(LORA_OFF)
         self._known = known
 

@@ -46,6 +46,7 @@ class Option:
         metavar: what stands for the value in help.
         default: what the absence of the flag means, in place of the field's default.
         commands: the commands that take the option; empty: every command that takes options of the struct.
+        choices: texts that the value may be, where its type does not have them.
         separator: the flag may be repeated, and the values are joined by this text into one.
         negatable: of a switch: there is `--no-FLAG`, too.
         text: writes the value as the flag's one word. Such a flag arrives as text, or as None where it is not given.
@@ -57,6 +58,7 @@ class Option:
     metavar: str = ""
     default: str = ""
     commands: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
     separator: str = ""
     negatable: bool = False
     text: Callable[[Any], str] | None = None
@@ -161,7 +163,7 @@ def _options_in(struct: type) -> Mapping[str, OptionField]:
             kind, *notes = get_args(hint)
             for option in (note for note in notes if isinstance(note, Option)):
                 kind, multiple, choices = _kind_of(kind)
-                found[name] = OptionField(name, kind, multiple, default, choices, option)
+                found[name] = OptionField(name, kind, multiple, default, option.choices or choices, option)
     return found
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import Numerics
 from lockstep.runtime import triton_trial
-from lockstep.runtime.attention.base import AttentionBackend, Numerics
+from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.kv_pool import KvPool
 
 __all__ = ["NAMES", "WRONG", "AttentionBackend", "Choice", "Numerics", "choose", "make"]

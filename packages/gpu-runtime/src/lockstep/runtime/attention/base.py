@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
-
-Numerics = Literal["fast", "invariant"]
 
 
 class AttentionBackend(Protocol):

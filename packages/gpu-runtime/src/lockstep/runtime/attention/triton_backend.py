@@ -11,8 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.host.engine_options import Numerics
 from lockstep.runtime.attention import kernels
-from lockstep.runtime.attention.base import Numerics
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.kv_pool import KvPool
 

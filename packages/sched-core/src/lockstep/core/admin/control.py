@@ -143,7 +143,7 @@ class Controls:
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
         tiers = self._scheduler.memory.tiers
-        if tiers is not None and tiers.operations:
+        if tiers.operations:
             return f"not idle: pages move between cache tiers, in {len(tiers.operations)} operations"
         self._scheduler.void_kv()
         self._scheduler.memory.empty_cache("flush", step)
@@ -292,11 +292,11 @@ class Controls:
 
     def _load_adapter(self, control_id: int, control: LoadAdapterControl, step: Step) -> str | None:
         adapters = self._scheduler.memory.adapters
-        return adapters.register(control) if adapters is not None else NO_LORA
+        return adapters.register(control) if adapters.present else NO_LORA
 
     def _unload_adapter(self, control_id: int, control: UnloadAdapterControl, step: Step) -> str | None:
         adapters = self._scheduler.memory.adapters
-        if adapters is None:
+        if not adapters.present:
             return NO_LORA
         return adapters.withdraw(control.adapter, control_id) or LATER
 

@@ -89,7 +89,7 @@ class Maintenance:
 
     def tell_tiers(self) -> None:
         """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
-        if self._scheduler.memory.tiers is not None:
+        if self._scheduler.memory.tiers.present:
             self._scheduler.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, step: Step) -> None:
@@ -103,15 +103,11 @@ class Maintenance:
                 job.begun = True
                 self._make_way(job, step)
             adapters = self._scheduler.memory.adapters
-            if (
-                self._scheduler.in_flight
-                or (job.lets_run and self._scheduler.active)
-                or (adapters is not None and adapters.loading)
-            ):
+            if self._scheduler.in_flight or (job.lets_run and self._scheduler.active) or adapters.loading:
                 return
             if job.lets_run and self._scheduler.transfers_hold_pages:
                 return
-            if self._scheduler.memory.tiers is not None and self._scheduler.memory.tiers.device_busy:
+            if self._scheduler.memory.tiers.device_busy:
                 return
             self._order(job, step)
 
@@ -185,7 +181,7 @@ class Maintenance:
                 if "kv_cache" in tags:
                     self._scheduler.void_kv()
                     self._scheduler.memory.empty_cache("release", step)
-                if "weights" in tags and self._scheduler.memory.adapters is not None:
+                if "weights" in tags:
                     self._scheduler.memory.adapters.void()
                 step.commands.append(ReleaseDeviceMemory(tags, generation))
             case ResumeMemory():

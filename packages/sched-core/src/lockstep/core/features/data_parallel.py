@@ -183,7 +183,7 @@ def _is_full(scheduler: LaunchView) -> bool:
     if not scheduler.microbatches.has_place():
         return True
     hybrid = scheduler.memory.hybrid
-    return hybrid is not None and hybrid.full(everybody(scheduler))
+    return hybrid.full(everybody(scheduler))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:

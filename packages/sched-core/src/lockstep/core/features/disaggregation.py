@@ -383,7 +383,7 @@ class Transfers:
         Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
         """
         held_up = (
-            self._scheduler.memory.hybrid is not None
+            self._scheduler.memory.hybrid.present
             and not self._scheduler.in_flight
             and not self._scheduler.everybody[0].size
         )
@@ -477,8 +477,7 @@ class Transfers:
             step.wake_by(transfer.due_us)
 
     def _unlock(self, transfer: Transfer, step: Step) -> None:
-        if self._scheduler.memory.hybrid is not None:
-            self._scheduler.memory.hybrid.quarantine(transfer.request_id)
+        self._scheduler.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
             self._scheduler.memory.let_go(transfer.handle, transfer.namespace, step)
             transfer.handle = None
@@ -606,16 +605,16 @@ class Transfers:
         if self._sessions.open:
             self._sessions.yield_until(memory, lambda: self._fits(request, memory.match_to_receive(request)), step)
         match = memory.match_to_receive(request)
-        cached = match.pages if match is not None else 0
+        cached = match.pages
         pages = self._pages_of(request, match)
         if not self._fits(request, match):
             return False
         path = memory.path_of(match)
-        if memory.radix is not None and match is not None:
-            transfer.handle, transfer.namespace = memory.radix.lock(match), request.namespace
+        transfer.handle = memory.radix.hold(match)
+        if transfer.handle is not None:
+            transfer.namespace = request.namespace
         transfer.pages = memory.alloc(pages, "admission", step)
-        if memory.hybrid is not None:
-            memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
+        memory.hybrid.receive(request, path, transfer.pages, self._first_stop(request), step)
         transfer.start_tokens, transfer.weights = cached * page_size, memory.weights_version
         transfer.slot = self.free_slots.pop()
         self._move(transfer, "allocated", step)
@@ -631,7 +630,7 @@ class Transfers:
             slot=transfer.slot,
             weights_version=transfer.weights,
             adapter_version=request.adapter.version,
-            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]) if memory.hybrid is not None else None,
+            hybrid=memory.hybrid.to_receive(request, transfer.pages[:written]),
         )
         step.commands.append(start)
         return True
@@ -658,10 +657,9 @@ class Transfers:
         page_size, reserved = self._scheduler.config.page_size, self.settings.reserved_tokens
         if pages > free:
             return False
-        if memory.hybrid is not None:
-            path, stop = memory.path_of(match), self._first_stop(request)
-            if not memory.hybrid.has_room_to_receive(self._scheduler, request, path, stop, None if alone else reserved):
-                return False
+        path, stop = memory.path_of(match), self._first_stop(request)
+        if not memory.hybrid.has_room_to_receive(self._scheduler, request, path, stop, None if alone else reserved):
+            return False
         if alone:
             return True  # the pool is its own: what passed the entry check fits
         if self._scheduler.config.reserve == "full":
@@ -719,7 +717,7 @@ class Transfers:
                 weights_version=transfer.weights,
                 cached_tokens=max(request.cached_tokens, 0),
                 adapter_version=request.adapter.version,
-                hybrid=hybrid.to_send(request, start, pages, last=last) if hybrid is not None else None,
+                hybrid=hybrid.to_send(request, start, pages, last=last),
             )
             step.commands.append(part)
             transfer.given_tokens = stop
@@ -748,7 +746,7 @@ class Transfers:
                 break
             if not self._scheduler.microbatches.has_place():
                 break
-            if request.holds > 1 or (adapters is not None and not adapters.has_place_for(request.adapter)):
+            if request.holds > 1 or not adapters.has_place_for(request.adapter):
                 continue  # for its grammar, or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)

@@ -378,7 +378,7 @@ class Sessions:
     def _hold_cached(self, session: Session) -> None:
         """Hold whatever of the session's tokens the radix cache has."""
         memory = self._scheduler.memory
-        if memory.radix is None or self._scheduler.config.session_kv != "hold" or not session.tokens:
+        if not memory.radix.present or self._scheduler.config.session_kv != "hold" or not session.tokens:
             return
         pages = session.length // self._scheduler.config.page_size
         match = memory.radix.match(memory.keyed(session.namespace), session.tokens, pages)

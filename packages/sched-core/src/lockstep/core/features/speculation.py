@@ -196,8 +196,7 @@ class Speculator:
         """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
         memory, microbatches, config = self._scheduler.memory, self._scheduler.microbatches, self._scheduler.config
         available = memory.available_pages
-        if memory.hybrid is not None:
-            available = memory.hybrid.pages_for_drafts(available)
+        available = memory.hybrid.pages_for_drafts(available)
         return available - microbatches.pages_of_others(
             config.page_size, max(config.decode_look_ahead, config.decode_steps_per_launch)
         )

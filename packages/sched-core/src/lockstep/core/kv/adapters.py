@@ -17,7 +17,7 @@ slot that somebody further ahead waits for is not taken by those behind; otherwi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -54,6 +54,8 @@ class Registered(NamedTuple):
 
 class Adapters:
     """The adapters of one engine."""
+
+    present: ClassVar[bool] = True  # False: LoRA is off
 
     def __init__(self, slots: int) -> None:
         self.slots = [Slot() for _ in range(slots)]
@@ -117,9 +119,8 @@ class Adapters:
                 return i
         return NO_SLOT
 
-    def taken(self, taken: RowTaken, adapter: Adapter) -> RowTaken:
-        """What the executor is told of a row that begins to use an adapter."""
-        self.take(taken.row, adapter)
+    def described(self, taken: RowTaken, adapter: Adapter) -> RowTaken:
+        """What the executor receives about a row that begins to use an adapter."""
         return msgspec.structs.replace(
             taken, adapter=adapter.name, adapter_version=adapter.version, adapter_slot=self.slot_of(adapter)
         )
@@ -224,8 +225,8 @@ class Adapters:
 
     # -------------------------------------------------------------------------------------------------------- snapshot
 
-    def dump(self) -> dict[str, Any]:
-        """The state in builtins."""
+    def dump(self) -> dict[str, Any] | None:
+        """The state in builtins; None where LoRA is off."""
         return {
             "slots": [(slot.adapter, slot.loading, slot.used) for slot in self.slots],
             "registered": self.registered,
@@ -250,3 +251,38 @@ class Adapters:
             adapters.take(row, Adapter(*adapter))
         adapters.uses = state["uses"]
         return adapters
+
+
+class NoAdapters(Adapters):
+    """Adapters of an engine without LoRA: every request runs on BASE, and rows use nothing."""
+
+    present = False
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def named(self, name: str) -> Adapter:
+        """BASE, whatever the name is: validation refuses the others."""
+        return BASE
+
+    def has_place_for(self, adapter: Adapter) -> bool:
+        """True: BASE needs no slot."""
+        return True
+
+    def described(self, taken: RowTaken, adapter: Adapter) -> RowTaken:
+        """The row as it is."""
+        return taken
+
+    def end_withdrawals(self, live: Iterable[Adapter], step: Step) -> None:
+        """Nothing is ever withdrawn."""
+
+    def load_for(self, line: list[Adapter], step: Step) -> None:
+        """Nothing is ever loaded."""
+
+    def dump(self) -> None:
+        """No part of a snapshot."""
+
+
+def adapters_of(state: dict[str, Any] | None) -> Adapters:
+    """The adapters of a snapshot."""
+    return NoAdapters() if state is None else Adapters.load(state)

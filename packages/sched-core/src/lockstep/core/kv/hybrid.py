@@ -50,9 +50,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
@@ -552,7 +553,7 @@ class WindowPool:
         """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
         moved. An underestimate."""
         memory, found, locks = engine.memory, 0, self.locks
-        if memory.tiers is not None:
+        if memory.tiers.operations:
             moving = memory.tiers.window_locks()
             locks = self.locks - moving
             found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
@@ -804,6 +805,8 @@ class StatePool:
 class Hybrid:
     """What a model has beside full attention, of one engine. Built by its `Memory`."""
 
+    present: ClassVar[bool] = True  # False: all layers have full attention
+
     def __init__(
         self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
     ) -> None:
@@ -813,6 +816,10 @@ class Hybrid:
         self.states = StatePool(config, settings, table, in_flight) if settings.state_slots else None
         self.table = table
         self.in_flight = in_flight
+
+    def pool_of(self, pool: PagePool) -> PagePool:
+        """The pool of full pages, such that a page that comes back gives its blocks back."""
+        return FullPages(pool, self)
 
     # ------------------------------------------------------------------------------------------------------- admission
 
@@ -892,7 +899,7 @@ class Hybrid:
             rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
             taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
             taken += sum(len(slots) for slots in self.states.coming.values())
-            taken += memory.tiers.slots_moving if memory.tiers is not None else 0
+            taken += memory.tiers.slots_moving
             if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
                 return 0
         if self.window is None:
@@ -1022,8 +1029,9 @@ class Hybrid:
 
     # ---------------------------------------------------------------------------------------------------------- memory
 
-    def take_row(self, row: int, path: Int32s, step: Step) -> None:
-        """A row starts behind these cached pages."""
+    def take_row(self, row: int, cached: int, step: Step) -> None:
+        """A row starts behind its first `cached` pages, which the radix cache has."""
+        path = self.table.pages[row, :cached].copy()
         if self.window is not None:
             self.window.take_row(row, path)
         if self.states is not None:
@@ -1036,8 +1044,11 @@ class Hybrid:
         if self.states is not None:
             self.states.receive(request.request_id, step)
 
-    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer:
-        """Where that goes; `pages`: those that will be written, the last of them with the end of the prompt."""
+    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
+        """Where that goes; `pages`: those that will be written, the last of them with the end of the prompt.
+
+        None: the model has nothing beside pages.
+        """
         windows, slot = NO_ROWS, NONE
         if self.window is not None:
             first = -(-request.prompt_tokens // self.page_size) - pages.size
@@ -1264,6 +1275,66 @@ class Hybrid:
             states.unwritten = dict(of.get("unwritten", ()))
             for name in STATE_COLUMNS:
                 setattr(states, name, np.frombuffer(of[name], getattr(states, name).dtype).copy())
+
+
+class FullAttention(Hybrid):
+    """Memory of a model whose layers all have full attention: neither window pages nor states, and nothing to do."""
+
+    present = False
+
+    def __init__(self, config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> None:
+        self.page_size = config.page_size
+        self.by_one = True  # of windows, which there are none of
+        self.window = None
+        self.states = None
+        self.table = table
+        self.in_flight = in_flight
+
+    def pool_of(self, pool: PagePool) -> PagePool:
+        """The pool: its pages have no blocks."""
+        return pool
+
+    def continued(self, radix: RadixCache, match: Match, tokens: bytes) -> Match:
+        """The match: a request can go on from any page boundary."""
+        return match
+
+    def take_row(self, row: int, cached: int, step: Step) -> None:
+        """A row has nothing beside its pages."""
+
+    def would_start(
+        self,
+        engine: EngineView,
+        request: Request,
+        span: tuple[int, int],
+        path: Int32s,
+        budget: PrefillBudget,
+        leaving: list[int],
+        then: Int32s,
+    ) -> int:
+        """All tokens of the span."""
+        return span[1]
+
+    def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
+        """None: pages are all that comes."""
+        return None
+
+    def collected(self, batch: InFlight) -> None:
+        """Nothing is held beside pages."""
+
+    def completed_in_run(self, plan: BatchPlan, oldest: BatchId, step: Step) -> BatchPlan:
+        """The plan as it is."""
+        return plan
+
+    def completed(self, plan: BatchPlan, step: Step) -> BatchPlan:
+        """The plan as it is."""
+        return plan
+
+
+def hybrid_of(config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> Hybrid:
+    """The memory beside full attention that these settings have."""
+    if config.hybrid is UNSET:
+        return FullAttention(config, table, in_flight)
+    return Hybrid(config, config.hybrid, table, in_flight)
 
 
 WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")

@@ -18,19 +18,20 @@ Nothing here chooses: the engine says who takes a row, who leaves and what is pu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
-from msgspec import UNSET
 
 from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
-from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import FullPages, Hybrid
+from lockstep.core.kv.adapters import Adapters, NoAdapters
+from lockstep.core.kv.hybrid import hybrid_of
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, RadixCache, RadixNode
-from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.radix import Match, NoRadixCache, RadixCache, RadixNode
+from lockstep.core.kv.resource import Resource, overrides
+from lockstep.core.kv.tiers import tiers_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
@@ -96,8 +97,8 @@ class Memory:
         self.in_flight = in_flight
         self.table = RequestTable(config.rows_max, config.page_size)
         self.pool = PagePool(config.pages)
-        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else None
-        self.adapters = Adapters(config.max_loras) if config.max_loras else None  # None: LoRA is off
+        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
+        self.adapters = Adapters(config.max_loras) if config.max_loras else NoAdapters()
         self.deferred_frees: list[DeferredFree] = []
         self.deferred_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
@@ -105,50 +106,52 @@ class Memory:
         self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
         self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
         self.weights_version = 0
-        self.tiers = Tiers(config.tiers, self) if config.tiers is not UNSET else None  # None: nothing below the device
-        self.hybrid: Hybrid | None = None  # None: all layers have full attention
-        if config.hybrid is not UNSET:
-            self.hybrid = Hybrid(config, config.hybrid, self.table, in_flight)
-            self.pool = FullPages(self.pool, self.hybrid)
+        self.tiers = tiers_of(self)
+        self.hybrid = hybrid_of(config, self.table, in_flight)
+        self.pool = self.hybrid.pool_of(self.pool)
+        self._takes: tuple[Callable[[int, Request], None], ...] = ()  # of resources that go with a row
+        self._releases: tuple[Callable[[int], None], ...] = ()
+        self._voids: tuple[Callable[[], None], ...] = ()
+
+    def serve(self, resources: tuple[Resource, ...]) -> None:
+        """From now on these are taken and released with rows, in this order, and void when the device's memory is."""
+        self._takes = tuple(one.take for one in resources if overrides(one, "take"))
+        self._releases = tuple(one.release for one in resources if overrides(one, "release"))
+        self._voids = tuple(one.void for one in resources if overrides(one, "void"))
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones nobody holds."""
-        cached = self.radix.evictable_pages if self.radix is not None else 0
-        return self.pool.free_count + cached
+        """Pages that can be had now: free ones, and cached ones that no lock holds."""
+        return self.pool.free_count + self.radix.evictable_pages
 
     def all_below(self, share: float) -> bool:
-        """Whether less than this share of each pool is held by somebody."""
+        """Whether less than this share of each pool is in use."""
         total = self.config.pages
-        below = total - self.available_pages < share * total
-        return below and (self.hybrid is None or self.hybrid.all_below(share))
+        return total - self.available_pages < share * total and self.hybrid.all_below(share)
 
-    def match(self, request: Request) -> Match | None:
-        """The cached prefix of a request that waits, as far as it may use it."""
-        if self.radix is None:
-            return None
+    def match(self, request: Request) -> Match:
+        """The cached prefix of a waiting request, as far as it may use it."""
         most = request.cacheable_tokens // self.config.page_size
         found = self.radix.match(request.namespace, request.tokens, most)
-        return found if self.hybrid is None else self.hybrid.continued(self.radix, found, request.tokens)
+        return self.hybrid.continued(self.radix, found, request.tokens)
 
-    def match_to_receive(self, request: Request) -> Match | None:
-        """What need not come of the prompt of a request whose KV is computed elsewhere.
+    def match_to_receive(self, request: Request) -> Match:
+        """The part of a prompt that need not come, of a request whose KV is computed by another engine.
 
-        Not what a batch in flight is still to compute: if that failed, nobody would send it.
+        Pages that a batch in flight is still to compute do not count: if that batch failed, they would never be sent.
         """
-        if self.radix is None or not (self.pending or self.hybrid is not None):
+        if not (self.pending or self.hybrid.present):
             return self.match(request)
         found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
         path = self.computed_of(self.path_of(found))
-        pages = path.size if self.hybrid is None else self.hybrid.pages_to_receive_behind(path, request)
+        pages = self.hybrid.pages_to_receive_behind(path, request)
         return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
 
     def computed_of(self, path: Int32s) -> Int32s:
         """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
         for pending in self.pending:
-            assert self.radix is not None
             awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
             if awaited.any():
                 path = path[: int(awaited.argmax())]
@@ -156,7 +159,7 @@ class Memory:
 
     def path_of(self, match: Match | None) -> Int32s:
         """The pages of a match, int32 [pages]."""
-        if self.radix is None or match is None or match.node is None:
+        if match is None or match.node is None:
             return NO_ROWS
         return self.radix.pages_of(match.node)[: match.pages]
 
@@ -182,7 +185,7 @@ class Memory:
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return deferred + deferred_rows + ending + (self.tiers.returning_pages() if self.tiers is not None else 0)
+        return deferred + deferred_rows + ending + self.tiers.returning_pages()
 
     def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
@@ -231,7 +234,7 @@ class Memory:
     def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
         """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
         missing = pages - self.pool.free_count
-        if missing > 0 and self.radix is not None:
+        if missing > 0 and self.radix.evictable_pages:
             evicted = self._evicted(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
             self.pool.free(evicted)
             step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
@@ -240,18 +243,16 @@ class Memory:
     def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
         row = self._row_taken(request)
-        if self.radix is not None and match is not None:
-            if self.tiers is not None:
-                self.tiers.used(match)
-            request.handle = self.radix.lock(match)
+        if match is not None:
+            self.tiers.used(match)
+            handle = request.handle = self.radix.hold(match)
             request.protected_pages = match.pages
-            if match.pages:
-                pages = self.radix.pages_of(request.handle)
+            if handle is not None and match.pages:
+                pages = self.radix.pages_of(handle)
                 self.table.pages[row, : match.pages] = pages
                 self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = request.protected_pages * self.config.page_size
-        if self.hybrid is not None:
-            self.hybrid.take_row(row, self.table.pages[row, : request.protected_pages].copy(), step)
+        self.hybrid.take_row(row, request.protected_pages, step)
         return row
 
     def reach(self, request: Request, stop: int, step: Step) -> None:
@@ -263,15 +264,13 @@ class Memory:
             pages = self.alloc(last - first, "admission", step)
             self.table.pages[request.row, first:last] = pages
             self.rewrites.append(Rewrite(request.row, first, pages))
-            if self.hybrid is not None:
-                self.hybrid.open(pages, step)
+            self.hybrid.open(pages, step)
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
         """One more page for each of these rows, at these places of their tables. int32 [n] both."""
         pages = self.alloc(rows.size, "decode", step)
         self.table.write_pages(rows, index, pages)
-        if self.hybrid is not None:
-            self.hybrid.open(pages, step)
+        self.hybrid.open(pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
@@ -340,43 +339,33 @@ class Memory:
         row, kept = deferred.row, deferred.protected_pages
         held = -(-deferred.computed // page_size)
         pages = self.table.pages[row]
-        if self.hybrid is not None:
-            self.hybrid.let_go(row, held)
-        if self.radix is not None:
-            stale, backed_up = self.is_stale(deferred.namespace), None
-            whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
-            if deferred.publish and not stale and whole > kept:
-                tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
-                inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
-                already = inserted.already
-                backed_up = inserted.node
-                if self.tiers is not None and self.hybrid is None:
-                    self.tiers.back_up(inserted.node, whole, step)
-                if already > kept:
-                    if self.hybrid is not None:
-                        self.hybrid.fill(pages[kept:already], self.radix.pages_of(inserted.node)[kept:already])
-                    self.pool.free(pages[kept:already].copy())
-                    if self.hybrid is not None:
-                        pages[kept:already] = self.radix.pages_of(inserted.node)[kept:already]
-                kept = whole
-            if self.hybrid is not None:
-                self.hybrid.left(row, pages[:kept])
-                if self.tiers is not None and backed_up is not None:
-                    self.tiers.back_up(backed_up, kept, step)
-            if deferred.handle is not None:
-                self.let_go(deferred.handle, deferred.namespace, step)
-        elif self.hybrid is not None:
-            self.hybrid.left(row, pages[:0])
+        whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
+        published = None
+        self.hybrid.let_go(row, held)
+        if deferred.publish and self.radix.present and whole > kept and not self.is_stale(deferred.namespace):
+            tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
+            inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
+            already, published = inserted.already, inserted.node
+            if already > kept:
+                cached = self.radix.pages_of(published)[kept:already]
+                self.hybrid.fill(pages[kept:already], cached)
+                self.pool.free(pages[kept:already].copy())
+                pages[kept:already] = cached
+            kept = whole
+        self.hybrid.left(row, pages[:kept])
+        if published is not None:
+            self.tiers.back_up(published, kept, step)
+        if deferred.handle is not None:
+            self.let_go(deferred.handle, deferred.namespace, step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
         self.table.free_row(row)
-        if self.adapters is not None:
-            self.adapters.give_back(row)
+        for release in self._releases:
+            release(row)
 
     def let_go(self, handle: RadixNode, namespace: str, step: Step) -> None:
-        """Unlock a path. Of weights that were replaced nothing stays cached that nobody holds."""
-        assert self.radix is not None
+        """Unlock a path. KV of weights that were replaced is evicted as soon as no lock holds it."""
         cached = self.radix.evictable_pages
         self.radix.unlock(handle)
         if self.is_stale(namespace) and self.radix.evictable_pages > cached:
@@ -390,16 +379,16 @@ class Memory:
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
         if request.extras is not None:
             taken = with_extras(taken, request.extras)
-        if self.adapters is not None:
-            taken = self.adapters.taken(taken, request.adapter)
-        self.rows_taken.append(taken)
+        self.rows_taken.append(self.adapters.described(taken, request.adapter))
+        for take in self._takes:
+            take(row, request)
         return row
 
     def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
         """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
         `pages`. Returns the row."""
         row = self._row_taken(request)
-        if self.radix is not None and handle is not None:
+        if handle is not None:
             request.handle = handle
             request.protected_pages = handle.stop
             pages = np.concatenate((self.radix.pages_of(handle), pages))
@@ -407,8 +396,7 @@ class Memory:
         self.table.pages[row, : pages.size] = pages
         self.rewrites.append(Rewrite(row, 0, pages))
         request.computed = computed
-        if self.hybrid is not None:
-            self.hybrid.adopt_row(row, request.request_id)
+        self.hybrid.adopt_row(row, request.request_id)
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:
@@ -417,8 +405,7 @@ class Memory:
 
     def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
         """A transfer is over: free `pages`, and what a row that it read has given up since."""
-        if self.hybrid is not None:
-            self.hybrid.received(request_id)
+        self.hybrid.received(request_id)
         if pages.size:
             self.pool.free(pages)
         for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:
@@ -440,12 +427,10 @@ class Memory:
         self.deferred_pages = []
         self.rewrites = []
         self.pending = []
-        if self.hybrid is not None:
-            self.hybrid.void()
-        if self.adapters is not None:
-            self.adapters.void()
-        if self.radix is not None:
-            self.pool.free(self.radix.reset())
+        self.hybrid.void()
+        for void in self._voids:
+            void()
+        self.pool.free(self.radix.reset())
 
     # ------------------------------------------------------------------------------------------------------------ share
 
@@ -457,11 +442,11 @@ class Memory:
         """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
-        if radix is None or pages <= request.protected_pages or self.is_stale(request.namespace):
+        if not radix.present or pages <= request.protected_pages or self.is_stale(request.namespace):
             return
         mine = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
-        if writer is not None and self.hybrid is not None:
+        if writer is not None and self.hybrid.present:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
             if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
                 return  # once it is computed
@@ -473,8 +458,7 @@ class Memory:
             twice = slice(request.protected_pages, already)
             duplicates = mine[twice].copy()
             mine[twice] = radix.pages_of(node)[twice]
-            if self.hybrid is not None:
-                self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
+            self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
             self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
             self._free_behind(row, duplicates)
         if request.handle is not None:
@@ -485,10 +469,9 @@ class Memory:
             self.pending += [Pending(batch_id, node, already) for batch_id in self._writers(request)]
         request.handle = node
         request.protected_pages = pages
-        if self.hybrid is not None:
-            self.hybrid.published(row, pages)
-            if writer is not None:
-                self.hybrid.share(row, mine, already)
+        self.hybrid.published(row, pages)
+        if writer is not None:
+            self.hybrid.share(row, mine, already)
         self.trim(step)
 
     def _writers(self, request: Request) -> list[BatchId]:
@@ -497,7 +480,7 @@ class Memory:
         Those that compute it: all chunks of one page, too. Of a hybrid model every chunk of the request: each begins
         with the state and the windows that the one before it leaves, though its pages may be cached already.
         """
-        known = self.config.page_size * request.protected_pages if self.hybrid is None else 0
+        known = 0 if self.hybrid.present else self.config.page_size * request.protected_pages
         found: list[BatchId] = []
         for batch in self.in_flight:
             stops = batch.plan.stops[batch.plan.rows == request.row]
@@ -512,10 +495,9 @@ class Memory:
     def invalidate_pending(self, batch_id: BatchId) -> list[int]:
         """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""
         invalidated: list[int] = []
-        if self.radix is not None:
-            for pending in self.pending:
-                if pending.batch_id == batch_id:
-                    invalidated += [node.number for node in self.radix.invalidate(pending.node, pending.pages)]
+        for pending in self.pending:
+            if pending.batch_id == batch_id:
+                invalidated += [node.number for node in self.radix.invalidate(pending.node, pending.pages)]
         self.computed(batch_id)
         self.deferred_frees = [
             deferred._replace(publish=False)
@@ -526,10 +508,10 @@ class Memory:
         return invalidated
 
     def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
-        """Empty the radix cache of what nobody holds."""
-        if self.radix is not None and self.radix.evictable_pages:
+        """Evict from the radix cache all that no lock holds."""
+        if self.radix.evictable_pages:
             self._evict(self.radix.evictable_pages, reason, step)
-        if self.tiers is not None and reason != "release":
+        if reason != "release":
             self.tiers.empty()
 
     def change_weights(self, version: int, step: Step) -> None:
@@ -540,29 +522,23 @@ class Memory:
         """
         self.weights_version = version
         self.empty_cache("weights", step)
-        if self.radix is not None:
-            self.radix.epoch += 1  # equal tokens match something else now
+        self.radix.epoch += 1  # equal tokens match something else now
 
     def lock_node(self, node: RadixNode) -> None:
         """Hold the path down to a node of the radix cache."""
-        assert self.radix is not None
         self.radix.lock_node(node)
 
     def unlock(self, node: RadixNode) -> None:
         """Give a path back that `lock_node` or the radix cache's `lock` held."""
-        assert self.radix is not None
         self.radix.unlock(node)
 
     def _evicted(self, pages: int, step: Step) -> Int32s:
         """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
-        assert self.radix is not None
-        return self.radix.evict(pages) if self.tiers is None else self.tiers.evict(pages, step)
+        return self.tiers.evict(pages, step)
 
     def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
-        assert self.radix is not None
         evicted = self.radix.evict(pages)
-        if self.tiers is not None:
-            self.tiers.forget(evicted)
+        self.tiers.forget(evicted)
         self.pool.free(evicted)
         step.decided.append(PagesEvicted(step.time_us, pages, reason))
 
@@ -579,7 +555,7 @@ class Memory:
 
     def trim(self, step: Step) -> None:
         """Hold the radix cache to its cap."""
-        if self.radix is not None and self.radix.capacity_pages is not None:
+        if self.radix.capacity_pages is not None:
             trimmed = self._evicted(self.radix.total_pages - self.radix.capacity_pages, step)
             if trimmed.size:
                 self.pool.free(trimmed)

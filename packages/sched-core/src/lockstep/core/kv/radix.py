@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -118,6 +118,8 @@ class Inserted(Struct, frozen=True):
 
 class RadixCache:
     """Match, insert, lock and evict pages by token prefix."""
+
+    present: ClassVar[bool] = True  # False: the engine has no radix cache
 
     __slots__ = (
         "_next_number",
@@ -221,6 +223,10 @@ class RadixCache:
             self._stamp(node)
         self.lock_node(node)
         return node
+
+    def hold(self, match: Match) -> RadixNode | None:
+        """As `lock`; None: there is no cache, so nothing to lock and nothing to unlock."""
+        return self.lock(match)
 
     def lock_node(self, node: RadixNode) -> None:
         """Take a handle on a node of the tree; nothing is stamped. Raises: LockError if the node was evicted."""
@@ -376,8 +382,8 @@ class RadixCache:
 
     # ---- snapshot
 
-    def dump(self) -> dict[str, Any]:
-        """The state in builtins. Handles are kept under `node.number`."""
+    def dump(self) -> dict[str, Any] | None:
+        """The state in builtins. Handles are kept under `node.number`. None: there is no cache."""
         trees: dict[str, list[tuple[int, int, int, int, bytes, bytes, bool]]] = {}
         for node in self.walk():
             parent = -1 if node.parent is None else node.parent.number
@@ -415,7 +421,7 @@ class RadixCache:
         cache.epoch, cache._tick, cache._next_number = state["epoch"], state["tick"], state["next_number"]
         return cache
 
-    # ---- the tree's own hands
+    # ---- parts of the operations above
 
     def _descend(self, node: RadixNode, tokens: bytes, limit: int) -> tuple[RadixNode, int]:
         """The node in which the longest cached prefix of at most `limit` pages ends, and its pages.
@@ -579,6 +585,35 @@ class RadixCache:
                 raise InvariantError(f"S10: {node} is more recent than its parent {parent}")
             if not locks and not node.queued and not node.children:
                 raise InvariantError(f"S11: evictable leaf {node} is not queued")
+
+
+class NoRadixCache(RadixCache):
+    """The radix cache of an engine without one: nothing matches, nothing is held, nothing is kept."""
+
+    __slots__ = ()
+    present = False
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def match(self, namespace: str, tokens: bytes, max_pages: int) -> Match:
+        """An empty match."""
+        return Match(namespace, None, 0, 0, 0)
+
+    def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
+        """The end of an empty match, which stands for ever."""
+        return Found(self.nowhere, 0, 0)
+
+    def hold(self, match: Match) -> None:
+        """No handle: there is nothing to lock."""
+
+    def dump(self) -> None:
+        """No part of a snapshot."""
+
+
+def radix_cache_of(state: dict[str, Any] | None) -> RadixCache:
+    """The radix cache of a snapshot."""
+    return NoRadixCache() if state is None else RadixCache.load(state)
 
 
 def _below(node: RadixNode) -> Iterator[RadixNode]:

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -152,6 +152,8 @@ class LoadCandidate(msgspec.Struct):
 class Tiers:
     """Host memory and storage of one engine. Built by its `Memory`, whose radix cache and page pool are the device."""
 
+    present: ClassVar[bool] = True  # False: there is nothing below the device
+
     def __init__(self, settings: CacheTiers, memory: Memory) -> None:
         self.settings = settings
         self.memory = memory
@@ -234,7 +236,6 @@ class Tiers:
     def used(self, match: Match) -> None:
         """A request starts behind these cached pages."""
         if match.node is not None and self.settings.uses_to_write > 1:
-            assert self.memory.radix is not None
             self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
@@ -246,7 +247,6 @@ class Tiers:
             return
         if self.holds_still:
             return
-        assert self.memory.radix is not None
         device_pages = self.memory.computed_of(self.memory.radix.pages_of(node)[: min(pages, node.stop)])
         pages = device_pages.size
         if not pages:
@@ -260,7 +260,6 @@ class Tiers:
     def evict(self, count: int, step: Step) -> Int32s:
         """Evict from the device for somebody who needs the pages, writing back what the policy says; as `evict`."""
         radix = self.memory.radix
-        assert radix is not None
         if self.settings.write_policy == "write_back":
             radix.witness = lambda leaf: self._write_back(leaf, step)
         evicted = radix.evict(count)
@@ -277,7 +276,6 @@ class Tiers:
         """Pages at the end of a leaf are about to be evicted: copy its whole path, as far as the host lacks it."""
         if leaf.invalidated or self.memory.is_stale(leaf.namespace):
             return
-        assert self.memory.radix is not None
         device_pages = self.memory.radix.pages_of(leaf)
         self._write(leaf.namespace, path_tokens(leaf), device_pages, leaf.stop, step, None)
 
@@ -332,7 +330,7 @@ class Tiers:
                 operation.slots_locked = one.device
         if node is None:
             operation.windows_locked = operation.slots_locked = NO_ROWS
-        elif self.memory.hybrid is not None:
+        else:
             self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in blocks)
@@ -340,7 +338,7 @@ class Tiers:
 
     def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
         """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
-        if self.blocks is None or self.memory.hybrid is None:
+        if self.blocks is None:
             return []
         busy = self.writing[path[: known.stop]] != NONE
         return self.blocks.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
@@ -407,31 +405,30 @@ class Tiers:
         found, stop = self.host.match(request.namespace, request.tokens, most), 0
         if self.blocks is None:
             stop = found.pages
-        elif self.memory.hybrid is not None and found.node is not None:
+        elif found.node is not None:
             stop = self.blocks.furthest(self.memory.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
         pages = stop - device.pages
-        if self.memory.hybrid is not None and self.memory.radix is not None:
+        if self.memory.hybrid.present:
             device = self.memory.radix.match(request.namespace, request.tokens, stop)
         return LoadPlan(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
 
     def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
         """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
-        assert self.memory.radix is not None
         whole = self.memory.radix.match(request.namespace, request.tokens, most)
         host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
         return self.memory.path_of(whole), host_path
 
     def _coming_up(self, wanted: LoadPlan) -> list[Needed]:
         """Companions that a load would bring."""
-        if self.blocks is None or self.memory.hybrid is None:
+        if self.blocks is None:
             return []
         return self.blocks.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
 
     def _has_room(self, coming: list[Needed], engine: EngineView) -> bool:
-        if self.blocks is None or self.memory.hybrid is None:
+        if self.blocks is None:
             return True
         return self.blocks.has_room(self.memory.hybrid, coming, engine)
 
@@ -443,7 +440,6 @@ class Tiers:
 
     def _load(self, request: Request, wanted: LoadPlan, coming: list[Needed], step: Step) -> int:
         radix, memory = self.memory.radix, self.memory
-        assert radix is not None
         host_pages = wanted.host_pages
         operation = Operation(
             self._number(),
@@ -459,7 +455,7 @@ class Tiers:
             request.request_id,
         )
         self.loading[host_pages] = operation.number
-        if self.blocks is not None and memory.hybrid is not None:
+        if self.blocks is not None:
             path = memory.path_of(wanted.device)
             for one in coming:
                 self.loading[wanted.host_path[one.lacking]] = operation.number
@@ -470,7 +466,7 @@ class Tiers:
             memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
             self.blocks.hold(coming, wanted.host_path)
         operation.device_pages = memory.alloc(operation.pages, "admission", step)
-        if self.blocks is not None and memory.hybrid is not None:
+        if self.blocks is not None:
             operation.blocks = self.blocks.read(memory.hybrid, coming, wanted.host_path, step)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in operation.blocks)
@@ -517,7 +513,7 @@ class Tiers:
 
     def _may_fetch_blocks(self) -> bool:
         """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
-        if self.blocks is None or self.memory.hybrid is None:
+        if self.blocks is None:
             return True
         fetches = (one for one in self.operations.values() if one.kind == "prefetch")
         under_way = [moved for one in fetches for moved in one.blocks]
@@ -530,7 +526,7 @@ class Tiers:
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
         known = self.host.match(request.namespace, tokens, stop)
         reach = known.pages
-        if self.blocks is not None and self.memory.hybrid is not None:
+        if self.blocks is not None:
             reach = self.blocks.furthest(self.memory.hybrid, *self._paths(request, known, stop))
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
@@ -567,7 +563,7 @@ class Tiers:
             self.host.unlock(handle)
             return NONE
         host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
-        if self.blocks is not None and self.memory.hybrid is not None:
+        if self.blocks is not None:
             paths = self._paths(request, known, stop)
             moved, asked, reached = self.blocks.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
         operation = Operation(
@@ -732,7 +728,6 @@ class Tiers:
         Returns: pages kept; -1 for an orphan: what lies in front of it is not there, so it is given back too.
         """
         if operation.kind == "load":
-            assert self.memory.radix is not None
             assert operation.device_handle is not None
             radix, handle, pool, pages = (
                 self.memory.radix,
@@ -768,7 +763,6 @@ class Tiers:
     def _settle_blocks(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
         """Companions of a write or load have come to these pages; or they have not, or are nobody's."""
         assert self.blocks is not None
-        assert self.memory.hybrid is not None
         if operation.kind == "write" and keep:
             self.blocks.arrived(operation.blocks, path)
         elif operation.kind == "write":
@@ -781,7 +775,7 @@ class Tiers:
 
     def _release(self, operation: Operation) -> None:
         """Take back what an operation locks and marks."""
-        if self.blocks is not None and self.memory.hybrid is not None:
+        if self.blocks is not None:
             self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
                 self.blocks.was_read(operation.blocks, self.host.pages_of(operation.host_handle))
@@ -833,10 +827,9 @@ class Tiers:
                 self.memory.unlock(operation.device_handle)
             if operation.kind == "load":
                 self.memory.pool.free(operation.device_pages)
-            if self.memory.hybrid is not None:
-                self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
-                for one in operation.blocks if operation.kind == "load" else ():
-                    self.memory.hybrid.lost(one.kind, one.device)
+            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+            for one in operation.blocks if operation.kind == "load" else ():
+                self.memory.hybrid.lost(one.kind, one.device)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
         self.generation, self.operations, self.candidates = generation, {}, {}
         self.fetching = {}
@@ -848,8 +841,8 @@ class Tiers:
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def dump(self) -> dict[str, Any]:
-        """The state in builtins. Handles are numbers of nodes."""
+    def dump(self) -> dict[str, Any] | None:
+        """The state in builtins. Handles are numbers of nodes. None: there are no tiers."""
         return {
             "generation": self.generation,
             "pool": self.pool.dump(),
@@ -885,6 +878,59 @@ class Tiers:
         self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()
         if self.blocks is not None:
             self.blocks.load(state["companions"])
+
+
+class NoTiers(Tiers):
+    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for that."""
+
+    present = False
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.page_size = memory.config.page_size
+        self.generation = 0
+        self.operations = {}
+        self.candidates = {}
+
+    def used(self, match: Match) -> None:
+        """Uses are not counted."""
+
+    def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
+        """Nothing is copied."""
+
+    def evict(self, count: int, step: Step) -> Int32s:
+        """Evict from the device."""
+        return self.memory.radix.evict(count)
+
+    def forget(self, device_pages: Int32s) -> None:
+        """Nothing is remembered of them."""
+
+    def begin_load(
+        self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
+    ) -> bool:
+        """False: there is nothing to load."""
+        return False
+
+    def tend(
+        self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
+    ) -> bool:
+        """False: no request waits for a tier."""
+        return False
+
+    def empty(self) -> None:
+        """There is nothing to forget."""
+
+    def void(self, generation: int, step: Step) -> None:
+        """There is nothing to lose."""
+
+    def dump(self) -> None:
+        """No part of a snapshot."""
+
+
+def tiers_of(memory: Memory) -> Tiers:
+    """The tiers below the device that the settings have."""
+    settings = memory.config.tiers
+    return NoTiers(memory) if settings is msgspec.UNSET else Tiers(settings, memory)
 
 
 def path_tokens(node: RadixNode) -> bytes:

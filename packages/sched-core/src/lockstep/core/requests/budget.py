@@ -43,21 +43,15 @@ IGNORE_EOS_RESERVE_TOKENS = 1  # of each request that runs, to be left over at e
 Verdict = Literal["continue", "no_tokens", "budget_spent"]
 
 
-OWN_DEFERRALS: frozenset[DeferReason] = frozenset({"adapter", "load", "prefetch"})
-"""Reasons that concern one request only, so that requests behind it may pass. A shortage stops the whole queue."""
-
-
 class Deferral(NamedTuple):
-    """Why a request could not be admitted, with the two numbers that were compared, in tokens, where there are any."""
+    """Why a request is not admitted, with the two numbers that were compared, in tokens, where there were any."""
 
     reason: DeferReason
     needed: int = 0
     available: int = 0
-
-    @property
-    def own(self) -> bool:
-        """Whether it concerns this request only, so that requests behind it may pass."""
-        return self.reason in OWN_DEFERRALS
+    limit: int = 0  # of requests at once, if the reason is such a limit
+    own: bool = False  # concerns this request alone: requests behind it may pass; a shortage stops the whole queue
+    lasts: bool = False  # while requests are active it stays until something comes free: admission pauses
 
 
 class NewTokenRatio:
@@ -120,6 +114,14 @@ def lasts_with(running_batch: RunningBatch, positions: Int32s, joining: list[Req
     return lasts(
         np.concatenate((expected - outputs, left)), np.concatenate((running_batch.prompts + outputs, held)), free
     )
+
+
+def counts_on_ends(config: SchedConfig, request: Request) -> bool:
+    """Whether a request is admitted by when all running requests will end.
+
+    Of requests that ignore end tokens, where nothing is cached and the reserve follows the new-token ratio.
+    """
+    return request.ignore_eos and not config.radix_cache and config.reserve == "ratio"
 
 
 class PrefillBudget:

@@ -120,8 +120,7 @@ class DecodePlanner:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
-        if self._state.memory.hybrid is not None:
-            plan = self._state.memory.hybrid.completed(plan, step)
+        plan = self._state.memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
@@ -160,7 +159,7 @@ class DecodePlanner:
 
     def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        if self._state.memory.hybrid is not None and self._state.memory.hybrid.short_for_decode(self._state):
+        if self._state.memory.hybrid.short_for_decode(self._state):
             return True
         needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
         if needed <= self._state.memory.pool.free_count:
@@ -172,7 +171,7 @@ class DecodePlanner:
         lacking = self._pages_needed(running) - self._state.memory.available_pages
         return (
             lacking
-            if self._state.memory.hybrid is None
+            if not self._state.memory.hybrid.present
             else max(lacking, self._state.memory.hybrid.decode_lacks(self._state))
         )
 
@@ -194,7 +193,7 @@ class DecodePlanner:
         while True:
             needed = self._pages_needed(running)
             available, returning = self._state.memory.available_pages, self._state.memory.returning_pages()
-            if self._state.memory.hybrid is not None and needed <= available:
+            if self._state.memory.hybrid.present and needed <= available:
                 needed, available, returning = self._state.memory.hybrid.decode_needs(self._state)
             if needed <= available:
                 break
@@ -211,11 +210,7 @@ class DecodePlanner:
                 self._state.retract(split, "pages", step, pages=(needed, available))
             elif self._state.transfers.ready:
                 self._state.transfers.give_up(self._state.requests[self._state.transfers.ready[-1]], step)
-            elif (
-                self._state.in_flight
-                or self._state.transfers.holds_pages
-                or (self._state.memory.tiers is not None and self._state.memory.tiers.device_busy)
-            ):
+            elif self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.tiers.device_busy:
                 running.decode_owed = True
                 step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
                 break

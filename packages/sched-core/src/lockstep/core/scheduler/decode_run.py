@@ -93,9 +93,8 @@ class DecodeRun:
             ids_digest=running_batch.ids_digest,
             generation=self._engine.generation,
         )
-        if self._engine.memory.hybrid is not None:
-            oldest = plan.batch_id - len(self._engine.in_flight) + 1
-            plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
+        oldest = plan.batch_id - len(self._engine.in_flight) + 1
+        plan = self._engine.memory.hybrid.completed_in_run(plan, oldest, step)
         self._plans.append(plan)
         self._positions = plan.stops
         self._next_batch_id += 1
@@ -134,8 +133,7 @@ class DecodeRun:
         index = at >> engine.page_shift
         pages = engine.memory.pool.alloc(growing.size)
         engine.memory.table.write_pages(rows, index, pages)
-        if engine.memory.hybrid is not None:
-            engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
+        engine.memory.hybrid.open_in_run(self._running_batch, starts, pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
@@ -144,9 +142,7 @@ class DecodeRun:
         memory = self._engine.memory
         if self._growing.size > memory.pool.free_count:
             self.left = 0
-        if memory.hybrid is not None and not memory.hybrid.decodes_without_evicting(
-            self._positions, self._growing.size
-        ):
+        if not memory.hybrid.decodes_without_evicting(self._positions, self._growing.size):
             self.left = 0
 
 
@@ -163,7 +159,7 @@ def _steady_launches(engine: SchedulerState) -> int:
         or engine.in_flight[0].samplers is not running_batch  # the most frequent reason
         or not running_batch.steady
         or running_batch.constrained
-        or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters is not None))
+        or (engine.waiting and (not engine.batch_is_full or config.enable_priority_preemption or adapters.present))
         or engine.prefilling is not None
         or engine.controls.paused
         or engine.maintenance.jobs
@@ -178,8 +174,8 @@ def _steady_launches(engine: SchedulerState) -> int:
         or engine.memory.deferred_frees
         or engine.memory.deferred_pages
         or engine.memory.rewrites
-        or (engine.memory.tiers is not None and engine.memory.tiers.timed)
-        or (engine.memory.hybrid is not None and not engine.memory.hybrid.by_one)
+        or engine.memory.tiers.timed
+        or not engine.memory.hybrid.by_one
         or running_batch.stops.shape[1]
         or config.retract_every
         or config.decode_look_ahead > 1

@@ -109,7 +109,7 @@ class Engine(SchedulerState):
             handlers[RanksAgreed] = self._ranks_agreed
         if self.config.max_loras:
             handlers[AdapterLoaded] = self._adapter_loaded
-        if self.memory.tiers is not None:
+        if self.memory.tiers.present:
             handlers |= dict.fromkeys((HostCopyFinished, PrefetchFinished, StorageWritten), self._tier_answered)
         return handlers
 
@@ -157,9 +157,7 @@ class Engine(SchedulerState):
             self._settle_idle(step)
         if self.config.max_loras:
             self._settle_adapters(step)
-        if self.memory.tiers is not None and self.memory.tiers.tend(
-            self.requests, self.waiting, step, admits=self.maintenance.admits
-        ):
+        if self.memory.tiers.tend(self.requests, self.waiting, step, admits=self.maintenance.admits):
             self.retry_admission()
 
     def _tend(self, step: Step) -> None:
@@ -182,7 +180,6 @@ class Engine(SchedulerState):
     def _settle_adapters(self, step: Step) -> None:
         """Complete withdrawals of adapters; while requests may start, load what the first of the queue needs."""
         adapters = self.memory.adapters
-        assert adapters is not None
         adapters.end_withdrawals((request.adapter for request in self.requests.values()), step)
         wanted = self.transfers.adapters_wanted()
         if self.maintenance.admits:
@@ -334,7 +331,6 @@ class Engine(SchedulerState):
             return  # from before a restart: void
         if event.generation > self.generation:
             raise ContractError(f"a load of generation {event.generation}, but this is generation {self.generation}")
-        assert self.memory.adapters is not None
         adapter = self.memory.adapters.loaded(event)
         self.retry_admission()
         if event.error:
@@ -348,9 +344,7 @@ class Engine(SchedulerState):
         """Pages moved between cache tiers, or did not. Requests that wait for them or for room may start."""
         if event.generation > self.generation:
             raise ContractError(f"a move of generation {event.generation}, but this is generation {self.generation}")
-        if (
-            event.generation == self.generation and self.memory.tiers is not None
-        ):  # others were void from the restart on
+        if event.generation == self.generation:  # others were void from the restart on
             self.memory.tiers.answered(event, step)
             self.retry_admission()
 

@@ -232,6 +232,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEY
     hybrid: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     ranks: RoundsImage | msgspec.UnsetType = msgspec.UNSET  # of one of several data-parallel ranks
     microbatches: MicrobatchesImage | msgspec.UnsetType = msgspec.UNSET  # where there are several
+    resources: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # of those that are not stored above, by name
 
 
 def expert_loads_image(loads: ExpertLoads | None) -> tuple[int, int, bytes] | msgspec.UnsetType:

@@ -164,7 +164,7 @@ class WaitingQueue(RequestColumns):
         """Where the cached prefix of each ends."""
         self._saw_tree = True
         radix = self._scheduler.memory.radix
-        return [matched(request, radix) for request in self._requests] if radix is not None else []
+        return [matched(request, radix) for request in self._requests] if radix.present else []
 
 
 Policy = Callable[[WaitingQueue], Sequence[int]]
@@ -179,14 +179,12 @@ def matched(request: Request, radix: RadixCache) -> Found:
     return found
 
 
-def refresh_prefixes(waiting: list[Request], radix: RadixCache | None) -> None:
+def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
     """Count the cached prefixes of those first in the line as used just now, the head's last of all.
 
     So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
     do not look at the cache; here it is for any.
     """
-    if radix is None:
-        return
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
 
@@ -279,7 +277,7 @@ class Ordering:
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
         """Under "defer": who computes, already or in this pass, the pages that the request needs next. Else None."""
         radix = scheduler.memory.radix
-        if not self._defers or radix is None or request.bypassed >= self._limit:
+        if not self._defers or not radix.present or request.bypassed >= self._limit:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
@@ -343,7 +341,7 @@ class Ordering:
                 order = self._duplicates_last(order, view)
             self._order, self._line, self._view = self._urgent_first(order, line), line, view
             self._made_from = self._beside(view, scheduler)
-            self._epoch = scheduler.memory.radix.epoch if scheduler.memory.radix is not None else 0
+            self._epoch = scheduler.memory.radix.epoch
         return self._order
 
     def _stands(self, scheduler: SchedulerView) -> bool:
@@ -353,7 +351,7 @@ class Ordering:
             view is not None
             and self._line == self.waiting
             and self._made_from == self._beside(view, scheduler)
-            and (not view._saw_tree or scheduler.memory.radix is None or self._matches_stand(scheduler.memory.radix))
+            and (not view._saw_tree or self._matches_stand(scheduler.memory.radix))
         )
 
     def _beside(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
@@ -366,7 +364,7 @@ class Ordering:
 
     def _matches_stand(self, radix: RadixCache) -> bool:
         """Whether all matches are what they were; those that the tree has moved under are looked up again."""
-        if self._epoch == radix.epoch:
+        if self._epoch == radix.epoch or not radix.present:
             return True
         same = True
         for request in self._line:

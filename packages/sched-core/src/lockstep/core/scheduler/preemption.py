@@ -27,7 +27,7 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
 from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.radix import Match
-from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, lasts_with
+from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, counts_on_ends, lasts_with
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 from lockstep.core.scheduler.state import SchedulerState
@@ -89,9 +89,9 @@ def make_room(
         return []
     everybody, _ = state.everybody
     ranked = candidates(request, everybody, config)
-    if not ranked or (memory.adapters is not None and not memory.adapters.has_place_for(request.adapter)):
+    if not ranked or not memory.adapters.has_place_for(request.adapter):
         return []
-    if memory.tiers is not None and memory.tiers.holds_back(request, state.now_us):
+    if memory.tiers.holds_back(request, state.now_us):
         return []
     need = AdmissionNeed.of(state, request, budget, parts)
     if need is None or need.is_met(state, budget, []):
@@ -119,7 +119,7 @@ def make_room_for_split(
     `take`: tokens of its next chunk, as far as full pages go.
     """
     config, hybrid = state.config, state.memory.hybrid
-    if not config.enable_priority_preemption or hybrid is None or take <= 0:
+    if not config.enable_priority_preemption or hybrid.window is None or take <= 0:
         return []
     if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
         return []
@@ -147,7 +147,7 @@ def stays_behind(state: SchedulerState, request: Request) -> bool:
     It does not start before that is computed: it would be retracted again.
     """
     split, hybrid = state.prefilling, state.memory.hybrid
-    if split is None or hybrid is None or hybrid.window is None or not state.config.enable_priority_preemption:
+    if split is None or hybrid.window is None or not state.config.enable_priority_preemption:
         return False
     least = importance(split, state.config) - state.config.priority_preemption_threshold
     return importance(request, state.config) < least
@@ -202,7 +202,7 @@ class AdmissionNeed(NamedTuple):
         if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
             return None
         match = state.memory.match(request)
-        cached, locking = (match.pages * page_size, match.evictable_pages) if match is not None else (0, 0)
+        cached, locking = (match.pages * page_size, match.evictable_pages)
         new_tokens = len(request.tokens) // 4 - cached
         take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=state.prefilling is None)
         if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
@@ -238,7 +238,7 @@ class AdmissionNeed(NamedTuple):
         if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
             return False
         locking = self.matched_pages + back.matched
-        if active and state.counts_on_ends(self.request):
+        if active and counts_on_ends(state.config, self.request):
             free = budget.current + pages * page_size - self.new_pages * page_size
             if not lasts_with(staying, then, [*budget.newcomers, self.request], state.ratio.value, free):
                 return False
@@ -246,7 +246,5 @@ class AdmissionNeed(NamedTuple):
             return False
         if self.pages > memory.available_pages + pages - state.set_aside(along, along_then) - locking:
             return False
-        if memory.hybrid is None:
-            return True
         path = memory.path_of(self.match)
         return _goes_on(memory.hybrid, state, self.request, self.span, path, budget, leaving, then)

@@ -1,39 +1,29 @@
 """Which requests start or continue their prompts in the next launch, and with how many tokens.
 
 An extend takes the next chunk of the chunked-prefill request, then waiting requests in the policy's order, as far as
-the budgets go (requests/budget.py). `_examine` decides whether one of them may start, or why not.
+the budgets go (requests/budget.py). `Admission` decides whether one of them may start, or why not.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, Mode, Step
 from lockstep.core.contract.events import AdmissionDeferred, PrefillCompleted, RequestAdmitted
 from lockstep.core.features import speculation
-from lockstep.core.kv.hybrid import everybody
-from lockstep.core.kv.radix import Match
+from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.requests import extras
 from lockstep.core.requests.batching import ExtendPart, InFlight, new_tokens_of
-from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, ceil_to, chunk_tokens, lasts_with
+from lockstep.core.requests.budget import Deferral, PrefillBudget, aligned, chunk_tokens
 from lockstep.core.requests.retraction import pages_to_come
 from lockstep.core.requests.running import RunningState
-from lockstep.core.requests.table import EMPTY_BATCH, Int32s, Request, RequestState, RunningBatch
+from lockstep.core.requests.table import EMPTY_BATCH, Request, RequestState, RunningBatch
 from lockstep.core.scheduler import preemption
+from lockstep.core.scheduler.admission import TierMoves, within_windows
 from lockstep.core.scheduler.decode import DecodePlanner
 from lockstep.core.scheduler.state import SchedulerState
-
-
-class ExtendShare(NamedTuple):
-    """How a waiting request joins an extend. Tokens, all of them."""
-
-    match: Match | None
-    cached_tokens: int
-    new_tokens: int  # still to compute, all chunks together
-    take: int  # of these, in this extend
-    locked_tokens: int  # cached ones that nobody held so far
 
 
 class PrefillPlanner:
@@ -41,6 +31,7 @@ class PrefillPlanner:
 
     def __init__(self, state: SchedulerState, decoding: DecodePlanner) -> None:
         self._state = state
+        self._admission = state.admission
         self._decoding = decoding
 
     def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
@@ -57,7 +48,7 @@ class PrefillPlanner:
             self._continue_chunk(self._state.prefilling, budget, parts, step)
             while not parts and self._state.transfers.ready and self._state.transfers.makes_way(step):
                 self._continue_chunk(self._state.prefilling, budget, parts, step)
-            if not parts and self._state.memory.hybrid is not None:
+            if not parts and self._state.memory.hybrid.present:
                 take = self._chunk_in_full_pages(self._state.prefilling, budget)
                 preempted = preemption.make_room_for_split(self._state, self._state.prefilling, take, budget, step)
                 if preempted:
@@ -84,7 +75,7 @@ class PrefillPlanner:
                         preempted += victims
                         found = self._examine(request, budget, len(parts))
                 if isinstance(found, ExtendShare):
-                    self._admit(request, found, budget, parts, step)
+                    self._admit(request, found, parts, step)
                     continue
                 self._defer(request, found, step)
                 if not found.own:
@@ -148,7 +139,7 @@ class PrefillPlanner:
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
         """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
         take = self._chunk_in_full_pages(request, budget)
-        return self._seen_by_windows(request, request.computed, take, NO_ROWS, budget, may_split=True)
+        return within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
 
     def _chunk_in_full_pages(self, request: Request, budget: PrefillBudget) -> int:
         page_size, start = self._state.config.page_size, request.computed
@@ -179,78 +170,17 @@ class PrefillPlanner:
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
         """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
-        config = self._state.config
-        if self._state.active - self._state.transfers.sending >= config.max_running_requests:
-            return Deferral("running_limit")
-        if not self._state.microbatches.has_place():
-            return Deferral("microbatch")
-        if not self._state.memory.table.row_available():
-            return Deferral("rows")
-        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
-            return Deferral("prefill_budget")
-        verdict = budget.verdict()
-        if verdict != "continue":
-            return Deferral("kv_budget" if verdict == "no_tokens" else "prefill_budget")
-        if self._state.memory.adapters is not None and not self._state.memory.adapters.has_place_for(request.adapter):
-            return Deferral("adapter")
-        if self._state.memory.tiers is not None and (
-            awaited := self._state.memory.tiers.holds_back(request, self._state.now_us)
-        ):
-            return Deferral(awaited)
-
-        page_size = config.page_size
-        tokens = len(request.tokens) // 4
-        match = self._state.memory.match(request)
-        cached = match.pages * page_size if match is not None else 0
-        locking = match.evictable_pages if match is not None else 0
-        new_tokens = tokens - cached
-        alone = not self._state.active  # then the pool is its own: what passed the entry check fits
-        if alone and config.reserve == "full":
-            alone = not self._state.transfers.holds_pages
-        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        if not alone and self._state.counts_on_ends(request):
-            free = budget.current - ceil_to(new_tokens, page_size)
-            joining = [*budget.newcomers, request]
-            if not lasts_with(*self._state.everybody, joining, self._state.ratio.value, free):
-                return Deferral("kv_budget", wanted, max(free, 0))
-        elif not alone and not budget.has(wanted, locking * page_size):
-            return Deferral("kv_budget", wanted, budget.total - locking * page_size)
-        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=self._state.prefilling is None)
-        if take <= 0:
-            return Deferral("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
-        room = self._state.memory.available_pages - budget.set_aside - locking
-        if -(-take // page_size) > room:
-            return Deferral("pages", take, room * page_size)
-        if self._state.memory.hybrid is not None:
-            path = self._state.memory.path_of(match)
-            if self._state.memory.hybrid.lacks_state(path):
-                return Deferral("state")
-            take = self._seen_by_windows(request, cached, take, path, budget, may_split=self._state.prefilling is None)
-            if take <= 0:
-                return Deferral("window", new_tokens, self._state.memory.hybrid.window_tokens_available)
-        return ExtendShare(match, cached, new_tokens, take, locking * page_size)
-
-    def _seen_by_windows(
-        self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget, *, may_split: bool
-    ) -> int:
-        """As much of `take` as sliding windows have pages for, up to where a prompt may be split; or 0."""
-        window = self._state.memory.hybrid.window if self._state.memory.hybrid is not None else None
-        if window is None:
-            return take
-        room = window.room(everybody(self._state), request, start, take, path, budget)
-        return take if take <= room else aligned(start, room, budget.align) if may_split else 0
+        return self._admission.examine(request, budget, parts, self._state.prefilling is None)
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
         tiers = self._state.memory.tiers
-        if tiers is None or fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
+        if fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
             return False
-        self._defer(request, Deferral("load"), step)
+        self._defer(request, TierMoves.loading, step)
         return True
 
-    def _admit(
-        self, request: Request, fit: ExtendShare, budget: PrefillBudget, parts: list[ExtendPart], step: Step
-    ) -> None:
+    def _admit(self, request: Request, fit: ExtendShare, parts: list[ExtendPart], step: Step) -> None:
         """Give a waiting request its row and its first part of this extend."""
         row = self._state.memory.take_row(request, fit.match, step)
         if not request.ran:
@@ -260,39 +190,20 @@ class PrefillPlanner:
         request.deferred = None
         self._state.occupy(request)
         waited_us = self._state.now_us - request.waiting_since_us
-        if self._state.deferred is not None and self._state.deferred[0] == request.request_id:
-            self._state.reported_deferral(None)
-        tiers = self._state.memory.tiers
-        loaded = tiers.loaded_for(request, fit.cached_tokens) if tiers is not None else ()
+        loaded = self._state.memory.tiers.loaded_for(request, fit.cached_tokens)
         admitted = RequestAdmitted(
             self._state.now_us, request.request_id, row, fit.cached_tokens, fit.new_tokens, waited_us, 0, *loaded
         )
         request.advance(admitted)
         step.decided.append(admitted)
-        budget.newcomers.append(request)
-        budget.hold(fit.locked_tokens)
-        budget.promise(fit.new_tokens, request.max_new_tokens - request.outputs)
-        budget.charge(fit.take, request.max_new_tokens if fit.take == fit.new_tokens else 0)
+        self._admission.reserve(fit)
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
     def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
-        """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
-        reason, needed, available = deferral
-        if deferral.own:
-            if request.deferred != reason:
-                request.deferred = reason
-                step.decided.append(AdmissionDeferred(self._state.now_us, request.request_id, reason))
-            return
-        if reason in ("kv_budget", "rows", "running_limit", "microbatch") and self._state.active:
+        """Report why a request waits. After a shortage that lasts, admission pauses until something comes free."""
+        if deferral.lasts and self._state.active:
             self._state.admission_ended()
-        if self._state.deferred != (request.request_id, reason):
-            self._state.reported_deferral((request.request_id, reason))
-            limits = {"running_limit": self._state.config.max_running_requests, "rows": self._state.config.rows_max}
-            limit = limits.get(reason, self._state.microbatches.size if reason == "microbatch" else 0)
-            deferred = AdmissionDeferred(
-                self._state.now_us, request.request_id, reason, needed, max(available, 0), limit=limit
-            )
-            step.decided.append(deferred)
+        self._admission.report(request, deferral, self._state.now_us, step)
 
     def defer_first(self, step: Step) -> None:
         """Say that the head of the line waits for prompts of other ranks, once."""
@@ -372,8 +283,7 @@ class PrefillPlanner:
         )
         if decodes.verifying is not None:
             plan = speculation.verified(plan, decodes.verifying, self._state.config)
-        if self._state.memory.hybrid is not None:
-            plan = self._state.memory.hybrid.completed(plan, step)
+        plan = self._state.memory.hybrid.completed(plan, step)
         ending = running.join(prefilled, stops[sampling], self._state.memory.table) if sampling else []
         if along.size:
             ending += [prefilled.size + i for i in decodes.ending]

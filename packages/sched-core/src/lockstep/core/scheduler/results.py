@@ -47,8 +47,7 @@ class Results:
         if batch.verifies and not event.error:
             running = self._state.microbatches.turn_to(plan.microbatch)
             self._state.speculation.settle(running, batch, speculation.accepted_of(event, batch))
-            if self._state.memory.hybrid is not None:
-                self._state.memory.hybrid.verified(batch)
+            self._state.memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
             if self._state.prerequisites.followers or any(request.extras is not None for request in batch.requests):
                 self._state.prerequisites.computed(batch, step)
@@ -60,14 +59,14 @@ class Results:
                 self._state.jump_forward.delivered(batch)
         if self._state.memory.pending:
             self._state.memory.computed(plan.batch_id)
-        if plan.extend_rows and self._state.memory.radix is not None:
+        if plan.extend_rows and self._state.memory.radix.present:
             rows, stops = plan.rows[: plan.extend_rows].tolist(), plan.stops[: plan.extend_rows].tolist()
             for request, row, stop in zip(batch.requests, rows, stops, strict=False):
                 if request.row == row and row not in batch.dead:
                     self._state.memory.publish(request, stop, step)
-                    if self._state.memory.hybrid is None:
+                    if not self._state.memory.hybrid.present:
                         self._back_up(request, stop, step)
-        if plan.extend_rows and self._state.memory.hybrid is not None and not event.error:
+        if plan.extend_rows and self._state.memory.hybrid.present and not event.error:
             self._state.memory.hybrid.collected(batch)
             self._state.retry_admission()
             for i, request in batch.alive():
@@ -87,7 +86,7 @@ class Results:
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
         """A prompt is computed and cached up to `stop`: a tier below may want it."""
-        if self._state.memory.tiers is not None and request.handle is not None:
+        if request.handle is not None:
             self._state.memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
@@ -127,8 +126,7 @@ class Results:
             deferred._replace(publish=deferred.publish and deferred.row not in failed)
             for deferred in memory.deferred_frees
         ]
-        if memory.hybrid is not None:
-            memory.hybrid.failed(batch)
+        memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:
                 self._state.finish(request, "error", step, flush=True)

@@ -46,18 +46,17 @@ from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.speculation import Speculator
 from lockstep.core.features.view import RetractReason
-from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import FullPages
+from lockstep.core.kv.adapters import adapters_of
 from lockstep.core.kv.memory import DeferredFree, Lent, Memory, Pending, Rewrite
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import RadixCache
+from lockstep.core.kv.radix import radix_cache_of
+from lockstep.core.kv.tiers import NoTiers
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import NewTokenRatio, reserve_by_ratio
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.retraction import members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.table import (
-    BASE,
     NO_REQUEST,
     ONE,
     Accepted,
@@ -72,6 +71,7 @@ from lockstep.core.requests.validation import (
     accepted,
     stop_tokens_of,
 )
+from lockstep.core.scheduler.admission import Admission
 from lockstep.core.scheduler.image import (
     GONE,
     EngineImage,
@@ -116,7 +116,6 @@ class SchedulerState:
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.latency = ExtendLatency()
         self.batch_is_full = False  # admission ran out of memory; not tried again before something comes free
-        self.deferred: tuple[RequestId, DeferReason] | None = None  # last reported of the head of the queue
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
         self.refreshed_at = 0  # number of the next plan when cached prefixes of the queue were last counted as used
@@ -136,6 +135,7 @@ class SchedulerState:
         self.transfers = Transfers(config, self, self.sessions, self.prerequisites)
         self.maintenance = Maintenance(self)
         self.controls = Controls(self, self.sessions, self.transfers, self.maintenance)
+        self.admission = Admission(self)
         self.ranks: Rounds | None = None  # agreement with other data-parallel ranks, where there are any
         self.expert_loads: ExpertLoads | None = None  # None: none were reported
         self.counts = Counts()
@@ -169,6 +169,16 @@ class SchedulerState:
         pace = self.controls.pace
         paced = pace.gap_us > 0 and self.now_us < pace.not_before_us
         return self.controls.paused or self.maintenance.still or paced
+
+    @property
+    def sending(self) -> int:
+        """Of the active requests, those whose prompt is computed and only has to be sent yet."""
+        return self.transfers.sending
+
+    @property
+    def deferred(self) -> tuple[RequestId, DeferReason] | None:
+        """The request, and the reason, of the shortage that was reported last."""
+        return self.admission.reported
 
     @property
     def transfers_hold_pages(self) -> bool:
@@ -209,10 +219,6 @@ class SchedulerState:
         if config.reserve == "on_demand":
             return self.next_pages(running_batch, positions) * config.page_size
         return reserve_by_ratio(running_batch.limits - positions - ONE, running_batch.ignores_eos, self.ratio.value)
-
-    def counts_on_ends(self, request: Request) -> bool:
-        """Whether a request is admitted by when everybody will end: it ignores end tokens, and nothing is cached."""
-        return request.ignore_eos and self.memory.radix is None and self.config.reserve == "ratio"
 
     def set_aside(self, running_batch: RunningBatch, positions: Int32s) -> int:
         """Pages that the decodes of a cohort get before any prompt of the same pass does."""
@@ -280,9 +286,7 @@ class SchedulerState:
         self.last_request_id = event.request_id + samples - 1
         try:
             self._refuse_newcomers(event, samples)
-            adapters = self.memory.adapters
-            adapter = adapters.named(event.adapter) if adapters is not None else BASE
-            taken = accepted(event, adapter, self.config)
+            taken = accepted(event, self.memory.adapters.named(event.adapter), self.config)
             if event.session or event.session_start is not None:
                 self.sessions.check(event)
             if self.transfers.hands_over:
@@ -534,10 +538,6 @@ class SchedulerState:
         """Admission ran out of memory or places: not tried again before something comes free."""
         self.batch_is_full = True
 
-    def reported_deferral(self, deferral: tuple[RequestId, DeferReason] | None) -> None:
-        """Remember what was reported last of the head of the waiting queue."""
-        self.deferred = deferral
-
     def split(self, request: Request | None) -> None:
         """Make this the chunked-prefill request; None: there is none."""
         self.prefilling = request
@@ -645,13 +645,12 @@ class SchedulerState:
             raise ContractError(f"restart into generation {event.generation}, but this is generation {self.generation}")
         self.generation = event.generation
         self.media.void()  # before requests end below: what that requests of the encoder does not replace what is gone
-        tiers, self.memory.tiers = self.memory.tiers, None  # what is given back below is worth no copy
+        tiers, self.memory.tiers = self.memory.tiers, NoTiers(self.memory)  # what is freed below is worth no copy
         self.transfers.restarted(step)
         if self.ranks is not None:
             self.ranks.restarted(event.generation)
         queue = self.ordering.take_all()
-        if tiers is not None:
-            tiers.void(event.generation, step)
+        tiers.void(event.generation, step)
         self.retract_all("restart", step)
         self.in_flight.clear()
         queue = [request for request in queue if not self.prerequisites.lost_media(request)]
@@ -670,7 +669,7 @@ class SchedulerState:
     def stats(self) -> Stats:
         """How the engine stands now. The counts are a copy."""
         memory, counts = self.memory, self.counts
-        cached = memory.radix.evictable_pages if memory.radix is not None else 0
+        cached = memory.radix.evictable_pages
         free, pages = memory.pool.free_count, self.config.pages
         prefilling = int(self.prefilling is not None)
         looked_up = counts.cached_tokens + counts.new_tokens
@@ -720,7 +719,7 @@ class SchedulerState:
             generation=self.generation,
             digest=self.digest,
             pool=memory.pool.dump(),
-            radix=memory.radix.dump() if memory.radix is not None else None,
+            radix=memory.radix.dump(),
             rows=len(memory.table.holders),
             free_rows=list(memory.table.free_rows),
             pages_width=memory.table.pages.shape[1],
@@ -743,7 +742,7 @@ class SchedulerState:
             latency=self.latency.sums,
             batch_is_full=self.batch_is_full,
             decode_owed=running.decode_owed,
-            deferred=self.deferred,
+            deferred=self.admission.reported,
             launch_found_nothing=self.launch_found_nothing,
             horizon=running.horizon,
             decode_launches=running.decode_launches,
@@ -766,7 +765,7 @@ class SchedulerState:
             session_uses=self.sessions.uses,
             sessions_unsettled=list(self.sessions.unsettled),
             media=media_image(self.media, self.placeholders),
-            adapters=memory.adapters.dump() if memory.adapters is not None else None,
+            adapters=memory.adapters.dump(),
             chances=self.speculation.chances if self.speculation.chances.offered else UNSET,
             forced=[
                 (request_id, one.first, one.tokens.tobytes()) for request_id, one in self.jump_forward.forced.items()
@@ -774,21 +773,22 @@ class SchedulerState:
             or UNSET,
             host=host,
             transfers=self.transfers.image(memory.lent) if self.transfers.hands_over else None,
-            tiers=memory.tiers.dump() if memory.tiers is not None else UNSET,
+            tiers=memory.tiers.dump() or UNSET,
             expert_loads=expert_loads_image(self.expert_loads),
-            hybrid=memory.hybrid.dump() if memory.hybrid is not None else UNSET,
+            hybrid=memory.hybrid.dump() or UNSET,
             ranks=self.ranks.image() if self.ranks is not None else UNSET,
             microbatches=self.microbatches.image() if self.microbatches.several else UNSET,
+            resources={one.name: one.dump() for one in self.admission.resources if one.name} or UNSET,
         )
 
     def load(self, image: EngineImage) -> None:
         """Become what `image` stored. Only for an engine that has just been built from the same settings."""
         memory = self.memory
         memory.pool = PagePool.load(image.pool)
-        memory.radix = RadixCache.load(image.radix) if image.radix is not None else None
-        nodes = {node.number: node for node in memory.radix.walk()} if memory.radix is not None else {}
+        memory.radix = radix_cache_of(image.radix)
+        nodes = {node.number: node for node in memory.radix.walk()}
 
-        memory.adapters = Adapters.load(image.adapters) if image.adapters is not None else None
+        memory.adapters = adapters_of(image.adapters)
         memory.table = RequestTable(image.config.rows_max, image.config.page_size)
         memory.table.resize(image.rows, image.pages_width, image.outputs_width)
         memory.table.free_rows = image.free_rows
@@ -834,18 +834,23 @@ class SchedulerState:
         self.ratio.value = image.ratio
         self.latency.sums = image.latency
         self.now_us, self.generation, self.digest = image.now_us, image.generation, image.digest
-        self.batch_is_full, self.deferred = image.batch_is_full, image.deferred
+        self.batch_is_full, self.admission.reported = image.batch_is_full, image.deferred
         self.launch_found_nothing, self.refreshed_at = image.launch_found_nothing, image.refreshed_at
         self.next_batch_id, self.last_request_id = image.next_batch_id, image.last_request_id
         self.timers, self.counts, self.tokens_discarded = image.timers, image.counts, image.tokens_discarded
         self.ordering.prefilled_tokens = image.prefilled_tokens
         self.controls.load(image.paused, image.draining, image.drains, image.pace)
         memory.weights_version = image.weights_version
-        if memory.tiers is not None and image.tiers is not UNSET:
+        if image.tiers is not UNSET:
             memory.tiers.load(image.tiers, nodes)
-        if memory.hybrid is not None and image.hybrid is not UNSET:
+        memory.hybrid.table = memory.table
+        if image.hybrid is not UNSET:
             memory.hybrid.load(image.hybrid, memory.table)
-            memory.pool = FullPages(memory.pool, memory.hybrid)
+            memory.pool = memory.hybrid.pool_of(memory.pool)
+        if image.resources is not UNSET:
+            for resource in self.admission.resources:
+                if resource.name:
+                    resource.load(image.resources[resource.name])
         if isinstance(image.expert_loads, tuple):
             layers, reports, counts = image.expert_loads
             self.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)

@@ -32,7 +32,7 @@ BAR_WIDTH = 8  # characters of the pages bar
 
 def pages_line(engine: Engine) -> str:
     """Free pages of the pool. Cached pages are unreferenced pages of the radix cache, which are available at once."""
-    cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
+    cached = engine.memory.radix.evictable_pages
     text = f"pages {engine.memory.pool.free_count}/{engine.config.pages} free"
     if cached:
         text += f", {cached} cached"
@@ -59,8 +59,7 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
     """Every page by its owner: the pool, the radix cache, a request, or work in flight."""
     page_size = engine.config.page_size
     owners: dict[str, list[int]] = {"free": engine.memory.pool.free_ids().tolist(), "radix cache": []}
-    if engine.memory.radix is not None:
-        owners["radix cache"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
+    owners["radix cache"] = [page for node in engine.memory.radix.walk() for page in node.pages.tolist()]
     for request in _with_rows(engine):
         held = -(-engine.computed_of(request) // page_size)
         private = engine.memory.table.pages[request.row, request.protected_pages : held].tolist()
@@ -71,9 +70,8 @@ def page_owner_lines(engine: Engine, names: Names) -> list[str]:
         owners[f"left behind in row {deferred.row} until b{deferred.free_after}"] = private
     for free_after, pages in engine.memory.deferred_pages:
         owners.setdefault(f"duplicates until b{free_after}", []).extend(pages.tolist())
-    if engine.memory.tiers is not None:
-        loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
-        owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
+    loads = [one for one in engine.memory.tiers.operations.values() if one.kind == "load"]
+    owners |= {f"load {load.number}": load.device_pages.tolist() for load in loads}
     return [f"pages of {owner}: {runs(sorted(pages))}" for owner, pages in owners.items() if pages]
 
 
@@ -99,9 +97,9 @@ def queue_line(engine: Engine, names: Names) -> str:
     return "waiting " + (" ".join(waiting) or "nobody") + (f", held {' '.join(held)}" if held else "")
 
 
-def adapter_lines(adapters: Adapters | None) -> list[str]:
+def adapter_lines(adapters: Adapters) -> list[str]:
     """The adapter slots of the device, and the adapters that are being unloaded."""
-    if adapters is None:
+    if not adapters.present:
         return ["adapters are off"]
     lines = []
     for i, slot in enumerate(adapters.slots):
@@ -124,9 +122,9 @@ def in_flight_lines(engine: Engine, names: Names) -> list[str]:
     return lines or ["in flight nothing"]
 
 
-def tree_lines(radix: RadixCache | None) -> list[str]:
+def tree_lines(radix: RadixCache) -> list[str]:
     """The radix tree: tokens and pages of each edge, how often it is held, one level of indent per node."""
-    if radix is None:
+    if not radix.present:
         return ["tree is off"]
     lines: list[str] = []
     roots = [node for node in radix.walk() if node.parent is None]
@@ -194,7 +192,7 @@ def debug_text(engine: Engine, event: Observed, step: Step, names: Names, level:
     if level >= 3:
         lines += [f"          {queue_line(engine, names)}"]
         lines += [f"          {line}" for line in table_lines(engine, names) + in_flight_lines(engine, names)]
-        if engine.memory.adapters is not None:
+        if engine.memory.adapters.present:
             lines += [f"          {line}" for line in adapter_lines(engine.memory.adapters)]
     if level >= 4:
         lines += [f"          {line}" for line in page_owner_lines(engine, names) + tree_lines(engine.memory.radix)]
@@ -220,7 +218,7 @@ def _letters(engine: Engine, step: Step, plan: BatchPlan | None) -> dict[Request
 
 def _bar(engine: Engine) -> str:
     total = engine.config.pages
-    cached = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
+    cached = engine.memory.radix.evictable_pages
     used = total - engine.memory.pool.free_count - cached
     width = min(BAR_WIDTH, total)
     full = -(-used * width // total)

@@ -184,7 +184,7 @@ class EngineLane:
             or config.speculates
             or config.jumps
             or config.retract_every
-            or engine.memory.adapters is not None
+            or engine.memory.adapters.present
             or engine.microbatches.several
         ):
             return 0

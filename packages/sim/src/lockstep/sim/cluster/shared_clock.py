@@ -86,7 +86,7 @@ class Routing:
 def report_of(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
     """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
     memory = core.memory
-    cached = memory.radix.evictable_pages if memory.radix is not None else 0
+    cached = memory.radix.evictable_pages
     held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
     waiting = sum(request.prompt_tokens for request in core.waiting)
     return LoadReported(

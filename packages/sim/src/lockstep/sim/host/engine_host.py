@@ -106,9 +106,9 @@ class EngineHost:
             )
         if engine.config.jumps and features.forcing is None:
             raise ContractError("an engine that computes forced tokens together needs a model of what grammars force")
-        if features.adapters is not None and engine.memory.adapters is None:
+        if features.adapters is not None and not engine.memory.adapters.present:
             raise ContractError("adapters need slots on the device: set max_loras")
-        if engine.memory.tiers is not None and features.tiers is None:
+        if engine.memory.tiers.present and features.tiers is None:
             raise ContractError("an engine with cache tiers needs links to them")
         if max_new_tokens is not None and EOS_TOKEN_ID not in engine.config.eos_token_ids:
             raise ContractError(f"answers shorter than max_new_tokens need {EOS_TOKEN_ID} among the eos_token_ids")
@@ -352,7 +352,7 @@ class EngineHost:
             self._conversations.told.sessions_held(now_us, engine.sessions.pages_held_alone())
             self._conversations.is_stale = bool(engine.sessions.unsettled)
         radix = engine.memory.radix
-        cached_pages = radix.evictable_pages if radix is not None else 0
+        cached_pages = radix.evictable_pages
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
         if self.exchange is not None:
             self._nothing_new = True  # until the others have answered
@@ -468,7 +468,7 @@ class EngineHost:
             return None
         engine, device, journal, metrics = self.engine, self.device, self.journal, self.metrics
         waiting, active, free_pages = len(engine.waiting), engine.active, engine.memory.pool.free_count
-        cached_pages = engine.memory.radix.evictable_pages if engine.memory.radix is not None else 0
+        cached_pages = engine.memory.radix.evictable_pages
         result_us = round(self.cpu.result_us(newest.rows))  # one cohort throughout, so one cost
         launched_us = None
         while run.left and not self.stop_requested:

@@ -1,0 +1,108 @@
+"""Everything that an engine in this process is made with, beside the model's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
+from lockstep.core.contract.errors import ConfigError
+from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.grammar_compiler import CompileLimits
+from lockstep.host.options import Option, options_of
+from lockstep.host.startup import Keeper
+from lockstep.host.text import Text
+from lockstep.runtime.pooling import PoolingMode
+from lockstep.runtime.quantized.activations import check_fp8_activations
+from lockstep.runtime.ranks import TIMEOUT_S
+from lockstep.runtime.watchdog import check_timeout
+
+LORA_RANK_MAX = 512
+
+
+class EngineConfig(EngineOptions, frozen=True, kw_only=True):
+    """What an engine is made with: its model, its ranks and what is around them, by layers (`engine_options`).
+
+    Args:
+        sched: fields of SchedConfig. Sizes not given follow from the model and the device; with `adapters`, `max_loras`
+            is 8 unless given.
+        keeper: in place of `journal`, keeps one that the engine begins again from, with the settings it had.
+        start: whether the engine runs at once; else when `LLM.start` is called, after earlier requests were taken up.
+        pooling: how `embed` makes one vector of a prompt: mean, last; None: as the folder has it (1_Pooling), or mean.
+        normalize: whether to scale that vector to length 1; None: as the folder has it (modules.json), or not.
+        grammar_limits: CPU time and memory that one grammar may take to compile.
+        text: the tokenizer; None: that of the folder, if it has one.
+        adapters: LoRA adapters, folders as PEFT writes them by name; others may be loaded later.
+        draft_model: stands for `speculative_method="draft_model"`, too. Not with `tensor_parallel`.
+    """
+
+    sched: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    tensor_parallel: Annotated[
+        int, Option("GPUs, or processes on the CPU, that share one copy of the model.", flag="--tp")
+    ] = 1
+    rank_timeout_s: Annotated[
+        float, Option("With --tp: seconds in which a batch must come back from every rank.", flag="--rank-timeout")
+    ] = TIMEOUT_S
+    random_weights_seed: Annotated[
+        int | None,
+        Option("Small random weights; only config.json is read.", flag="--random-weights", metavar="SEED"),
+    ] = None
+    journal: Annotated[str | Path | None, Option("A run folder for all facts and decisions.", metavar="DIR")] = None
+    warm_up: Annotated[
+        bool | None,
+        Option("Compile kernels before the first request.", negatable=True, default="on a GPU"),
+    ] = None
+    debug: Annotated[bool, Option("Check every plan, and every KV slot before it is read. Slow.")] = False
+    keeper: Keeper | None = None
+    start: bool = True
+    pooling: PoolingMode | None = None
+    normalize: bool | None = None
+    grammar_limits: CompileLimits | None = None
+    text: Text | None = None
+    adapters: Mapping[str, str | Path] = msgspec.field(default_factory=dict)
+
+    def with_options(self, given: Mapping[str, Any]) -> EngineConfig:
+        """This configuration with fields of it, and of SchedConfig, replaced by name. Raises ConfigError."""
+        own = {name: value for name, value in given.items() if name in self.__struct_fields__}
+        sched = {**self.sched, **own.pop("sched", {}), **{n: value for n, value in given.items() if n not in own}}
+        refuse_unknown(sched)
+        return msgspec.structs.replace(self, **own, sched=sched)
+
+    def check(self) -> None:
+        """Raise ConfigError for values that no engine can have, before a model is loaded in vain."""
+        for name in ("tensor_parallel", "seed", "random_weights_seed", "cuda_graph_max_batch", "max_lora_rank"):
+            _check_whole(name, getattr(self, name), optional=name in ("random_weights_seed", "cuda_graph_max_batch"))
+        known = options_of(EngineOptions)["kv_cache_dtype"].choices
+        if self.kv_cache_dtype not in known:
+            raise ConfigError(f"`kv_cache_dtype` must be {' or '.join(known)}, got `{self.kv_cache_dtype}`")
+        check_fp8_activations(self.fp8_activations)
+        check_timeout(self.batch_timeout_s)
+        if self.journal is not None and any((Path(self.journal) / "journal").glob("*.log")):
+            raise ConfigError(f"`journal`: {self.journal} already holds a journal\nhint: choose another run folder")
+
+    def rank_options(self) -> dict[str, Any]:
+        """The options that every rank has, by name."""
+        return {name: getattr(self, name) for name in RankOptions.__struct_fields__}
+
+
+def refuse_unknown(sched: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that SchedConfig does not have."""
+    names = [one.name for one in msgspec.structs.fields(SchedConfig)]
+    for name in sched:
+        refuse_simulated_only(name)
+        if name not in names:
+            near = get_close_matches(name, names)
+            hint = f"did you mean {' or '.join(near)}?" if near else "docs/scheduling.md lists all settings"
+            raise ConfigError(f"there is no setting `{name}`\nhint: {hint}")
+
+
+def _check_whole(name: str, value: object, *, optional: bool) -> None:
+    """Raise ConfigError, naming the field and the type, for what is no whole number."""
+    if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool)):
+        return
+    expected = "a whole number" + (" or None" if optional else "")
+    raise ConfigError(f"`{name}` must be {expected}, got `{value}`, which is of type {type(value).__name__}")

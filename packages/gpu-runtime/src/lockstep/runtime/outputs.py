@@ -1,0 +1,174 @@
+"""Outputs of requests: whole, in deltas, scored; and the sink of a request that is under way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+
+from lockstep.core.contract.commands import FinishRequest, RejectRequest
+from lockstep.host.batches import Float32s
+from lockstep.host.loop import ResultExtras, TokenLogprobs
+from lockstep.host.text import StopTexts, Text
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What came of one request."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None  # None without a tokenizer
+    finish_reason: str = ""  # of the core: length, stop, text_stop, computed, ...; or why it was rejected
+    error: str = ""  # a sentence, where it was rejected or failed
+    cached_tokens: int = 0  # of the prompt
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: dict[int, float] = field(
+        default_factory=dict
+    )  # of the token at position p, by p; none of the first
+    prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by p: by token, likeliest first
+    hidden_states: Float32s | None = None  # [positions, hidden]
+    vector: Float32s | None = None  # [hidden] or, of kind score, [vocabulary]
+    weights: tuple[
+        tuple[int, int], ...
+    ] = ()  # (first output token, version of the weights that drew it and those behind)
+    others: list[RequestOutput] = field(default_factory=list)  # to the same prompt, where `Params.n` asked for several
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """How likely the labels are behind one prompt."""
+
+    prompt_token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)  # of each label as a whole, given the prompt
+    token_logprobs: list[list[float]] = field(default_factory=list)  # of its tokens
+    error: str = ""  # a sentence, where the prompt was rejected or failed
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What is new of an answer."""
+
+    text: str
+    token_ids: list[int]
+    answer: RequestOutput | None = None  # the whole of it, with the last piece
+
+
+FAILURES = {"invalid": "the model's logits were no numbers, or nothing was allowed to be said"}
+
+
+class PendingRequest:
+    """A request on its way: `LLM.ask` gives it, `LLM.wait` takes it. It is the request's sink.
+
+    The host's thread only keeps tokens; their text is written by the thread that asks for it.
+    """
+
+    def __init__(
+        self,
+        answer: RequestOutput,
+        text: Text | None,
+        stops: Sequence[str],
+        tokens: SimpleQueue[list[int] | None] | None,
+    ) -> None:
+        self.answer = answer
+        self.samples = [self]  # and those of the other answers to the same prompt, in order
+        self.over = threading.Event()
+        self.failure = ""
+        self._tokens = tokens
+        self._watch = StopTexts(text, answer.prompt_token_ids, stops) if text is not None else None
+        self._spelled = 0  # tokens
+        self._shown = 0  # characters that were given out
+
+    # ------------------------------------------------------------------------------------------ in the host's thread
+
+    def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
+        """Take in new tokens; what was seen before is passed over."""
+        ids = self.answer.token_ids
+        repeats = len(ids) - offset
+        new = tokens[repeats:] if repeats else tokens
+        ids += new
+        if logprobs is not None:
+            self.answer.logprobs += logprobs.logprobs.tolist()[repeats:]
+            if logprobs.top_ids is not None and logprobs.top_logprobs is not None:
+                pairs = zip(logprobs.top_ids.tolist(), logprobs.top_logprobs.tolist(), strict=True)
+                self.answer.top_logprobs += [dict(zip(ids, values, strict=True)) for ids, values in pairs][repeats:]
+        if self._tokens is not None:
+            self._tokens.put(new)
+
+    def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
+        """The end."""
+        answer = self.answer
+        answer.finish_reason, answer.cached_tokens = end.reason, end.cached_tokens
+        answer.error = extras.error if end.reason == "error" else FAILURES.get(end.reason, "")
+        answer.prompt_logprobs = dict(sorted(extras.prompt_logprobs.items()))
+        answer.prompt_top_logprobs = dict(sorted(extras.prompt_top_logprobs.items()))
+        if extras.hidden_states:
+            answer.hidden_states = np.stack([extras.hidden_states[p] for p in sorted(extras.hidden_states)])
+        if extras.pooled is not None:
+            answer.vector = extras.pooled.values
+        answer.weights = extras.weights
+        self._end()
+
+    def rejected(self, end: RejectRequest) -> None:
+        """It never ran."""
+        self.answer.finish_reason, self.answer.error = end.reason, end.message
+        self._end()
+
+    def failed(self, message: str) -> None:
+        """The engine ended."""
+        self.failure = message
+        self._end()
+
+    def _end(self) -> None:
+        self.over.set()
+        if self._tokens is not None:
+            self._tokens.put(None)
+
+    # --------------------------------------------------------------------------------- in the thread of whoever waits
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Text that these tokens, the next ones, add to what was given out; nothing behind a stop."""
+        self._push(tokens)
+        whole = self._text()
+        new, self._shown = whole[self._shown :], max(self._shown, len(whole))
+        return new
+
+    def spell_rest(self) -> None:
+        """Write the text of the whole answer."""
+        if self._watch is not None:
+            self._push(self.answer.token_ids[self._spelled :])
+            self.answer.text = self._text()
+
+    def _push(self, tokens: Sequence[int]) -> None:
+        if self._watch is not None:
+            for number, token in enumerate(tokens, self._spelled):
+                self._watch.push(number, token)
+            self._spelled += len(tokens)
+
+    def _text(self) -> str:
+        return "" if self._watch is None else self._watch.decoded[: self._watch.stopped_at()]
+
+
+def scored_at_once(answer: RequestOutput, tokens: list[int]) -> Scored:
+    """What the logits of a prompt's last position say of these tokens."""
+    if answer.error or answer.vector is None:
+        return Scored(answer.prompt_token_ids, error=answer.error or f"it ended with reason {answer.finish_reason}")
+    logits = answer.vector.astype(np.float64)
+    largest = logits.max()
+    logprobs = (logits[tokens] - largest - np.log(np.exp(logits - largest).sum())).tolist()
+    return Scored(answer.prompt_token_ids, logprobs, [[one] for one in logprobs])
+
+
+def scored_by_label(prompt: list[int], answers: Sequence[RequestOutput]) -> Scored:
+    """What came of the labels of one prompt, each judged behind it."""
+    for answer in answers:
+        missing = len(answer.prompt_token_ids) - len(prompt) - len(answer.prompt_logprobs)
+        if answer.error or missing:
+            return Scored(prompt, error=answer.error or f"a label ended with reason {answer.finish_reason}")
+    tokens = [list(answer.prompt_logprobs.values()) for answer in answers]
+    return Scored(prompt, [sum(one) for one in tokens], tokens)

@@ -1,0 +1,136 @@
+"""Parameters of a request, checked, and as the engine receives them; prompts as lists of token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from numbers import Integral
+from operator import index
+from typing import Annotated, cast
+
+import msgspec
+
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.events import (
+    SamplingParams,
+)
+from lockstep.core.contract.samples import SAMPLES_MAX
+from lockstep.host.grammars import Kind
+from lockstep.runtime.sampling.processors import Arguments
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""What a journal can hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """What is wanted of one request. Names and meanings are those of vLLM and SGLang where they have one."""
+
+    n: Int64 = 1  # answers to the prompt, whose KV they share; answer k is drawn with seed + k
+    max_new_tokens: Int64 = 128
+    min_new_tokens: Int64 = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: Int64 = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[Int64, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[Int64] | None = None  # nothing else is drawn; None: every token may be
+    seed: Int64 | None = None  # None: one of its own, which follows from the LLM's
+    stop: Sequence[str] = ()  # texts; the answer ends in front of the first
+    stop_token_ids: Sequence[Int64] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
+        None  # of each output token, and of so many of the likeliest beside it
+    )
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] | None = (
+        None  # of each prompt token, and of so many of the likeliest in its place
+    )
+    hidden_states: bool = False
+    priority: Int64 | None = None
+    logit_processors: Mapping[str, Arguments] = field(default_factory=dict)  # those enabled, by name, with arguments
+    adapter: str = ""  # the name of one that is loaded; "": the model alone
+    grammar: tuple[Kind, str] | None = None  # what the answer must keep to: ("json_schema", '{"type": "object"}')
+
+
+Prompt = str | Sequence[int]
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of request `number` of an LLM with this seed; 63 bits."""
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+def sampling_of(params: Params) -> SamplingParams:
+    """As the engine is told. A whole number is made one with a point, which it is to whoever reads it back."""
+    return SamplingParams(
+        temperature=float(params.temperature),
+        top_p=float(params.top_p),
+        top_k=params.top_k,
+        min_p=float(params.min_p),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        seed=params.seed or 0,
+        logit_bias=tuple(sorted((token, float(bias)) for token, bias in params.logit_bias.items())),
+        top_logprobs=params.logprobs or 0,
+        logit_processors=tuple((name, _json(name, given)) for name, given in sorted(params.logit_processors.items())),
+        allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
+        prompt_top_logprobs=params.prompt_logprobs or 0,
+    )
+
+
+def _json(name: str, arguments: Arguments) -> str:
+    """Arguments of a logit processor as a journal holds them."""
+    try:
+        return json.dumps(arguments, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`logit_processors`: the arguments of `{name}` must be a JSON object: {error}") from error
+
+
+def listed_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or several, as several: a text, or something that begins with a number, is one."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+    return cast("Sequence[Prompt]", [prompts] if one else prompts)
+
+
+def token_ids_of(prompt: Sequence[int]) -> list[int]:
+    """The ids of a prompt. Raises ConfigError for what cannot be one; whether the model has it is seen later."""
+    ids = []
+    for token in prompt:
+        try:
+            ids.append(index(token))
+        except TypeError as error:
+            raise ConfigError(f"`prompt` holds {token!r}, which is no token id") from error
+        if not 0 <= ids[-1] < 2**31:
+            raise ConfigError(f"`prompt` holds {token}, which is no token id")
+    return ids
+
+
+def check_params(params: Params) -> None:
+    """Raise ConfigError, naming the field, for values that are not of its type, or larger than a journal can hold."""
+    try:
+        msgspec.convert(vars(params), Params)
+    except msgspec.ValidationError as error:
+        expected, _, where = str(error).partition(" - at ")
+        name = where.partition("$.")[2].rstrip("`").partition("[")[0]
+        raise ConfigError(f"`{name}` is {getattr(params, name)!r}: {expected[:1].lower()}{expected[1:]}") from error
+    if not 1 <= params.n <= SAMPLES_MAX:
+        raise ConfigError(f"`n` must be 1 to {SAMPLES_MAX}, got `{params.n}`")
+    if not all(params.stop):
+        raise ConfigError("`stop` holds an empty text, which is in front of every answer\nhint: leave it out")
+    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
+        raise ConfigError("`allowed_token_ids` is empty, so that nothing could be said\nhint: None allows every token")
+
+
+def params_of_each(params: Params | Sequence[Params] | None, count: int) -> Sequence[Params]:
+    """Parameters for each of so many prompts."""
+    if params is None or isinstance(params, Params):
+        return [params or Params()] * count
+    if len(params) != count:
+        raise ConfigError(f"`params` must be one for all or one for each of {count} prompts, got {len(params)}")
+    return params

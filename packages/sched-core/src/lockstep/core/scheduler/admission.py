@@ -1,0 +1,322 @@
+"""Which waiting request may start, and how much of its prompt the next extend takes.
+
+Admission is a loop over resources (`RESOURCES`, docs/scheduling.md): each one either agrees, perhaps to fewer tokens,
+or defers the request with its reason. The order is part of the contract: the first resource that does not agree gives
+the reason that is reported, and digests cover it. Resources that the configuration does not have are not in the loop.
+"""
+
+from __future__ import annotations
+
+from msgspec import UNSET
+
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
+from lockstep.core.kv.hybrid import everybody
+from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
+from lockstep.core.requests.budget import (
+    Deferral,
+    PrefillBudget,
+    aligned,
+    ceil_to,
+    chunk_tokens,
+    counts_on_ends,
+    lasts_with,
+)
+from lockstep.core.requests.table import Int32s, Request
+
+
+class RunningLimit(Resource):
+    """`max_running_requests`: requests with rows at once, except for those whose prompt only has to be sent yet."""
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether one request more may run."""
+        view = self.view
+        limit = view.config.max_running_requests
+        return Deferral("running_limit", limit=limit, lasts=True) if view.active - view.sending >= limit else None
+
+
+class MicrobatchPlaces(Resource):
+    """Places in the microbatch whose launch is planned."""
+
+    def __init__(self, view: AdmissionView) -> None:
+        super().__init__(view)
+        self.microbatches = view.microbatches
+        self.taken = Deferral("microbatch", limit=self.microbatches.size, lasts=True)
+
+    @classmethod
+    def exists(cls, config: SchedConfig) -> bool:
+        """In engines with a limit of places."""
+        return config.pp_max_micro_batch_size is not UNSET
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether the microbatch has a place."""
+        return None if self.microbatches.has_place() else self.taken
+
+
+class RequestRows(Resource):
+    """Rows of the request table, `rows_max`."""
+
+    def __init__(self, view: AdmissionView) -> None:
+        super().__init__(view)
+        self.taken = Deferral("rows", limit=view.config.rows_max, lasts=True)
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether a row is free."""
+        return None if self.memory.table.row_available() else self.taken
+
+
+class ExtendBudget(Resource):
+    """What one extend may take: requests, and tokens of its budgets. Admitted requests are charged to it."""
+
+    no_tokens = Deferral("kv_budget", lasts=True)
+    spent = Deferral("prefill_budget")
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether another request may be considered at all."""
+        most = self.view.config.prefill_max_requests
+        if most is not None and share.parts >= most:
+            return self.spent
+        verdict = share.budget.verdict()
+        if verdict == "continue":
+            return None
+        return self.no_tokens if verdict == "no_tokens" else self.spent
+
+    def reserve(self, share: ExtendShare) -> None:
+        """Charge the extend, and what the request may need until it ends, as the reserve policy has it."""
+        budget, request = share.budget, share.request
+        budget.newcomers.append(request)
+        budget.hold(share.locked_pages * budget.page_size)
+        budget.promise(share.new_tokens, request.max_new_tokens - request.outputs)
+        budget.charge(share.take, request.max_new_tokens if share.take == share.new_tokens else 0)
+
+
+class AdapterSlots(Resource):
+    """Slots of LoRA adapters on the device, `max_loras`."""
+
+    absent = Deferral("adapter", own=True)
+
+    @classmethod
+    def exists(cls, config: SchedConfig) -> bool:
+        """Where LoRA is on."""
+        return bool(config.max_loras)
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether the adapter of the request is loaded, and not one too many beside those in use."""
+        return None if self.memory.adapters.has_place_for(share.request.adapter) else self.absent
+
+    def take(self, row: int, request: Request) -> None:
+        """The row uses the adapter of its request."""
+        self.memory.adapters.take(row, request.adapter)
+
+    def release(self, row: int) -> None:
+        """The row uses no adapter any more."""
+        self.memory.adapters.give_back(row)
+
+    def void(self) -> None:
+        """No adapter is on the device."""
+        self.memory.adapters.void()
+
+
+class TierMoves(Resource):
+    """Loads from host memory and prefetches from storage for which a request waits."""
+
+    loading = Deferral("load", own=True)
+    fetching = Deferral("prefetch", own=True)
+
+    @classmethod
+    def exists(cls, config: SchedConfig) -> bool:
+        """Where there are tiers below the device."""
+        return config.tiers is not UNSET
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether the request waits for neither, or has waited long enough."""
+        awaited = self.memory.tiers.holds_back(share.request, self.view.now_us)
+        if not awaited:
+            return None
+        return self.loading if awaited == "load" else self.fetching
+
+
+class CachedPrefix(Resource):
+    """The cached prefix. It never defers a request; it says how many tokens are left to compute."""
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Match the prompt against the radix cache."""
+        request = share.request
+        match = share.match = self.memory.match(request)
+        share.cached_tokens = match.pages * self.memory.config.page_size
+        share.locked_pages = match.evictable_pages
+        share.new_tokens = len(request.tokens) // 4 - share.cached_tokens
+        return None
+
+
+class KvReserve(Resource):
+    """KV of the pool beside the reserve of running requests: for the prompt, and for output as `reserve` has it."""
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether the budget has it.
+
+        With nothing else active the pool is the request's own. Its arrival was accepted because it fits there, so
+        admission and rejection cannot disagree by a page.
+        """
+        view, budget, request = self.view, share.budget, share.request
+        config = view.config
+        if not view.active and not (config.reserve == "full" and view.transfers_hold_pages):
+            return None
+        wanted = budget.wanted(share.new_tokens, request.max_new_tokens - request.outputs)
+        if counts_on_ends(config, request):
+            free = budget.current - ceil_to(share.new_tokens, config.page_size)
+            if not lasts_with(*view.everybody, [*budget.newcomers, request], view.ratio.value, free):
+                return Deferral("kv_budget", wanted, max(free, 0), lasts=True)
+            return None
+        locked_tokens = share.locked_pages * config.page_size
+        if budget.has(wanted, locked_tokens):
+            return None
+        return Deferral("kv_budget", wanted, budget.total - locked_tokens, lasts=True)
+
+
+class ChunkTokens(Resource):
+    """Tokens of one extend, `max_prefill_tokens` and `chunked_prefill_size`: how many of the prompt it takes."""
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Take the whole prompt, or a chunk if it may be split."""
+        budget, new_tokens = share.budget, share.new_tokens
+        share.take = chunk_tokens(share.cached_tokens, new_tokens, budget, not share.parts, share.may_split)
+        if share.take > 0:
+            return None
+        return Deferral("prefill_budget", new_tokens, budget.input if budget.chunk is None else budget.chunk)
+
+
+class DevicePages(Resource):
+    """Pages of the device for the tokens that the extend takes."""
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether they can be had beside those of the decodes of the same pass, and those that the match will lock."""
+        page_size = self.memory.config.page_size
+        room = self.memory.available_pages - share.budget.set_aside - share.locked_pages
+        return Deferral("pages", share.take, room * page_size) if -(-share.take // page_size) > room else None
+
+
+class StateSlots(Resource):
+    """Slots of recurrent state that a row computes in."""
+
+    absent = Deferral("state")
+
+    @classmethod
+    def exists(cls, config: SchedConfig) -> bool:
+        """Where layers have recurrent state."""
+        return config.hybrid is not UNSET and config.hybrid.state_slots > 0
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Whether slots can be had behind the match."""
+        return self.absent if self.memory.hybrid.lacks_state(self.memory.path_of(share.match)) else None
+
+
+class WindowPages(Resource):
+    """Pages of sliding-window layers."""
+
+    @classmethod
+    def exists(cls, config: SchedConfig) -> bool:
+        """Where layers have sliding windows."""
+        return config.hybrid is not UNSET and config.hybrid.window_tokens > 0
+
+    def fits(self, share: ExtendShare) -> Deferral | None:
+        """Take no more tokens than there are window pages for."""
+        memory = self.memory
+        path = memory.path_of(share.match)
+        share.take = within_windows(
+            self.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
+        )
+        if share.take > 0:
+            return None
+        return Deferral("window", share.new_tokens, memory.hybrid.window_tokens_available)
+
+
+RESOURCES: tuple[type[Resource], ...] = (
+    RunningLimit,
+    MicrobatchPlaces,
+    RequestRows,
+    ExtendBudget,
+    AdapterSlots,
+    TierMoves,
+    CachedPrefix,
+    KvReserve,
+    ChunkTokens,
+    DevicePages,
+    StateSlots,
+    WindowPages,
+)
+"""Everything that admission asks for, in order.
+
+A resource in front of `CachedPrefix` sees the request alone; one behind `ChunkTokens` also how much is to be computed.
+"""
+
+
+class Admission:
+    """The resources of one engine, and what was reported last about the head of the waiting queue."""
+
+    def __init__(self, view: AdmissionView) -> None:
+        self.resources = tuple(kind(view) for kind in RESOURCES if kind.exists(view.config))
+        self.reported: tuple[RequestId, DeferReason] | None = None  # the last shortage
+        self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
+        self._reserves = tuple(one.reserve for one in self.resources if overrides(one, "reserve"))
+        view.memory.serve(self.resources)
+
+    def examine(self, request: Request, budget: PrefillBudget, parts: int, may_split: bool) -> ExtendShare | Deferral:
+        """Whether a waiting request may join an extend, and with how many tokens; or why not. Changes nothing.
+
+        Args:
+            parts: requests in the extend so far.
+            may_split: whether the prompt may be computed in chunks; only one request of an engine at a time is.
+        """
+        share = ExtendShare(request, budget, parts, may_split)
+        for check in self._checks:
+            deferral = check(share)
+            if deferral is not None:
+                return deferral
+        return share
+
+    def reserve(self, share: ExtendShare) -> None:
+        """The request of this share is admitted: charge the extend that is planned."""
+        for reserve in self._reserves:
+            reserve(share)
+        reported = self.reported
+        if reported is not None and reported[0] == share.request.request_id:
+            self.reported = None
+
+    def report(self, request: Request, deferral: Deferral, now_us: int, step: Step) -> None:
+        """Decide once why a request waits: of a shortage for the head of the queue, otherwise for the request."""
+        reason = deferral.reason
+        if deferral.own:
+            if request.deferred != reason:
+                request.deferred = reason
+                step.decided.append(AdmissionDeferred(now_us, request.request_id, reason))
+            return
+        if self.reported != (request.request_id, reason):
+            self.reported = (request.request_id, reason)
+            needed, available = deferral.needed, max(deferral.available, 0)
+            deferred = AdmissionDeferred(now_us, request.request_id, reason, needed, available, limit=deferral.limit)
+            step.decided.append(deferred)
+
+
+def within_windows(
+    view: AdmissionView,
+    request: Request,
+    start: int,
+    take: int,
+    path: Int32s,
+    budget: PrefillBudget,
+    *,
+    may_split: bool,
+) -> int:
+    """As much of `take` tokens, from position `start` on, as sliding windows have pages for.
+
+    Args:
+        path: the cached pages in front of the request, if it has no row yet.
+    Returns: less than `take` only up to where a prompt may be split, and only if this one may be; else 0.
+    """
+    window = view.memory.hybrid.window
+    if window is None:
+        return take
+    room = window.room(everybody(view), request, start, take, path, budget)
+    return take if take <= room else aligned(start, room, budget.align) if may_split else 0
