@@ -24,7 +24,7 @@ BOUNDS = {
     "engine inner stores": 0,
     "guards in engine": 6,
     "guards in memory": 50,
-    "cycle in core": 4,
+    "cycle in core": 5,
     "cycle in host": 3,
     "cycle in sim": 27,
     "cycle in runtime": 2,
