@@ -135,7 +135,7 @@ def decode_us(rows: int) -> float:
 
 
 def children(pid: int) -> dict[str, int]:
-    """The processes of a server by their role: a worker is the launcher's child, the engine one of its nursery."""
+    """The processes of a server by role: a worker is the launcher's child, the engine a child of its fork server."""
     table: dict[int, tuple[int, list[str]]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -144,8 +144,8 @@ def children(pid: int) -> dict[str, int]:
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 table[int(folder.name)] = parent, words
     own = {module: child for child, (parent, words) in table.items() if parent == pid for module in words[2:3]}
-    nursery = own["lockstep.api.processes.fork_server"]
-    engine = next(child for child, (parent, _) in table.items() if parent == nursery)
+    fork_server = own["lockstep.api.processes.fork_server"]
+    engine = next(child for child, (parent, _) in table.items() if parent == fork_server)
     return {"worker": own["lockstep.api.worker"], "engine": engine}
 
 

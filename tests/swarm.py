@@ -247,7 +247,7 @@ def commit() -> str:
 
 
 def explain(seed: int, error: str) -> None:
-    """Print what somebody needs to reproduce a failure."""
+    """Print what reproduces a failure."""
     config, actions = history(seed)
     short = shrunk(config, actions)
     print(f"\nFAILED seed {seed} at commit {commit()}: {error}")

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: what they agree on, who waits for whom, stories in which others broke, equivalence, histories.
+"""Data-parallel ranks: what they agree on, which rank waits for which, failures of other engines.
 
 Every rank's invariants are checked after every event, every KV cell that is read against its prefix, and every decision
 of all ranks against that of the others (`tests/support/rank_group.py`).
@@ -111,7 +111,7 @@ def test_request_that_comes_behind_a_proposal_is_in_the_next_one() -> None:
     made.settle()
 
 
-def test_proposal_binds_whoever_leaves() -> None:
+def test_proposal_binds_a_request_that_leaves() -> None:
     """The client leaves between proposal and agreement: counts stay what was said, and the row is dead."""
     made = group(overlap_depth=1)
     made.arrive(0, asked(0))
@@ -352,7 +352,7 @@ def test_all_ranks_run_as_many_passes_of_the_drafter_as_the_longest_drafts_need(
     made.arrive(0, asked(0, max_new=3))
     made.arrive(1, asked(1, max_new=12))
     offer(made)
-    assert made.passes[-1].draft_passes == 0, "nobody has anything to draft behind yet"
+    assert made.passes[-1].draft_passes == 0, "no row has anything to draft behind yet"
     deliver(made)
     offer(made)
     plans = [member.engine.in_flight[-1].plan for member in made.members]
@@ -407,7 +407,7 @@ def test_ranks_launch_the_same_microbatch_though_only_one_has_anything_in_it() -
 
 
 def test_a_round_is_of_one_microbatch_and_a_slot_of_another_waits_for_its_turn() -> None:
-    """Who proposed for the microbatch that it was offered would meet other ranks in another one's pass."""
+    """A rank that proposed for the microbatch that it was offered would meet other ranks in another one's pass."""
     made = group(**STAGES)
     made.arrive(0, asked(0))
     made.ready(0, further=1)
@@ -426,13 +426,13 @@ def test_a_round_is_of_one_microbatch_and_a_slot_of_another_waits_for_its_turn()
     made.replay()
 
 
-def test_microbatch_in_which_nobody_has_anything_is_passed_over() -> None:
+def test_microbatch_in_which_no_rank_has_anything_is_passed_over() -> None:
     made = group(**STAGES)
     made.arrive(1, asked(0, max_new=3))
     offer(made)
     deliver(made)
     offer(made)
-    assert flying(made) == [[], []], "microbatch 1: nobody proposes a token"
+    assert flying(made) == [[], []], "microbatch 1: no rank proposes a token"
     offer(made)
     assert flying(made) == [[(0, "idle")], [(0, "decode")]]
     made.settle()
@@ -440,7 +440,7 @@ def test_microbatch_in_which_nobody_has_anything_is_passed_over() -> None:
 
 
 def test_prompts_wait_for_so_many_passes_of_their_microbatch() -> None:
-    """One table for all would be set back by a microbatch that is full: nobody can extend there, which ends waits."""
+    """One table for all would be set back by a microbatch that is full: no rank can extend there, which ends waits."""
     made = group(**STAGES, **DELAYING, pp_max_micro_batch_size=1)
     made.arrive(0, asked(0, max_new=20))
     made.arrive(1, asked(1, max_new=20))
@@ -463,7 +463,7 @@ def test_prompts_wait_for_so_many_passes_of_their_microbatch() -> None:
 
 
 def test_rank_is_full_where_a_microbatch_has_no_place() -> None:
-    """`prefill_full_skip_passes`: in microbatch 1 nobody is full, in microbatch 0 rank 1 is, though it may run more."""
+    """`prefill_full_skip_passes`: in microbatch 1 no rank is full, in microbatch 0 rank 1 is, below its limit."""
     made = group(**STAGES, prefill_full_skip_passes=2, pp_max_micro_batch_size=1)
     made.arrive(1, asked(0, max_new=20))
     offer(made)
@@ -491,7 +491,7 @@ def test_stages_and_ranks_go_with_roles(role: Any) -> None:
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_result_that_one_rank_sees_a_poll_earlier_changes_nothing(early: int) -> None:
-    """Script 18 (SG#27164): equal plans, and nobody enters a collective that the others do not."""
+    """Script 18 (SG#27164): equal plans, and no rank enters a collective that the others do not."""
     made = group(overlap_depth=1)
     made.arrive(0, asked(0, max_new=6))
     made.arrive(1, asked(1, max_new=6))
@@ -508,7 +508,7 @@ def test_result_that_one_rank_sees_a_poll_earlier_changes_nothing(early: int) ->
 
 
 @pytest.mark.parametrize("proposed", [0, 1, 2])
-def test_rank_that_raises_leaves_nobody_in_a_collective(proposed: int) -> None:
+def test_rank_that_raises_leaves_no_rank_in_a_collective(proposed: int) -> None:
     """Script 18: rank 1 meets something impossible. Either all launch a round, or none does."""
     made = group(overlap_depth=1)
     for key, rank in enumerate((0, 1, 0)):
@@ -568,7 +568,7 @@ def test_a13_every_rank_prefills_in_the_first_pass() -> None:
 
 
 @pytest.mark.parametrize("moment", ["before the proposal", "before the agreement"])
-def test_written_pages_come_back_though_nobody_arrives(moment: str) -> None:
+def test_written_pages_come_back_without_arrivals(moment: str) -> None:
     """Script 14: a write locks pages, and a decode goes on to the edge of the pool; the acknowledgement frees them."""
     tiers = CacheTiers(host_pages=8, write_policy="write_through")
     made = group(overlap_depth=0, pages=8, tiers=tiers, max_running_requests=2)

@@ -35,7 +35,9 @@ def test_table_of_the_delayer_knows_every_situation() -> None:
         assert state in ("free", "delaying")
         assert (following == "delaying") == (situation in ("mixed", "full", "slots", "queue"))
     assert {situation for _, situation in DELAYER} == set(SITUATIONS)
-    assert {key for key in SITUATIONS if ("free", key) not in DELAYER} == {"spent"}, "who waits for nothing is not done"
+    assert {key for key in SITUATIONS if ("free", key) not in DELAYER} == {"spent"}, (
+        "a rank that waits for nothing is not done"
+    )
 
 
 NOTHING, DECODING, EXTENDING = (0, 0, 0, 1), (1, 1, 0, 1), (4, 1, 1, 0)
@@ -74,7 +76,7 @@ def test_how_ranks_stand(wishes: list[dict[str, Any]], planned: Counts, passes: 
 @pytest.mark.parametrize(
     ("told", "running", "starved", "passes", "situation"),
     [
-        ([(0, 0, 0), (0, 1, 0)], 3, False, 0, "all"),  # nobody has extended yet
+        ([(0, 0, 0), (0, 1, 0)], 3, False, 0, "all"),  # no rank has extended yet
         ([(0, 1, 2), (0, 1, 1)], 3, False, 0, "slots"),  # room for 1, the latest extends took in 2
         ([(0, 1, 1), (0, 1, 1)], 3, False, 0, "all"),
         ([(0, 1, 4), (0, 1, 4)], 4, False, 0, "slots"),
@@ -108,7 +110,7 @@ def test_queue_trigger_waits_for_a_share_of_those_that_run() -> None:
 
 
 def test_prompts_wait_for_more_of_their_kind() -> None:
-    """With one place left and extends that took in two, nobody extends until another place is free."""
+    """With one place left and extends that took in two, no rank extends until another place is free."""
     made = group(overlap_depth=0, max_running_requests=3, prefill_delayer_slots=True, **DELAYING)
     for rank in (0, 1):
         for number in range(2):
@@ -189,7 +191,7 @@ def test_prompt_waits_for_so_many_passes_at_most() -> None:
 
 @pytest.mark.parametrize("late_us", [0, 1_000])
 def test_prompt_waits_for_so_long_by_the_first_ranks_clock(late_us: int) -> None:
-    """Script 18: clocks 1 ms apart at a deadline; the first rank's is everybody's."""
+    """Script 18: clocks 1 ms apart at a deadline; the first rank's is that of all."""
     made = group(**DELAYING, overlap_depth=0, prefill_delayer_max_delay_us=500)
     busy(made)
     made.clock(10_000)
@@ -220,7 +222,7 @@ def test_rank_that_uses_little_of_its_pool_does_not_wait() -> None:
 
 
 def test_prompt_never_waits_for_ranks_that_have_nothing_to_decode() -> None:
-    """A delay that nobody uses would be for ever: nothing else happens that could end it."""
+    """A delay that no rank ends would be for ever: nothing else happens that could end it."""
     made = group(ranks=4, **DELAYING)
     made.arrive(2, asked(0))
     offer(made)
@@ -290,7 +292,7 @@ def test_rank_that_uses_much_of_one_pool_is_not_starved() -> None:
         made.settle()
 
 
-def test_wait_begins_anew_when_whoever_waited_has_left() -> None:
+def test_wait_begins_anew_when_the_waiting_request_has_left() -> None:
     made = group(**DELAYING, overlap_depth=0)
     busy(made)
     made.arrive(0, asked(0))

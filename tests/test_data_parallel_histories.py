@@ -138,7 +138,7 @@ def test_history_is_the_same_from_snapshots(stages: dict[str, int]) -> None:
 
 
 def idle_rank_returns_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has nothing to run does not propose (VL#43547)."""
+    """A rank with nothing to run does not propose (VL#43547)."""
     propose = Rounds._propose
 
     def early(self: Rounds, step: Any, *, wants: bool) -> None:
@@ -177,7 +177,7 @@ def own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def delay_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts wait though nobody decodes (SG#35241)."""
+    """Prompts wait though no rank decodes (SG#35241)."""
     judge = data_parallel.situation_of
 
     def never_idle(config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Prefill and decode on different engines: stories in which others broke, equivalence, random histories with faults.
+"""Prefill and decode on different engines: failures of other engines, equivalence, random histories with faults.
 
 Every engine's invariants are checked after every event, every cell that is read is checked against its prefix, and
 every part that moves against what both engines keep (`tests/support/fleet/`).
@@ -136,7 +136,7 @@ def test_text_of_the_first_token_is_looked_at(answer: dict[str, Any], sent: str)
 def test_answers_are_those_of_one_engine(seed: int) -> None:
     """Over page sizes, chunks, overlap, allocation, radix cache and retractions; two engines of each kind."""
     rng = random.Random(seed)
-    everybody = [
+    requests = [
         Asked(
             key,
             tuple(range(100 * rng.randint(1, 2), 100 * rng.randint(3, 4)))[: rng.randint(1, 12)],
@@ -146,7 +146,7 @@ def test_answers_are_those_of_one_engine(seed: int) -> None:
         )
         for key in range(8)
     ]
-    alone = serve(SchedConfig(page_size=2, pages=200), everybody)
+    alone = serve(SchedConfig(page_size=2, pages=200), requests)
     cells = list(product(("early", "prefill_complete"), (True, False), (0, 1, 2), (0, 3)))
     for allocation, radix, depth, retract in rng.sample(cells, 4):
         made = fleet(
@@ -162,7 +162,7 @@ def test_answers_are_those_of_one_engine(seed: int) -> None:
             chunked_prefill_size=rng.choice([4, 8, None]),
             schedule_conservativeness=0.02,
         )
-        for one in everybody:
+        for one in requests:
             made.arrive(one, f"p{rng.randrange(2)}", f"d{rng.randrange(2)}")
             for _ in range(rng.randrange(6)):
                 made.do_something(rng)
@@ -254,7 +254,7 @@ def test_newcomer_never_sees_cells_of_a_cancelled_transfer(writer: str, side: st
 
 
 def test_equal_facts_give_equal_decisions_whatever_the_clock() -> None:
-    """Script 18, S28: a time-out is an event of the one core's journal; who folds it decides alike."""
+    """Script 18, S28: a time-out is an event of the one core's journal; every engine that folds it decides alike."""
     made = fleet(transfer_timeout_us=1_000)
     to_receiving(made, asked(0))
     made.clock(999)
@@ -272,7 +272,7 @@ def test_equal_facts_give_equal_decisions_whatever_the_clock() -> None:
 def test_c20_pages_that_a_batch_in_flight_writes_are_not_received_into(radix: bool) -> None:
     """VL#45357, VA#14055: A ends by a stop token in batch n, while n + 1 writes A's next cell; B's KV needs A's pages.
 
-    A is over at once; its pages are nobody's until n + 1 is delivered, and no transfer is given them before.
+    A is over at once; its pages have no owner until n + 1 is delivered, and no transfer is given them before.
     """
     made = fleet(page_size=2, pages=5, num_reserved_decode_tokens=0, radix_cache=radix)
     made.arrive(asked(0, prompt=6, max_new=6, stops=(1,)))
@@ -312,7 +312,7 @@ def test_f4_slots_come_back_from_every_state() -> None:
         assert sorted(transfers.free_slots) == [0, 1]
 
 
-def test_f8_f10_dead_prefill_engine_holds_up_nobody() -> None:
+def test_f8_f10_dead_prefill_engine_holds_up_no_request() -> None:
     made = fleet(prefills=2, transfer_slots=4)
     dead = [made.arrive(asked(key), "p0", late="p0") for key in range(2)]
     made.arrive(asked(2), "p1")
@@ -391,7 +391,7 @@ def test_f24_memory_is_not_released_below_a_transfer() -> None:
     hear(made, "done", "p0")
     assert made.members["p0"].engine.maintenance.jobs[0].ordered
     hear(made, "done", "d0")
-    assert made.ready("d0"), "who is ready runs to its end first"
+    assert made.ready("d0"), "a request that is ready runs to its end first"
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules
@@ -408,7 +408,7 @@ def test_reserve_is_left_to_each_that_runs_or_will() -> None:
 
 @pytest.mark.parametrize("failure", ["fail", "recompute"])
 def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
-    """With reserve full nobody is retracted for pages, whoever comes by transfer or computes its prompt here."""
+    """With reserve full no request is retracted for pages, be its prompt received or computed here."""
     made = fleet(restores=False, reserve="full", num_reserved_decode_tokens=0, transfer_failure=failure)
     for key in range(3):
         made.arrive(asked(key, max_new=28))
@@ -420,7 +420,7 @@ def test_all_output_is_reserved_where_that_is_the_policy(failure: str) -> None:
     assert not made.marks["d retracted (pages)"]
 
 
-def test_nobody_new_is_given_pages_while_somebody_retracted_waits() -> None:
+def test_no_new_request_is_given_pages_while_a_retracted_one_waits() -> None:
     made = fleet(pages=16, num_reserved_decode_tokens=0)
     for key in range(2):
         made.arrive(asked(key, max_new=12))
@@ -531,7 +531,7 @@ def test_results_of_a_prompt_that_did_not_come_are_computed_here() -> None:
     assert not made.marks["results passed on"]
 
 
-def test_executor_of_the_decode_engine_is_told_whose_tokens_want_logprobs() -> None:
+def test_executor_of_the_decode_engine_receives_which_rows_want_logprobs() -> None:
     made = fleet()
     made.arrive(asked(0), sampling=SamplingParams(top_logprobs=2))
     made.settle_until(lambda: state(made, "d0") == "ready")
@@ -577,7 +577,7 @@ def test_g1_cancel_reaches_every_batch_in_flight_of_a_prefill_engine() -> None:
     made.cancel(wire, "p0")
     assert state(made, "p0") == "quarantined"
     while made.finish("p0"):
-        assert not made.ready("p0"), "nobody is left to run"
+        assert not made.ready("p0"), "no request is left to run"
     assert not made.movable() or wire in made.stops
     made.settle()
     assert made.answers[0].reason == "transfer"

@@ -51,7 +51,7 @@ def test_part_follows_its_batch_which_follows_the_agreement() -> None:
 
 
 def test_rows_whose_kv_came_decode_with_the_others() -> None:
-    """A decode rank whose request joins runs no extend: nobody else has to, and a graph can run."""
+    """A decode rank whose request joins runs no extend: no other rank has to, and a graph can run."""
     made = ranks(overlap_depth=0)
     made.arrive(asked(0, max_new=20), "p0", "d0")
     made.settle_until(lambda: made.members["d0"].engine.running_batch.size == 1)
@@ -75,7 +75,7 @@ def test_f6_failed_on_one_rank(first: str, moment: str) -> None:
     """SG#27028: transfers of two ranks fail; one rank polls at once and removes its request, the other polls late.
 
     Each rank has the requests that were routed to it, so none is removed before its own rank has heard; passes of both
-    go on in between. Both ends of both are told once, and nobody is left.
+    go on in between. Both ends of both are told once, and no request is left.
     """
     made = ranks(transfer_slots=2)
     other = "p1" if first == "p0" else "p0"
@@ -148,7 +148,7 @@ def test_random_histories_with_faults(first: int) -> None:
 
 @pytest.mark.parametrize("seed", [2, 11, 26])
 def test_random_histories_of_ranks_with_faults(seed: int) -> None:
-    """A prefill and a decode engine of two data-parallel ranks each; whoever restarts takes the others with it."""
+    """A prefill and a decode engine of two data-parallel ranks each; a rank that restarts takes the others with it."""
     run_history(seed, 250, ranks=True).replay()
 
 
@@ -158,7 +158,7 @@ def test_random_histories_of_ranks_with_faults(seed: int) -> None:
         (137, 300, True),  # reserve full: a decode engine gave pages that others were promised
         (30055, 400, True),  # the same of one that computes a prompt, beside KV that is still coming
         (20086, 400, True),  # a transfer ends while weights are changed, and its prompt was written to the host
-        (20097, 400, True),  # pages that a write to the host locks are nobody's fault
+        (20097, 400, True),  # pages that a write to the host locks are no leak
         (564034194097, 400, False),  # a restart ends transfers, whose prompts are copied to a host that is gone
         (371404835514, 400, False),  # the last of a microbatch gives its pages to another one: that found nothing
         (87027686535, 400, False),  # KV that has come waits for the decode of another microbatch, which is owed pages

@@ -80,7 +80,7 @@ def test_samples_have_rooms_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_media_stay_with_whoever_computes_the_prompt(recompute: bool) -> None:
+def test_media_stay_with_the_engine_that_computes_the_prompt(recompute: bool) -> None:
     """The decode engine needs no encoder, until it computes a prompt itself."""
     made = fleet(encoder_cache_tokens=8, transfer_failure="recompute")
     picture = PromptSpan(1, 4, "image", bytes(32), 5)
@@ -104,7 +104,7 @@ def test_media_of_a_retracted_request_are_encoded_again() -> None:
     assert made.marks["encoded at d"] == 1
 
 
-def test_nobody_waits_for_an_encoder_while_others_wait_for_its_room() -> None:
+def test_no_request_waits_for_an_encoder_while_others_wait_for_its_room() -> None:
     """Two engines in different orders: what one holds, the encoder's room, must not be what the other waits for."""
     made = fleet(encoder_cache_tokens=5, pages=5, num_reserved_decode_tokens=0, bootstrap_timeout_us=None)
     first, second = (PromptSpan(1, 4, "image", bytes([i] * 32), 5) for i in (0, 1))
@@ -143,7 +143,7 @@ def test_kv_of_another_version_of_an_adapter_is_no_good(failure: str) -> None:
     assert made.marks["adapters differ"] == 1
 
 
-def test_adapter_of_those_who_hold_pages_goes_before_that_of_the_line() -> None:
+def test_adapter_of_requests_with_pages_goes_before_that_of_the_waiting_queue() -> None:
     """L6: otherwise one waits with its pages for an adapter, and the other for pages with its adapter on the device."""
     made = fleet(max_loras=1, transfer_failure="recompute")
     for name in ("law", "med"):
@@ -161,7 +161,7 @@ def test_adapter_of_those_who_hold_pages_goes_before_that_of_the_line() -> None:
     assert made.answers == {key: asked(key, max_new=3).answer for key in (0, 1)}
 
 
-def test_adapter_that_cannot_be_loaded_ends_who_is_ready() -> None:
+def test_adapter_that_cannot_be_loaded_ends_a_ready_request() -> None:
     made = fleet(max_loras=1)
     loaded(made)
     made.arrive(asked(0), adapter="law")
@@ -227,7 +227,7 @@ def test_sessions_may_be_rewound_and_branched_where_they_live() -> None:
     assert [made.answers[key] for key in (1, 2)] == [asked(key, max_new=3).answer for key in (1, 2)]
 
 
-def test_turn_waits_for_its_time_and_for_nobody_elsewhere_meanwhile() -> None:
+def test_turn_waits_for_its_time_and_for_no_other_engine_meanwhile() -> None:
     """Behind a long turn, with allocation prefill_complete: the time its prefill engine has begins with its turn."""
     made = fleet(transfer_allocation="prefill_complete", bootstrap_timeout_us=1_000, transfer_timeout_us=None)
     made.control("d0", OpenSession("s", 60))
@@ -239,7 +239,7 @@ def test_turn_waits_for_its_time_and_for_nobody_elsewhere_meanwhile() -> None:
     assert made.answers[1] == asked(1, max_new=3).answer
 
 
-def test_sessions_yield_pages_to_those_whose_kv_is_to_come() -> None:
+def test_sessions_yield_pages_to_requests_with_kv_to_come() -> None:
     made = fleet(pages=12, num_reserved_decode_tokens=0)
     made.control("d0", OpenSession("s", 20))
     turn(made, 0, prompt=8, max_new=4)
@@ -282,7 +282,7 @@ def test_prompt_that_is_cached_already_does_not_need_its_pages_twice(chunk: int)
 # ---------------------------------------------------------------------------------------------------- changing the role
 
 
-def test_role_changes_once_everybody_has_ended() -> None:
+def test_role_changes_once_every_request_has_ended() -> None:
     made = fleet(prefills=2, decodes=2)
     made.arrive(asked(0, max_new=12))
     made.settle_until(lambda: len(made.sent[0]) > 2)
@@ -300,7 +300,7 @@ def test_role_changes_once_everybody_has_ended() -> None:
     made.replay()
 
 
-def test_who_is_left_when_the_time_is_over_is_sent_elsewhere() -> None:
+def test_requests_left_when_the_time_is_over_are_sent_elsewhere() -> None:
     made = fleet(decodes=2)
     made.arrive(asked(0, max_new=20))
     made.settle_until(lambda: len(made.sent[0]) > 2)

@@ -34,7 +34,7 @@ def cells(seed: int) -> Iterator[tuple[str, SchedConfig]]:
     """Every combination, with a page size and a pool that the seed draws: each request fits alone, all rarely do."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
-    longest = max(len(asked.prompt) + asked.max_new for asked in everybody(seed))
+    longest = max(len(asked.prompt) + asked.max_new for asked in all_requests(seed))
     pages = -(-longest // page_size) + rng.choice([0, 2, 10, 400])
     varied = axes(page_size)
     for values in product(*varied.values()):
@@ -75,7 +75,7 @@ def workload(seed: int) -> tuple[list[Moment], list[Asked]]:
     return timeline, later
 
 
-def everybody(seed: int) -> list[Asked]:
+def all_requests(seed: int) -> list[Asked]:
     timeline, later = workload(seed)
     return [asked for asked in (*timeline, *later) if asked is not None]
 
@@ -87,7 +87,7 @@ def served(seed: int, config: SchedConfig) -> Served:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_every_cell_serves_the_same_tokens(seed: int) -> None:
-    expected = {asked.key: asked.answer for asked in everybody(seed)}
+    expected = {asked.key: asked.answer for asked in all_requests(seed)}
     again = f'again: pytest "tests/test_equivalence_matrix.py::test_every_cell_serves_the_same_tokens[{seed}]"'
     for cell, config in cells(seed):
         try:
@@ -105,7 +105,7 @@ def test_the_workloads_are_not_tame() -> None:
         for _, config in cells(seed):
             if config.radix_cache and config.overlap_depth == 2:
                 marks += served(seed, config).marks
-        for asked in everybody(seed):
+        for asked in all_requests(seed):
             marks[asked.answer.reason] += 1
             marks["held back"] += any(number + 1 < asked.min_new for number in asked.stops)
     wanted = ["tokens cached", "pages evicted", "retracted (pages)", "retracted (forced)", "tokens discarded"]

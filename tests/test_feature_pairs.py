@@ -60,7 +60,7 @@ def _turns(ask: Ask) -> dict[str, Any]:
 
 
 def _samples(ask: Ask) -> dict[str, Any]:
-    """Nobody follows samples, and a turn has one answer."""
+    """No request follows samples, and a turn has one answer."""
     return {"parallel_samples": 3} if ask.root not in (0, 2) else {}
 
 
@@ -145,10 +145,12 @@ REFUSED = {frozenset((name, other)) for name, others in NEVER.items() for other 
 
 UNSEEN: dict[frozenset[str], tuple[str, ...]] = {
     # by pair: what has nothing to do beside the other, or is not seen in so few requests
-    frozenset({"same-step sharing", "prompt logprobs"}): ("same-step sharing",),  # who wants them computes its prompt
+    frozenset({"same-step sharing", "prompt logprobs"}): (
+        "same-step sharing",
+    ),  # a request for them computes its prompt
     frozenset({"same-step sharing", "delayer"}): ("same-step sharing",),
     frozenset({"preemption", "delayer"}): ("preemption",),
-    frozenset({"preemption", "handover"}): ("preemption",),  # nobody is preempted on a decode engine
+    frozenset({"preemption", "handover"}): ("preemption",),  # no request is preempted on a decode engine
     frozenset({"preemption", "late pages"}): ("preemption",),
 }
 
@@ -179,7 +181,7 @@ def requests(features: list[Feature]) -> tuple[list[Ask | None], Asks]:
     return timeline, [ask(4, prompt(1, 6, 4), 3, after=first), fifth, ninth, ask(10, prompt(2, 6, 3), 4, after=ninth)]
 
 
-def everybody(features: list[Feature]) -> Asks:
+def all_requests(features: list[Feature]) -> Asks:
     timeline, later = requests(features)
     return [sample for ask in (*timeline, *later) if ask is not None for sample in ask.samples]
 
@@ -196,7 +198,7 @@ def place_for(features: list[Feature], beside: int, check: bool = False) -> Plac
     """The engines on which two features meet. Raises ConfigError."""
     settings: dict[str, Any] = {
         "page_size": PAGE_SIZE,
-        "pages": pool_pages(everybody(features), beside),
+        "pages": pool_pages(all_requests(features), beside),
         "max_running_requests": 4,
         "chunked_prefill_size": 32,
         "overlap_depth": 0,
@@ -232,12 +234,12 @@ def served(place: Place, features: list[Feature]) -> dict[int, Answer]:
 
 @cache
 def plain(asking: tuple[str, ...]) -> dict[int, Answer]:
-    """What one engine without any feature gives those who ask for these, held against what they ask."""
+    """The answers of one engine without any feature, compared with what the requests ask for."""
     features = [FEATURES[name] for name in asking]
     needs = {name: value for feature in features for name, value in feature.needs.items()}
     place = Solo(SchedConfig(page_size=PAGE_SIZE, pages=400, radix_cache=False, overlap_depth=0, **needs))
     answers = served(place, features)
-    assert answers == {ask.key: ask.answer for ask in everybody(features)}
+    assert answers == {ask.key: ask.answer for ask in all_requests(features)}
     return answers
 
 

@@ -70,7 +70,7 @@ def hybrid_of(made: Fleet, name: str) -> Hybrid:
 
 
 def free(made: Fleet, name: str) -> tuple[int, int, int]:
-    """Full pages, window pages and slots that nobody has."""
+    """Full pages, window pages and slots without an owner."""
     memory, hybrid = made.members[name].engine.memory, hybrid_of(made, name)
     windows = hybrid.window.pool.free_count if hybrid.window is not None else 0
     return memory.pool.free_count, windows, hybrid.states.pool.free_count if hybrid.states is not None else 0
@@ -102,7 +102,7 @@ def test_windows_of_the_last_pages_and_one_state_are_sent(allocation: str) -> No
     beside = [part.command.hybrid for part in wire.parts]
     spans = [(part.command.start_tokens, part.command.stop_tokens) for part in wire.parts]
     assert spans == [(0, 4), (4, 8), (8, 11)]
-    assert beside[0] is None, "nothing of the first chunk is seen by who begins behind the prompt"
+    assert beside[0] is None, "nothing of the first chunk is read by a request that begins behind the prompt"
     assert [one.window_pages.size for one in beside[1:] if one is not None] == [1, 2]
     assert [one.state_slot >= 0 for one in beside[1:] if one is not None] == [False, True]
     assert wire.receive is not None
@@ -166,7 +166,7 @@ def test_a_match_ends_in_front_of_a_tombstone_that_would_be_read() -> None:
     assert wire.receive is not None
     radix = made.members["d0"].engine.memory.radix
     assert radix.match("", np.array(wire.asked.prompt, np.int32).tobytes(), 5).pages == 5
-    assert wire.receive.start_tokens == 8, "five pages are cached, but who stands behind 12 tokens sees the fifth"
+    assert wire.receive.start_tokens == 8, "five pages are cached, but a request behind 12 tokens reads the fifth"
     made.settle()
     assert made.answers[1] == wire.wanted
     again = made.arrive(Asked(3, (*prompt[:10], 9, 9), 2))
@@ -238,7 +238,7 @@ def test_cached_windows_in_front_of_what_is_given_up_are_let_go_of_at_once() -> 
     made.settle()
 
 
-def test_who_is_ready_gives_all_of_it_back() -> None:
+def test_a_ready_request_gives_all_of_it_back() -> None:
     made = fleet()
     before = free(made, "d0")
     wire = made.arrive(asked(0))
@@ -268,7 +268,7 @@ def test_nothing_is_left_behind_by_a_restart(name: str, failure: str) -> None:
     assert made.answers[7] == asked(7).answer
 
 
-# --------------------------------------------------------------------------------------------------------- who gets it
+# ----------------------------------------------------------------------------------------------- which request gets it
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_all_pools_are_asked_before_anything_is_taken(decode: HybridMemory, rese
     for key in range(3):
         made.arrive(asked(key))
     waiting = [number for number in range(3) if state(made, "d0", number) == "preallocating"]
-    assert waiting[-1:] == [2], "somebody waits, with none of anything"
+    assert waiting[-1:] == [2], "a request waits, with none of anything"
     transfers = made.members["d0"].engine.transfers
     assert transfers.hands_over
     assert all(not transfers.all[number].pages.size for number in waiting)
@@ -293,7 +293,7 @@ def test_all_pools_are_asked_before_anything_is_taken(decode: HybridMemory, rese
     assert all(made.answers[key] == asked(key).answer for key in range(3))
 
 
-def test_split_prompt_is_not_held_up_by_who_has_come_and_gets_no_row() -> None:
+def test_chunked_request_is_not_held_up_by_one_that_has_come_and_gets_no_row() -> None:
     """One request may run. It is computed here, chunk by chunk; another one's windows have come and are in its way."""
     made = fleet(
         HybridMemory(window_tokens=5, window_pages=20),
@@ -397,7 +397,7 @@ def test_random_histories_with_faults(first: int) -> None:
 @pytest.mark.parametrize(
     "seed",
     [
-        81,  # reserve full: windows in quarantine were not counted, for who was alone
+        81,  # reserve full: windows in quarantine were not counted, for a request that was alone
     ],
 )
 def test_history_that_found_something(seed: int) -> None:

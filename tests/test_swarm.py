@@ -39,7 +39,7 @@ def test_a_planted_bug_names_its_public_reference(plant: str) -> None:
 
 
 @pytest.mark.parametrize("batching", get_args(Batching))
-def test_nobody_is_retracted_for_pages_where_all_is_reserved(batching: Batching) -> None:
+def test_no_request_is_retracted_for_pages_where_all_is_reserved(batching: Batching) -> None:
     for seed in range(12):
         config, actions = history(seed)
         driver = run_actions(replace(config, reserve="full", batching=batching, truncation_align_size=None), actions)

@@ -1,4 +1,4 @@
-"""Servers that several files of tests talk to, each started once."""
+"""Servers shared by several test files, each started once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters, nothing behind a stop, the same in pieces as at once."""
+"""Text of an answer: whole characters, nothing after a stop, equal in pieces and at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ended(reason: str) -> SampleEnded:
 
 
 def spelt(tokens: list[int], cuts: list[int], end: SampleEnded, **more: Any) -> tuple[list[str], AnswerText]:
-    """The pieces of an answer that comes up to each cut, then whole."""
+    """The pieces of an answer that arrives up to each cut, then whole."""
     answer = AnswerText(PLAIN, [], **more)
     pieces = [answer.spell(tokens[:cut], None) for cut in sorted(cuts)]
     return [*pieces, answer.spell(tokens, end)], answer
@@ -83,7 +83,7 @@ def test_plain_text_comes_back(text: str) -> None:
 
 
 def test_tokens_have_names_and_bytes(tmp_path: Any) -> None:
-    """A byte-level tokenizer whose tokens are single bytes, one word, and an end."""
+    """A byte-level tokenizer with single-byte tokens, one word, and an end."""
     letters = {byte: letter for letter, byte in bytes_by_letter().items()}
     assert len(letters) == 256
     vocabulary = {letters[byte]: byte for byte in range(256)} | {letters[32] + "word": 256}

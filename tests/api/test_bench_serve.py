@@ -25,7 +25,7 @@ SCHEDULER = (
     *("--pages", "4095", "--context-tokens-max", "4096", "--max-running-requests", "32"),
     *("--chunked-prefill-size", "1024", "--overlap-depth", "0"),
 )
-"""What `lockstep serve` gives the demo model on the CPU; of its journal's header."""
+"""Settings that `lockstep serve` gives the demo model on the CPU, in the header of its journal."""
 
 
 def run(command: object, *arguments: object) -> Result:
@@ -90,5 +90,6 @@ def test_a_served_run_verifies_and_stands_beside_its_simulation(tmp_path: Path) 
     assert pairs is not None
     assert pairs.completed_in_both == 12
     cached = found.figure("hit_ratio").values
-    assert cached[0]  # the first block of every prompt is shared; whose it is when four come at once, time decides
+    # the first block of every prompt is shared; of four concurrent requests, timing decides which computes it
+    assert cached[0]
     assert cached[1]

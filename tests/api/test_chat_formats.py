@@ -1,4 +1,4 @@
-"""Calls and thoughts in what a model writes: however a text is cut, it means the same, and nothing of it is lost."""
+"""Calls and thoughts in a model's output: every cutting of a text has the same result, and no text is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dumps(value: Any) -> str:
 
 
 def python(value: Any) -> str:
-    """A value as Python writes it."""
+    """A value as a Python literal."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{one!r}: {python(other)}" for one, other in value.items()) + "}"
     return "[" + ", ".join(map(python, value)) + "]" if isinstance(value, list) else repr(value)
@@ -134,7 +134,7 @@ RENDER: dict[str, Callable[[Sequence[Call]], str]] = {
     "required": required,
 }
 WHOLE_ANSWER = ("llama3_json", "pythonic", "required")
-"""Formats without marks, in which an answer has no text in front of its calls."""
+"""Formats without marks, in which an answer has no text before its calls."""
 
 
 # -------------------------------------------------------------------------------------------------------------- drawing
@@ -165,7 +165,7 @@ MARKS = sorted({text for one in FORMATS.values() for text in one.texts()})
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """It in pieces: of one character, a few, or many."""
+    """The text in pieces: of one character, a few, or many."""
     draw = random.Random(seed)
     mean = draw.choice((1, 2, 5, 40))
     at, borders = 0, [0]
@@ -181,7 +181,7 @@ def ids() -> Callable[[], str]:
 
 
 def read(form: Format, pieces: Sequence[str], **more: Any) -> list[Event]:
-    """What is told, events of one kind joined."""
+    """The events of a text, events of one kind joined."""
     parser = AnswerParser(form, tools=TOOLS, make_id=ids(), **more)
     events: list[Event] = []
     for new in (*(parser.feed(piece) for piece in pieces), parser.finish()):
@@ -219,7 +219,7 @@ def told(answer: ParsedAnswer) -> list[Call]:
 def test_calls_in_any_pieces_are_those_that_were_written(
     name: str, calls: list[Call], before: str, after: str, seed: int, thinks: str
 ) -> None:
-    if name in ("qwen3_coder", "glm45"):  # what stands between tags cannot hold one, nor say where it ends
+    if name in ("qwen3_coder", "glm45"):  # text between tags can neither contain a tag nor end early
         for _, given_arguments in calls:
             for mark in ("<", "</", "<tool_", "\n"):
                 given_arguments["text"] = given_arguments.get("text", "").replace(mark, "-")
@@ -249,7 +249,7 @@ def test_calls_in_any_pieces_are_those_that_were_written(
 
 @st.composite
 def tangled(draw: st.DrawFn) -> tuple[str, str]:
-    """A format, and a text that is nearly of it: calls with pieces missing, doubled, or of others."""
+    """A format, and a text close to it: calls with pieces missing, doubled, or of other formats."""
     name = draw(st.sampled_from(sorted(FORMATS)))
     other = draw(st.sampled_from(sorted(FORMATS)))
     parts = [RENDER[name](draw(calls_of)), *draw(st.lists(texts | st.sampled_from(MARKS), max_size=4))]
@@ -277,9 +277,9 @@ def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
         assert isinstance(json.loads(call.arguments), dict)
     if thinks is None and calls_max is None:
         if not answer.calls:
-            assert answer.content == text  # white space and all
+            assert answer.content == text  # white space included
         following = iter(text)
-        assert all(letter in following for letter in answer.content)  # in its order, nothing made up
+        assert all(letter in following for letter in answer.content)  # in order, nothing added
         streamed = "".join(
             event.text if isinstance(event, ContentDelta) else event.rest
             for event in whole
@@ -301,7 +301,7 @@ def test_values_of_python_and_json_come_out_as_json(value: Any, space: str) -> N
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="{}[]\",:\\truefalsn0123.eE+- \nua'", max_size=12))
-def test_what_is_taken_for_json_is_what_a_parser_takes(text: str) -> None:
+def test_exactly_the_json_of_a_parser_is_accepted(text: str) -> None:
     def parse() -> Any:
         return json.loads(text, strict=False, parse_constant=lambda name: 1 / 0)
 

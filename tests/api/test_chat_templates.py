@@ -1,4 +1,4 @@
-"""Chat templates: strangers' programs within bounds, and special tokens of a format that are text."""
+"""Chat templates: untrusted programs within bounds, and special tokens of a format as text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_template_stays_within_its_bounds(tmp_path: Path, template: str, why: 
     assert time.monotonic() - began_s < 100
 
 
-def test_what_templates_do_is_not_changed_by_their_bounds(tmp_path: Path) -> None:
+def test_bounds_do_not_change_the_output_of_templates(tmp_path: Path) -> None:
     template = (
         "{% for m in messages if m.role != 'system' %}{{ loop.index }}/{{ loop.length }}{{ '!' if loop.last }}"
         "{{ ' ' ~ m.content ~ ' ' ~ 2 * 3 ~ 2 ** 3 ~ '%s' % 7 }}{% else %}nobody{% endfor %}"
@@ -157,7 +157,7 @@ def test_what_a_template_writes_is_read_back_in_the_format_that_it_teaches(name:
         prompt = text.chat([user], **options)
         assert opening(formats.thoughts, prompt) == how
         answer = whole.removeprefix(text.chat([user])).removesuffix("<end>")
-        if how != "unsaid":  # the template begins or skips what the answer would begin with
+        if how != "unsaid":  # the template begins or skips the opening of the answer
             answer = answer.removeprefix("<think>\n") if how == "open" else answer.partition("</think>\n\n")[2]
         parser = AnswerParser(with_thoughts(formats.tools, formats.thoughts, how), tools=TOOLS, make_id=str)
         read = ParsedAnswer.of(parser.feed(answer) + parser.finish())
@@ -169,7 +169,7 @@ def test_formats_are_named_or_found_or_none() -> None:
     assert choose("none", "none", "<tool_call> </think>").names() == ("none", "none")
     assert choose("auto", "auto", None).names() == ("none", "none")
     assert choose("mistral", "deepseek_r1", "<tool_call> <think> </think>").names() == ("mistral", "deepseek_r1")
-    # A template that cuts thoughts off and never writes where they begin: the model begins within them.
+    # A template that removes thoughts and never opens them: the model begins within them.
     assert choose("auto", "auto", "{{ content.split('</think>')[-1] }}").names() == ("none", "deepseek_r1")
     begun = "<user>?<assistant><think>\nSo"
     assert opening(THOUGHTS["qwen3"], begun) == "unsaid"

@@ -1,4 +1,4 @@
-"""Calls of tools and thoughts over HTTP, by the official clients: an emulated model says what a file says."""
+"""Tool calls and thoughts over HTTP with the official clients: an emulated model with answers from a file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CALL = f"""<tool_call>
 {json.dumps({"name": "get_weather", "arguments": PARIS}, ensure_ascii=False)}
 </tool_call>"""
 SECOND = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-LONG = "Llanfairpwllgwyngyll " * 400  # seconds of saying it: no standstill makes one piece of all
+LONG = "Llanfairpwllgwyngyll " * 400  # seconds of output, so that no pause of the machine joins it into one piece
 ANSWERS = {
     "A long one": f'<tool_call>{{"name": "get_weather", "arguments": {json.dumps({"city": LONG})}}}</tool_call>',
     "Weather and time?": f"<think>\nTwo of them.\n</think>\n\nI look.\n{CALL}\n{SECOND}",
@@ -123,7 +123,7 @@ def test_calls_and_thoughts_of_a_whole_answer(client: Any) -> None:
     assert 10 < thought < said.usage.completion_tokens / 2
 
 
-def test_a_stream_says_the_same_as_its_client_puts_it_together(client: Any) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(client: Any) -> None:
     whole = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS)
     thoughts, heads, pieces = "", [], 0
     with client.chat.completions.stream(
@@ -152,7 +152,7 @@ def test_a_stream_says_the_same_as_its_client_puts_it_together(client: Any) -> N
     )
 
 
-def test_arguments_come_while_they_are_said(client: Any) -> None:
+def test_arguments_are_streamed_as_they_are_generated(client: Any) -> None:
     chunks = client.chat.completions.create(**asked("A long one"), tools=TOOLS, stream=True)
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     pieces = [call.function.arguments for call in calls[1:]]
@@ -199,7 +199,7 @@ def test_choices_about_tools(client: Any) -> None:
     none = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS, tool_choice="none")
     assert none.choices[0].message.content == f"I look.\n{CALL}\n{SECOND}"
     assert none.choices[0].finish_reason == "stop"
-    assert none.usage.prompt_tokens < with_tools.usage.prompt_tokens / 2  # it does not even know them
+    assert none.usage.prompt_tokens < with_tools.usage.prompt_tokens / 2  # the prompt does not contain the tools
     one = client.chat.completions.create(**asked("Weather and time?"), tools=TOOLS, parallel_tool_calls=False)
     assert [call.function.name for call in one.choices[0].message.tool_calls] == ["get_weather"]
     chunks = client.chat.completions.create(
@@ -254,13 +254,13 @@ def test_a_tool_that_must_be_called_is(client: Any, claude: Any) -> None:
     check(block.name, block.input)
     assert message.stop_reason == "tool_use"
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": UNIT}}
-    with pytest.raises(openai.BadRequestError, match="`response_format` and `tool_choice` both say"):
+    with pytest.raises(openai.BadRequestError, match="`response_format` and `tool_choice` both constrain"):
         client.chat.completions.create(
             **asked("Now"), tools=UNIT_TOOLS, tool_choice="required", extra_body={"response_format": schema}
         )
 
 
-def test_what_begins_as_a_call_and_is_none_is_content(client: Any) -> None:
+def test_an_incomplete_call_is_content(client: Any) -> None:
     said = client.chat.completions.create(**asked("Nearly"), tools=TOOLS).choices[0]
     assert said.message.content == ANSWERS["Nearly"]
     assert (said.message.tool_calls, said.finish_reason) == (None, "stop")
@@ -273,7 +273,7 @@ def test_what_begins_as_a_call_and_is_none_is_content(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_as_the_client_wants_them(client: Any, stream: bool) -> None:
+def test_thoughts_in_the_form_that_the_client_selects(client: Any, stream: bool) -> None:
     def said(**more: Any) -> tuple[list[str], str]:
         told = client.chat.completions.create(**asked("Just think"), extra_body=more, stream=stream)
         if not stream:
@@ -288,7 +288,7 @@ def test_thoughts_as_the_client_wants_them(client: Any, stream: bool) -> None:
     assert said(stream_reasoning=False) == (["Hm."], "Done.")
     assert said(include_reasoning=False) == ([""], "Done.")
     assert said(separate_reasoning=False) == ([""], ANSWERS["Just think"])
-    # The template closes thoughts in the prompt, so what comes is what is told, whatever it looks like.
+    # The template closes thoughts in the prompt, so all output is content, whatever it looks like.
     assert said(chat_template_kwargs={"enable_thinking": False}) == ([""], ANSWERS["Just think"])
 
 
@@ -309,7 +309,7 @@ def test_thoughts_as_the_client_wants_them(client: Any, stream: bool) -> None:
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_cannot_be_is_refused_by_name(client: Any, more: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_refused_by_name(client: Any, more: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**asked("Just think"), **more)
     assert caught.value.body["param"] == param
@@ -322,7 +322,7 @@ FLAT: Any = [{"type": "function", "name": "get_weather", "parameters": WEATHER},
 
 
 def bare(value: Any) -> Any:
-    """Without ids, and without what clients add."""
+    """A value without ids, and without additions of clients."""
     if isinstance(value, list):
         return [bare(one) for one in value]
     if not isinstance(value, dict):
@@ -330,7 +330,7 @@ def bare(value: Any) -> Any:
     return {name: bare(one) for name, one in value.items() if "id" not in name.split("_") and "parsed" not in name}
 
 
-def test_a_response_has_items_for_thoughts_words_and_calls(client: Any) -> None:
+def test_a_response_has_items_for_thoughts_text_and_calls(client: Any) -> None:
     said = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT)
     thoughts, message, weather, now = said.output
     assert (thoughts.type, thoughts.content[0].text, thoughts.summary) == ("reasoning", "Two of them.", [])
@@ -349,7 +349,7 @@ def test_a_response_has_items_for_thoughts_words_and_calls(client: Any) -> None:
     assert client.responses.create(model=MODEL, input=told, tools=FLAT).output_text == "It is sunny."
 
 
-def test_a_stream_of_items_says_the_same(client: Any) -> None:
+def test_a_stream_of_items_adds_up_to_the_response(client: Any) -> None:
     whole = client.responses.create(model=MODEL, input="Weather and time?", tools=FLAT)
     with client.responses.stream(model=MODEL, input="Weather and time?", tools=FLAT) as stream:
         events = list(stream)
@@ -385,7 +385,7 @@ BLOCK_TOOLS: Any = [
 USE = {"type": "tool_use", "id": "a"}
 
 
-def test_a_message_has_blocks_for_thoughts_words_and_calls(claude: Any) -> None:
+def test_a_message_has_blocks_for_thoughts_text_and_calls(claude: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": BLOCK_TOOLS}
     first: Any = {"role": "user", "content": "Weather and time?"}
     said = claude.messages.create(messages=[first], thinking={"type": "enabled", "budget_tokens": 1024}, **asked)
@@ -408,7 +408,7 @@ def test_a_message_has_blocks_for_thoughts_words_and_calls(claude: Any) -> None:
     assert counted.input_tokens == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
 
 
-def test_a_stream_of_blocks_says_the_same(claude: Any) -> None:
+def test_a_stream_of_blocks_adds_up_to_the_message(claude: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": BLOCK_TOOLS}
     asked["messages"] = [{"role": "user", "content": "Weather and time?"}]
 
@@ -438,12 +438,12 @@ def test_a_stream_of_blocks_says_the_same(claude: Any) -> None:
                     {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}
                 ]
             },
-            "send what came of it",
+            "send its result",
         ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_messages_that_cannot_be_are_refused_by_name(claude: Any, more: dict[str, Any], said: str) -> None:
+def test_invalid_messages_are_refused_by_name(claude: Any, more: dict[str, Any], said: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "a"}], **more}
     with pytest.raises(anthropic.BadRequestError) as caught:
         claude.messages.create(**asked)

@@ -1,4 +1,4 @@
-"""Connections that take their time, or are too many: refused in a word, and others go on."""
+"""Slow connections, and too many connections: refused with an error, without effect on others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connected(server: LiveServer) -> socket.socket:
 
 
 def answer_to(connection: socket.socket) -> str:
-    """All that comes until the server closes."""
+    """All bytes until the server closes."""
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(4096):
@@ -48,7 +48,7 @@ def answer_to(connection: socket.socket) -> str:
 
 
 def asked(server: LiveServer, request: bytes, opened: contextlib.ExitStack) -> tuple[socket.socket, bytes]:
-    """A connection on which this was sent, and how its answer begins; tried again if whoever sends stood still."""
+    """A connection with this request sent, and the start of its answer; repeated if the sending process was paused."""
     while True:
         connection = opened.enter_context(connected(server))
         with contextlib.suppress(ConnectionError):
@@ -62,7 +62,7 @@ def took_s(since_s: float) -> float:
     return time.monotonic() - since_s
 
 
-def test_a_head_that_does_not_come_is_given_up(server: LiveServer) -> None:
+def test_a_late_head_is_refused(server: LiveServer) -> None:
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
         began_s = time.monotonic()
         with connected(server) as connection:
@@ -71,7 +71,7 @@ def test_a_head_that_does_not_come_is_given_up(server: LiveServer) -> None:
         assert took_s(began_s) > 1.4
 
 
-def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: LiveServer) -> None:
+def test_a_head_a_byte_at_a_time_is_refused_on_a_kept_connection_too(server: LiveServer) -> None:
     with connected(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
@@ -80,10 +80,10 @@ def test_a_head_a_byte_at_a_time_is_given_up_on_a_kept_connection_too(server: Li
             for letter in b"GET /health HTTP/1.1\r\nX: " + b"a" * 3000:
                 connection.sendall(bytes((letter,)))
                 time.sleep(0.05)
-        assert took_s(began_s) < 100  # all of it would have taken 151
+        assert took_s(began_s) < 100  # the whole body would take 151
 
 
-def test_a_body_that_does_not_come_is_given_up(server: LiveServer) -> None:
+def test_a_late_body_is_refused(server: LiveServer) -> None:
     with connected(server) as connection:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Connection: close\r\nContent-Length: 99\r\n\r\n{")
@@ -92,27 +92,27 @@ def test_a_body_that_does_not_come_is_given_up(server: LiveServer) -> None:
         assert json.loads(said.partition("\r\n\r\n")[2])["error"]["type"] == "RequestTimeoutError"
 
 
-def test_one_connection_too_many_is_told_so(server: LiveServer) -> None:
+def test_one_connection_too_many_is_answered_503(server: LiveServer) -> None:
     began_s = time.monotonic()
     with contextlib.ExitStack() as opened:
         for _ in range(12):
             opened.enter_context(connected(server))
         one_more = opened.enter_context(connected(server))
         said = answer_to(one_more)
-    if took_s(began_s) < 1.5:  # else the first were given up before the last came
+    if took_s(began_s) < 1.5:  # otherwise the first were closed before the last arrived
         assert said.startswith("HTTP/1.1 503 ")
         assert "Retry-After: 1" in said
     until(lambda: server.status_of("/health") == 200)
 
 
 def test_tokens_that_wait_are_limited(server: LiveServer) -> None:
-    """Two answers run; a third prompt waits; a fourth would make it more tokens than may wait."""
+    """Two answers run; a third prompt waits; a fourth would exceed the limit of waiting tokens."""
     body = {"prompt": "a" * 3000, "max_tokens": 30_000, "ignore_eos": True, "stream": True}
     raw = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     request = head + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw
     with contextlib.ExitStack() as opened:
-        for number in (1, 2, 2):  # the third one's stream begins, too, though nothing is in it yet
+        for number in (1, 2, 2):  # the third one's stream begins as well, still empty
             _, first = asked(server, request, opened)
             assert first.startswith(b"HTTP/1.1 200 ")
             until(lambda number=number: running(server) == number)

@@ -1,4 +1,4 @@
-"""Sessions, and what an operator may do: each over its own socket, each with its effect looked at."""
+"""Sessions and operator's requests: each over its own socket, each checked by its effect."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def test_a_session_is_its_tenants(server: LiveServer, alice: Any) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_sessions_that_cannot_be(alice: Any, path: str, body: Any, param: str) -> None:
+def test_invalid_sessions(alice: Any, path: str, body: Any, param: str) -> None:
     answer = alice.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_there_are_only_so_many_sessions(alice: Any) -> None:
+def test_the_number_of_sessions_is_limited(alice: Any) -> None:
     made = [alice.post("/open_session", json={"capacity_of_str_len": 100}) for _ in range(5)]
     assert [one.status_code for one in made] == [200] * 4 + [400]
     assert "max_sessions 4" in made[4].json()["error"]["message"]
@@ -140,7 +140,7 @@ def test_a_session_without_a_turn_ends_by_itself(alice: Any, operator: Post) -> 
 
 
 def endless(server: LiveServer, said: list[Any]) -> threading.Thread:
-    """Somebody who waits for an answer that does not end."""
+    """A thread with a client that waits for an endless answer."""
 
     def ask() -> None:
         with client_of(server, ALICE) as client:
@@ -171,7 +171,7 @@ def test_pause_retract_resume_and_abort(server: LiveServer, operator: Post) -> N
     assert operator("/reset_prefix_cache")[0] == 200
 
 
-def test_drain_ends_when_everything_has(server: LiveServer, operator: Post, alice: Any) -> None:
+def test_drain_ends_with_the_last_request(server: LiveServer, operator: Post, alice: Any) -> None:
     said: list[Any] = []
     drained: list[int] = []
     thread = endless(server, said)
@@ -209,16 +209,16 @@ def test_slowing_down_is_slower(operator: Post, alice: Any) -> None:
 
     stream = alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True})
     with stream as answer:
-        lines = answer.iter_lines()  # kept: to let go of it is to leave
+        lines = answer.iter_lines()  # kept: dropping it closes the connection
         next(lines)
         assert operator("/slow_down", {"forward_sleep_time": 0.5})[0] == 200
-        until(lambda: launches() <= 3)  # not at the first look where we are late ourselves
+        until(lambda: launches() <= 3)  # repeated, since this process may be late
         assert operator("/slow_down")[0] == 200
         until(lambda: launches() > 4)
 
 
 def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Post, alice: Any) -> None:
-    """With a tenth of a second between launches, two more may have begun before the engine hears of it."""
+    """With a tenth of a second between launches, two more may start before the engine receives the cancellation."""
 
     def launches() -> int:
         cancelled = state(operator)["counts"]["finished"]["cancelled"]
@@ -232,7 +232,7 @@ def test_a_client_that_leaves_costs_no_more_than_what_is_in_flight(operator: Pos
         return int(now["launches"] - before)
 
     assert operator("/slow_down", {"forward_sleep_time": 0.1})[0] == 200
-    until(lambda: launches() <= 3)  # not the first time where we are late ourselves
+    until(lambda: launches() <= 3)  # repeated, since this process may be late
     assert operator("/slow_down")[0] == 200
 
 
@@ -249,7 +249,7 @@ def test_without_slots_there_is_no_lora(operator: Post) -> None:
         ("/start_profile", "--profile-dir"),
     ],
 )
-def test_what_the_runtime_has_no_hands_for_is_refused(operator: Post, path: str, what: str) -> None:
+def test_operations_without_support_in_the_runtime_are_refused(operator: Post, path: str, what: str) -> None:
     status, said = operator(path, {} if path == "/start_profile" else {"name": "model.norm.weight"})
     assert (status, said["error"]["type"]) == (501, "NotImplementedError")
     assert what in said["error"]["message"]
@@ -260,7 +260,7 @@ def test_what_the_runtime_has_no_hands_for_is_refused(operator: Post, path: str,
 # --------------------------------------------------------------------------------------------------------------- health
 
 
-def test_health_asks_only_an_engine_that_has_nothing_to_do(server: LiveServer, operator: Post, alice: Any) -> None:
+def test_health_probes_only_an_idle_engine(server: LiveServer, operator: Post, alice: Any) -> None:
     def admitted() -> int:
         return int(state(operator)["counts"]["admitted"])
 
@@ -270,9 +270,9 @@ def test_health_asks_only_an_engine_that_has_nothing_to_do(server: LiveServer, o
         return admitted() - before
 
     assert admitted_by_five() > 0
-    until(lambda: admitted_by_five() <= 2)  # an outcome holds for a second
+    until(lambda: admitted_by_five() <= 2)  # a result is valid for a second
     with alice.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as answer:
-        lines = answer.iter_lines()  # kept: to let go of it is to leave
+        lines = answer.iter_lines()  # kept: dropping it closes the connection
         next(lines)
         before = admitted()
         assert [server.status_of("/health_generate") for _ in range(20)] == [200] * 20

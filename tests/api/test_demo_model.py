@@ -1,4 +1,4 @@
-"""A real model behind the server: what it says over HTTP is what it says in this process."""
+"""A real model behind the server: answers over HTTP equal answers in this process."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_logprobs_of_a_completion_and_its_prompt(client: Any, llm: LLM) -> None:
 
 
 def test_an_echoed_prompt_has_the_likeliest_beside_its_tokens(client: Any, llm: LLM) -> None:
-    """Harnesses that judge texts ask so: is each token the one that greedy decoding would have drawn?"""
+    """Evaluation harnesses use this to check that each token is the one that greedy decoding would draw."""
     asked = {"model": "demo", "prompt": "Return the number", "max_tokens": 2, "temperature": 0, "echo": True}
     found = client.completions.create(**asked, logprobs=2, extra_body={"prompt_logprobs": 1}).choices[0]
     (expected,) = llm.generate(["Return the number"], Params(max_new_tokens=2, logprobs=2, prompt_logprobs=2))
@@ -172,14 +172,14 @@ def test_an_echoed_prompt_has_the_likeliest_beside_its_tokens(client: Any, llm: 
         assert said[token] == own
         assert len(said) in (2, 3)
         assert max(said.values()) == pytest.approx(max(best.values()), abs=1e-4)
-    assert {len(one) for one in found.prompt_logprobs[1:]} <= {1, 2}  # each has as many as were asked for
+    assert {len(one) for one in found.prompt_logprobs[1:]} <= {1, 2}  # as many as requested
     alone = client.completions.create(**{**asked, "max_tokens": 0}, logprobs=1).choices[0].logprobs
     assert alone.token_logprobs[1:] == pytest.approx(found.logprobs.token_logprobs[1:-2], abs=1e-4)
     assert len(alone.top_logprobs) == len(alone.tokens) == len(found.logprobs.tokens) - 2
 
 
 def test_a_call_without_content_goes_back_as_the_official_client_has_it(client: Any) -> None:
-    """Which says null, or leaves it out; a template that does not ask for none is given an empty text."""
+    """The client sends null, or omits it; a template that does not test for null receives an empty text."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     ids = []
     for content in ({"content": ""}, {"content": None}, {}):
@@ -248,7 +248,7 @@ def native(client: Any, path: str, body: dict[str, Any], expected: int = 200) ->
     return answer.json()
 
 
-def test_only_allowed_tokens_are_said(client: Any, llm: LLM) -> None:
+def test_only_allowed_tokens_are_generated(client: Any, llm: LLM) -> None:
     allowed = [300, 301, 302, 7]
     drawn = Params(max_new_tokens=12, temperature=1.0, seed=3, allowed_token_ids=allowed, ignore_eos=True)
     (expected,) = llm.generate(["Return the"], drawn)
@@ -275,7 +275,7 @@ def test_a_processor_of_an_installed_package(client: Any) -> None:
 def test_embeddings_are_those_of_the_model(client: Any, llm: LLM) -> None:
     texts = ["Return the number", "of all files"]
     expected = [one.vector for one in llm.embed(texts)]
-    said = client.embeddings.create(model="demo", input=texts)  # by itself the client asks for base64
+    said = client.embeddings.create(model="demo", input=texts)  # the client requests base64 by default
     assert [one.index for one in said.data] == [0, 1]
     assert [one.object for one in said.data] == ["embedding"] * 2
     for one, vector in zip(said.data, expected, strict=True):
@@ -305,7 +305,7 @@ def test_embeddings_are_those_of_the_model(client: Any, llm: LLM) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_embeddings_that_cannot_be(client: Any, asked: dict[str, Any], param: str) -> None:
+def test_invalid_embeddings(client: Any, asked: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="demo", **asked)
     assert caught.value.body["param"].startswith(param)
@@ -358,12 +358,12 @@ def test_texts_are_compared_and_ordered_by_their_vectors(client: Any, llm: LLM) 
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_scores_that_cannot_be(client: Any, path: str, asked: dict[str, Any], param: str) -> None:
+def test_invalid_scores(client: Any, path: str, asked: dict[str, Any], param: str) -> None:
     error = native(client, path, asked, expected=400)["error"]
     assert error["param"].startswith(param), error
 
 
-def test_best_of_gives_the_likeliest_answers(client: Any) -> None:
+def test_best_of_returns_the_likeliest_answers(client: Any) -> None:
     asked: dict[str, Any] = {"model": "demo", "prompt": ["Return the", "of all"], "max_tokens": 6, "seed": 5}
     every = client.completions.create(**asked, n=4, logprobs=0).choices
     best = client.completions.create(**asked, n=2, best_of=4)
@@ -401,8 +401,8 @@ def test_tenants_share_no_prefixes(client: Any) -> None:
     assert cached[1] == cached[3] > 0
 
 
-def test_settings_at_their_ends_hurt_nobody(client: Any) -> None:
-    """Whatever they do to their own request, one beside them gets what it gets alone."""
+def test_extreme_settings_affect_no_other_request(client: Any) -> None:
+    """Extreme settings of one request leave the answer of a concurrent one unchanged."""
     asked = {"model": "demo", "prompt": "Return the", "temperature": 0, "max_tokens": 40}
     expected = client.completions.create(**asked).choices[0].text
     stream = client.completions.create(**asked, stream=True)
@@ -429,7 +429,7 @@ def test_figures_under_other_names(client: Any, server: LiveServer) -> None:
         assert f"\n{name}{{" in text
 
 
-def test_an_operator_has_a_socket_of_his_own(server: LiveServer) -> None:
+def test_operators_have_a_socket_of_their_own(server: LiveServer) -> None:
     path = server.log.parent / "admin"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -450,7 +450,7 @@ def test_an_operator_takes_a_profile(client: Any, server: LiveServer) -> None:
     assert post("/start_profile", KEY, {"output_dir": "/tmp"})[1]["error"]["param"] == "output_dir"
     assert post("/start_profile", KEY, {"activities": ["GPU"]})[0] == 400
     assert post("/start_profile", KEY, {"num_steps": 3})[0] == 200
-    assert post("/start_profile", KEY)[0] == 400  # one is on
+    assert post("/start_profile", KEY)[0] == 400  # a profile is already running
     client.completions.create(model="demo", prompt="a", max_tokens=8, extra_body={"ignore_eos": True})
     status, said = post("/stop_profile", KEY)
     assert (status, said["message"]) == (200, "written: trace-01.json.gz")

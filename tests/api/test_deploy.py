@@ -1,4 +1,4 @@
-"""What docs/deploy.md prints: commands that are commands, settings that are settings, a proxy for streams."""
+"""docs/deploy.md: its commands exist, its settings are valid, and its proxy passes streams."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INSTRUCTIONS = {"FROM", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPO
 
 
 def blocks(language: str) -> list[str]:
-    """What stands between fences of a language, as one would type it."""
+    """The contents of the fences of a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     return [block.replace("\\\n", " ") for kind, block in found if kind == language]
 
@@ -52,7 +52,7 @@ def block(language: str) -> str:
 
 
 def commands() -> list[list[str]]:
-    """Every `lockstep ...` of the page, in words; `podman run ... lockstep` is `serve`."""
+    """Every `lockstep ...` of the page, split into arguments; `podman run ... lockstep` is `serve`."""
     printed = [line for one in blocks("") for line in one.splitlines() if line.startswith("lockstep ")]
     printed += re.findall(r"`(lockstep [^`]+)`", PAGE)
     printed += re.findall(r"^ExecStart=\S*/(lockstep .*)$", PAGE, re.MULTILINE)
@@ -63,7 +63,7 @@ def commands() -> list[list[str]]:
 
 
 def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that these words name, and those that are its own."""
+    """The command that these arguments name, and its own arguments."""
     _, name, *rest = words
     declared = [tomllib.loads(path.read_text("utf-8")) for path in ROOT.glob("**/pyproject.toml")]
     entries = {
@@ -89,12 +89,12 @@ def test_every_command_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.Mo
         options = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in rest if word.startswith("--")} <= options, words
         if words[2:] and "DIR" not in words and "RUN" not in words and "journal" not in words:
-            with command.make_context(words[1], list(rest)):  # values too; one that is wrong raises
+            with command.make_context(words[1], list(rest)):  # checks values as well
                 pass
 
 
 def test_the_settings_of_the_page_would_start(tmp_path: Path) -> None:
-    """Every `lockstep serve` of it, by --dry-run, with files that are here and a model that needs none."""
+    """Every `lockstep serve` of the page, with --dry-run, local files and an emulated model."""
     (tmp_path / "keys.toml").write_text(KEYS)
     (tmp_path / "keys.toml").chmod(0o600)
     here = {
@@ -143,7 +143,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path: Path) -> None:
         return done.stderr + ("" if not done.returncode else f"status {done.returncode}")
 
     assert verify(unit) == ""
-    assert "KillMood" in verify(unit.replace("KillMode=", "KillMood="))  # or it looks at nothing
+    assert "KillMood" in verify(unit.replace("KillMode=", "KillMood="))  # shows that the check detects mistakes
 
 
 def test_the_unit_may_write_where_the_settings_point() -> None:
@@ -154,7 +154,7 @@ def test_the_unit_may_write_where_the_settings_point() -> None:
     assert settings["admin_socket"].startswith(f"/run/{unit['RuntimeDirectory']}/")
     for cache in re.findall(r"=(/\S+)", unit["Environment"]):
         assert cache.startswith(f"/var/lib/{unit['StateDirectory']}")
-    assert "AF_NETLINK" in unit["RestrictAddressFamilies"]  # by which ranks look for interfaces
+    assert "AF_NETLINK" in unit["RestrictAddressFamilies"]  # used by the ranks to find interfaces
     assert set(settings) <= set(ServeSettings.__struct_fields__)
 
 
@@ -181,7 +181,7 @@ def test_the_container_file_names_what_is_in_the_repository(emulated: LiveServer
         parts = ["/".join(name.split("/")[:count]) for count in range(1, name.count("/") + 2)]
         assert not any(fnmatch(part, pattern.removeprefix("**/")) for part in parts for pattern in ignored), name
     assert {".git", ".venv"} <= set(ignored)
-    assert "--format docker" in PAGE  # else podman leaves the health check out
+    assert "--format docker" in PAGE  # podman's default format has no health check
     python, option, code = json.loads(steps["HEALTHCHECK"].partition("CMD ")[2])
     assert (python, option) == ("python", "-c")
     for url, status in ((emulated.url, 0), ("http://127.0.0.1:9", 1)):
@@ -261,13 +261,13 @@ def test_a_stream_comes_through_the_proxy_as_it_is_made(emulated: LiveServer, tm
         assert first.startswith(b"data: {")
         assert rest.endswith(b"data: [DONE]\n\n")
         assert first_s < whole_s / 2
-        assert re.fullmatch(r"[0-9a-f]{32}", label)  # the proxy's own, given back
+        assert re.fullmatch(r"[0-9a-f]{32}", label)  # the proxy's id, returned
         figures = urllib.request.Request(f"{url}/metrics", headers={"Host": "localhost"})
-        with pytest.raises(urllib.error.HTTPError, match="403"):  # from 10.0.0.0/8 alone
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # allowed from 10.0.0.0/8 only
             urllib.request.urlopen(figures, timeout=120, context=trusting)
 
 
-def test_caddy_takes_its_file(tmp_path: Path) -> None:
+def test_caddy_accepts_its_file(tmp_path: Path) -> None:
     caddy = shutil.which("caddy")
     if caddy is None:
         pytest.skip("caddy is not installed")
@@ -277,7 +277,7 @@ def test_caddy_takes_its_file(tmp_path: Path) -> None:
 
 
 def test_brackets_of_the_proxies_are_closed() -> None:
-    """All that can be said where neither is installed."""
+    """The check that remains possible where neither proxy is installed."""
     for language in ("nginx", "caddyfile"):
         text = re.sub(r"#.*", "", block(language))
         assert text.count("{") == text.count("}") > 0

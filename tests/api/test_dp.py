@@ -1,6 +1,6 @@
-"""Several engines behind a router: who takes what, what an operator sees and does, and an engine that dies.
+"""Several engines behind a router: assignment of requests, operator's requests, and an engine that dies.
 
-What the router of a live server decided is in its journal, and is decided again by `lockstep.core.cluster.router`.
+Decisions of a live server's router are in its journal, and are repeated by `lockstep.core.cluster.router`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def client_of(server: LiveServer, key: str = "none") -> Any:
 
 
 class Board:
-    """A dispatcher of two engines that are there, with a clock that stands still."""
+    """A dispatcher with two running engines and a clock that does not advance."""
 
     def __init__(self, policy: RouterPolicy = "round_robin", run: Path | None = None, **more: Any) -> None:
         self.answers: list[Routed] = []
@@ -107,7 +107,7 @@ class Board:
             self.dispatcher.handle(message)
 
     def offer(self, worker: int = 0, **more: Any) -> int | None:
-        """The engine that takes another request; None if nobody does yet."""
+        """The engine that takes another request; None if none does yet."""
         self.number += 1
         before = len(self.answers)
         self.tell(Offer(worker, self.number, 10, **more))
@@ -122,20 +122,20 @@ def test_offers_wait_until_every_engine_was_there_and_again_while_none_is() -> N
     assert board.answers == [Routed(0, 0, 0, True)]
     board.tell(EngineLost(0, 1))
     assert [board.offer() for _ in range(2)] == [1, 1]
-    board.tell(EngineHere(0, 0, 1000, (), False))  # of the life that has ended
+    board.tell(EngineHere(0, 0, 1000, (), False))  # of the generation that has ended
     assert board.offer() == 1
     board.tell(EngineLost(1, 1))
     assert board.offer() is None
     board.tell(EngineHere(0, 1, 1000, (), False))
     assert board.answers[-1].engine == 0
     assert board.dispatcher.router is not None
-    assert board.dispatcher.router.open_requests == [2, 3]  # those of before go on, and go on counting
+    assert board.dispatcher.router.open_requests == [2, 3]  # earlier requests continue, and still count
     board.tell(EngineLost(1, None))
     assert board.dispatcher.router.open_requests == [2, 0]
     assert [board.offer() for _ in range(2)] == [0, 0]
 
 
-def test_what_a_worker_had_open_goes_with_it() -> None:
+def test_open_requests_of_a_worker_end_with_it() -> None:
     board = Board("least_requests").both()
     assert [board.offer(worker=worker) for worker in (0, 1, 0, 1)] == [0, 1, 0, 1]
     board.tell(OfferClosed(0, 0, 5))
@@ -145,24 +145,24 @@ def test_what_a_worker_had_open_goes_with_it() -> None:
     assert board.dispatcher.router.open_requests == [1, 0]
 
 
-def test_a_session_is_its_engines_whatever_the_policy_says() -> None:
+def test_a_session_stays_on_its_engine_under_any_policy() -> None:
     board = Board("round_robin").both()
     mine, fork = session_key("mine"), session_key("fork")
-    home = board.offer(session=mine, what="open")
+    home = board.offer(session=mine, purpose="open")
     assert [board.offer(session=mine) for _ in range(3)] == [home] * 3
-    assert board.offer(session=fork, what="open", parent=mine) == home
+    assert board.offer(session=fork, purpose="open", parent=mine) == home
     assert not board.answers[-1].fresh or board.answers[-1].engine == home
     board.tell(EngineLost(home or 0, 1))
-    assert board.offer(session=mine) == home  # which keeps it until it is back
+    assert board.offer(session=mine) == home  # the engine keeps the session until it is back
     board.tell(EngineHere(home or 0, 1, 1000, (mine,), False))
     assert board.offer(session=mine) == home
-    assert board.offer(session=fork, what="close") == 0  # which says that there is none
+    assert board.offer(session=fork, purpose="close") == 0  # fresh: no such session
     assert board.answers[-1].fresh
     board.tell(SessionOver(mine))
     assert {board.offer(session=mine) for _ in range(2)} == {0, 1}
 
 
-def test_where_everybody_drains_somebody_says_so() -> None:
+def test_when_all_engines_drain_one_of_them_refuses() -> None:
     board = Board().both()
     board.tell(Drained(1, True))
     assert [board.offer() for _ in range(2)] == [0, 0]
@@ -173,8 +173,8 @@ def test_where_everybody_drains_somebody_says_so() -> None:
 
 
 @pytest.mark.parametrize("policy", ROUTER_POLICIES)
-def test_whatever_comes_in_whatever_order_is_counted_and_decided_again(policy: RouterPolicy, tmp_path: Path) -> None:
-    """Requests, ends, sessions, engines and workers that come and go: nothing is lost, and nothing is left over."""
+def test_messages_in_any_order_are_counted_and_replayed(policy: RouterPolicy, tmp_path: Path) -> None:
+    """Requests, ends, sessions, engines and workers in random order: nothing is lost, and nothing is left over."""
     rng = random.Random(policy)
     board = Board(policy, run=tmp_path).both()
     lives, up, offered, ended = [0, 0], {0, 1}, set[tuple[int, int]](), set[tuple[int, int]]()
@@ -233,11 +233,11 @@ def test_beyond_the_limit_requests_wait_each_tenant_in_turn_and_the_highest_prio
     for over in ((0, 0), (0, 1), (1, 5), (0, 6)):
         board.tell(OfferClosed(*over, 4))
     assert [(one.worker, one.number) for one in board.answers[2:]] == [(1, 5), (0, 6), (0, 2), (0, 3)]
-    assert board.dispatcher.line is not None
-    assert board.dispatcher.line.waiting == 1
+    assert board.dispatcher.queue is not None
+    assert board.dispatcher.queue.waiting == 1
 
 
-def test_a_full_line_refuses_and_what_is_withdrawn_waits_no_longer() -> None:
+def test_a_full_queue_refuses_and_withdrawn_requests_leave_it() -> None:
     board = line_of(waiting_max=2)
     assert [board.offer(label="mine") for _ in range(4)] == [0, 1, None, None]
     assert board.offer(worker=1, label="other") == -1
@@ -245,15 +245,15 @@ def test_a_full_line_refuses_and_what_is_withdrawn_waits_no_longer() -> None:
     board.tell(Withdraw("mine"))
     assert refused(board)[1:] == [(2, "cancelled"), (3, "cancelled")]
     assert board.dispatcher.router is not None
-    assert board.dispatcher.router.open_requests == [1, 1]  # those that an engine has are the engine's to end
+    assert board.dispatcher.router.open_requests == [1, 1]  # requests of an engine are ended by the engine
     assert board.offer() is None
     board.tell(WorkerLost(0))
     assert board.dispatcher.router.open_requests == [0, 0]
-    assert board.dispatcher.line is not None
-    assert board.dispatcher.line.waiting == 0
+    assert board.dispatcher.queue is not None
+    assert board.dispatcher.queue.waiting == 0
 
 
-def test_who_ends_in_the_line_is_in_the_journal_under_the_key_of_its_label(tmp_path: Path) -> None:
+def test_a_request_that_ends_in_the_queue_is_in_the_journal_under_the_key_of_its_label(tmp_path: Path) -> None:
     board = line_of(tmp_path, waiting_max=2)
     keys = [label_key(name, "a") for name in ("one", "two", "three", "four", "five")]
     for key in keys:
@@ -268,25 +268,25 @@ def test_who_ends_in_the_line_is_in_the_journal_under_the_key_of_its_label(tmp_p
     assert "three" not in (tmp_path / "router.jsonl").read_text()
 
 
-def test_where_everybody_drains_nobody_waits_for_it() -> None:
+def test_when_all_engines_drain_no_request_waits() -> None:
     board = line_of()
     assert [board.offer() for _ in range(3)] == [0, 1, None]
     board.tell(Drained(0, True))
     assert len(board.answers) == 2
     board.tell(Drained(1, True))
-    assert board.answers[2:] == [Routed(0, 2, 0)]  # which says that it drains
+    assert board.answers[2:] == [Routed(0, 2, 0)]  # engine 0 answers that it drains
     assert board.offer() == 0
     board.tell(OfferClosed(0, 0, 1), OfferClosed(0, 1, 1), Drained(0, False))
     assert [board.offer() for _ in range(2)] == [0, None]
 
 
-def test_what_an_engine_had_that_is_gone_for_good_is_not_sent_again() -> None:
+def test_requests_of_an_engine_that_ended_for_good_are_not_sent_again() -> None:
     board = line_of()
     assert [board.offer() for _ in range(4)] == [0, 1, None, None]
     board.tell(EngineLost(1, None))
     assert board.dispatcher.router is not None
     assert board.dispatcher.router.open_requests == [1, 0]
-    board.tell(OfferClosed(0, 1, 0), OfferClosed(0, 0, 3))  # the worker's end of it, and another
+    board.tell(OfferClosed(0, 1, 0), OfferClosed(0, 0, 3))  # an end from the worker, and another end
     assert [(one.number, one.engine) for one in board.answers[2:]] == [(2, 0)]
 
 
@@ -294,18 +294,18 @@ def test_a_session_that_is_opened_waits_as_others_do() -> None:
     board = line_of()
     mine = session_key("mine")
     assert [board.offer() for _ in range(2)] == [0, 1]
-    assert board.offer(session=mine, what="open") is None
+    assert board.offer(session=mine, purpose="open") is None
     board.tell(OfferClosed(0, 1, 1))
     assert board.answers[-1] == Routed(0, 2, 1, True)
     assert board.offer(session=mine) == 1
-    assert board.offer(session=mine) is None  # its engine is not the only one that is full
+    assert board.offer(session=mine) is None  # other engines are full as well
     board.tell(OfferClosed(0, 0, 1))
     assert board.answers[-1].engine == 1
 
 
 @pytest.mark.parametrize("order", ["fcfs", "priority"])
-def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: str, tmp_path: Path) -> None:
-    """As above, with tenants that wait, lines that are full, and journals that are begun anew meanwhile."""
+def test_with_a_waiting_queue_everything_is_answered_once_and_replayed(order: str, tmp_path: Path) -> None:
+    """Random order with waiting tenants, full queues, and new journal files."""
     rng = random.Random(order)
     admission = DispatchConfig(open_max=2, waiting_max=5, order=order, tenant_weights={"a": 2.0})  # type: ignore[arg-type]
     board = Board("prefix_affinity", run=tmp_path, admission=admission, bytes_max=16 * 20_000).both()
@@ -347,15 +347,15 @@ def test_with_a_line_too_everything_is_answered_once_and_decided_again(order: st
     assert set(answered.values()) == {1}
     assert board.dispatcher.router is not None
     assert board.dispatcher.router.open_requests == [0, 0]
-    assert board.dispatcher.line is not None
-    assert board.dispatcher.line.waiting == 0
+    assert board.dispatcher.queue is not None
+    assert board.dispatcher.queue.waiting == 0
     assert refused(board)
     board.dispatcher.close()
     assert len(list(tmp_path.glob("router-*.jsonl"))) > 1
     assert verify_router(tmp_path)[1] >= len(answered)
 
 
-def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
+def test_a_router_reports_an_unreadable_message() -> None:
     folder, failed = fresh_folder(), list[Exception]()
     try:
         thread = RouterThread(folder, lambda answer: RouterService(2, RouterConfig(), answer), failed.append)
@@ -363,7 +363,7 @@ def test_a_router_that_cannot_read_what_it_is_told_says_so() -> None:
         to_router = writer(context, router_address(folder))
         to_router.send(b"nonsense")
         until(lambda: failed)
-        assert "the router got 8 bytes that are no message" in str(failed[0])
+        assert "the router got 8 bytes that are not a message" in str(failed[0])
         to_router.close()
         context.term()
         thread.join(120)
@@ -409,19 +409,19 @@ def test_a_journal_that_is_large_is_begun_anew_with_what_is_open(tmp_path: Path)
         ({"dp": 2, "router_block_tokens": 0}, "`router_block_tokens` must be a whole number of at least 1, got `0`"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
+def test_impossible_settings_are_one_clear_error(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_settings(None, given)
 
 
-def test_what_an_engine_writes_goes_into_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_engine_writes_into_a_folder_of_its_own(tmp_path: Path) -> None:
     settings = read_settings(None, {"dp": 2, "journal": "run", "profile_dir": str(tmp_path)})
     one = settings.of_engine(1)
     assert (one.journal, one.profile_dir) == ("run/engines/1", f"{tmp_path}/engines/1")
     assert msgspec.structs.replace(one, journal="run", profile_dir=str(tmp_path)) == settings
 
 
-def test_dry_run_says_how_many_and_a_journal_of_another_number_is_refused(tmp_path: Path) -> None:
+def test_dry_run_prints_the_number_of_engines_and_a_journal_of_another_number_is_refused(tmp_path: Path) -> None:
     shown = CliRunner().invoke(serve, [*EMULATED, "--dp", "4", "--router", "prefix_affinity", "--dry-run"])
     assert "on 1 x H200-SXM, emulated, 4 times" in shown.output
     assert "memory of each engine" in shown.output
@@ -443,13 +443,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     access = ("--api-keys", str(folder / "keys.toml"), "--admin-socket", str(folder / "admin"))
     policy = ("--router", "session_sticky", "--journal", str(folder / "run"), "--api-workers", "2")
     with serving(folder / "log", *EMULATED, *TWO, *access, *policy) as made:
-        until(lambda: made.text().count(": ready: ") == 4)  # both workers know both engines
+        until(lambda: made.text().count(": ready: ") == 4)  # both workers are connected to both engines
         yield made
 
 
 @pytest.fixture
 def clean(server: LiveServer) -> Iterator[LiveServer]:
-    """The server, with nothing open."""
+    """The server without open requests."""
     yield server
     until(lambda: httpx2.get(f"{server.url}/load", headers=USER, timeout=120).json()["server_load"] == 0)
 
@@ -465,12 +465,12 @@ def states(server: LiveServer) -> list[Any]:
     return [row["state"] for row in operator(server, "/get_server_info")[1]["engines"]]
 
 
-def test_the_official_client_gets_what_one_engine_would_say_and_stays_with_its_engine(clean: LiveServer) -> None:
-    """Both workers answer, and both ask the same router: a session's requests meet on one engine."""
+def test_the_official_client_gets_the_answers_of_one_engine_and_stays_with_its_engine(clean: LiveServer) -> None:
+    """Both workers answer through the same router: requests of a session have the same engine."""
     before = len(routed(clean.log.parent / "run"))
     said: list[str] = []
     for number in range(12):
-        with client_of(clean, ALICE) as client:  # another connection, and perhaps another worker
+        with client_of(clean, ALICE) as client:  # another connection, possibly to another worker
             header = {"X-Session-Id": f"s{number % 3}"}
             answer = client.completions.create(
                 model="qwen3-0.6b", prompt="what?", max_tokens=4, temperature=0, extra_headers=header
@@ -511,7 +511,7 @@ def test_sessions_meet_their_engine_and_are_counted_there(clean: LiveServer) -> 
     assert [state["sessions"] for state in states(clean)] == [0, 0]
 
 
-def test_an_operator_tells_all_engines_or_the_one_named(clean: LiveServer) -> None:
+def test_an_operators_request_goes_to_all_engines_or_the_one_named(clean: LiveServer) -> None:
     assert operator(clean, "/pause?engine=1")[0] == 200
     assert [state["paused"] for state in states(clean)] == [False, True]
     assert operator(clean, "/is_paused")[1] == {"is_paused": False, "engines": [False, True]}
@@ -601,7 +601,7 @@ def queueing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> None:
-    """Beyond one on each engine they wait: some are refused, some withdrawn, the time of one is up, and others go."""
+    """Requests beyond one per engine wait: some are refused, withdrawn or late, and others run."""
     ended: dict[str, tuple[int, Any]] = {}
 
     def ask_for(name: str, tokens: int = 30_000, **more: Any) -> threading.Thread:
@@ -618,7 +618,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
     def facts_of(reason: str) -> int:
         return sum(one.reason == reason for record in facts(run) for one in record.decided)
 
-    def abort(name: str) -> None:  # by whichever worker
+    def abort(name: str) -> None:  # through any worker
         with httpx2.Client(base_url=queueing.url, headers=USER, timeout=120) as another:
             assert another.post("/abort_request", json={"rid": name}).status_code == 200
 
@@ -657,7 +657,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
 
 
 def shared_prefixes(server: LiveServer) -> float:
-    """Ask with four long beginnings, a few times each, and return the share of prompt tokens that were cached."""
+    """Send prompts with four long beginnings, a few each, and return the share of prompt tokens found in the cache."""
     rng = random.Random(5)
     beginnings = ["".join(rng.choices("abcdefgh ", k=1200)) for _ in range(4)]
     order = [beginning for beginning in beginnings for _ in range(6)]
@@ -689,7 +689,7 @@ def affine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield made
 
 
-def test_requests_are_spread_as_the_router_decides_and_affinity_finds_what_is_cached(
+def test_requests_are_spread_as_the_router_decides_and_affinity_finds_cached_prefixes(
     in_turn: LiveServer, affine: LiveServer
 ) -> None:
     shares = [shared_prefixes(server) for server in (in_turn, affine)]
@@ -721,10 +721,10 @@ def test_the_page_shows_all_engines_together_and_where_a_request_was(in_turn: Li
 
 
 def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_turn: LiveServer) -> None:
-    """The engine stands still from its first moment: it is stopped as soon as it is there."""
+    """The engine is stopped as soon as it exists."""
     children = in_turn.children()
-    nursery = children["nursery 1"]
-    forked = Path(f"/proc/{nursery}/task/{nursery}/children")
+    fork_server = children["fork_server 1"]
+    forked = Path(f"/proc/{fork_server}/task/{fork_server}/children")
     if not forked.exists():
         pytest.skip("this kernel does not list a process's children")
     os.kill(children["engine 1"], signal.SIGKILL)
@@ -744,8 +744,8 @@ def test_a_worker_that_begins_while_an_engine_is_away_serves_with_the_other(in_t
     until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
 
 
-def test_an_engine_is_heard_by_a_router_that_stands_still(in_turn: LiveServer) -> None:
-    """The router is a thread of the launcher, which is stopped for longer than a socket lingers."""
+def test_messages_of_an_engine_reach_a_router_that_was_stopped(in_turn: LiveServer) -> None:
+    """The router, a thread of the launcher, is stopped for longer than a socket lingers."""
     before = in_turn.children()["engine 1"]
     os.kill(before, signal.SIGKILL)
     until(lambda: in_turn.children().get("engine 1", before) != before)
@@ -764,7 +764,7 @@ def test_an_engine_is_heard_by_a_router_that_stands_still(in_turn: LiveServer) -
     until(lambda: homes() == {0, 1})
 
 
-def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not_notice(in_turn: LiveServer) -> None:
+def test_an_engine_killed_under_its_streams_loses_nothing_and_the_other_is_not_affected(in_turn: LiveServer) -> None:
     run, seed = in_turn.log.parent / "run", random.SystemRandom().randrange(2**31)
     outcome = campaign(in_turn, seed=seed, kills=6)
     told = f"--dp 2 --seed {seed}\n{outcome.text()}\n{in_turn.text()[-3000:]}"
@@ -773,7 +773,7 @@ def test_an_engine_killed_below_its_streams_loses_nothing_and_the_other_does_not
     assert outcome.tally.requests >= 32, told
     until(lambda: per_engine(in_turn, "lockstep_engine_up") == [1, 1])
     with client_of(in_turn) as client:
-        for _ in range(2):  # one for each, which then says how it stands
+        for _ in range(2):  # one for each engine, which then reports its state
             client.completions.create(model="qwen3-0.6b", prompt="a", max_tokens=3)
     ends = [in_turn.text().count(f"engine {engine} ended with signal SIGKILL") for engine in (0, 1)]
     assert sum(ends) >= 6

@@ -1,4 +1,4 @@
-"""A server with a calibration says how far its cost model is off, batch by batch."""
+"""A server with a calibration reports measured over predicted batch times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORKLOAD = "gen:n=40,rate=60,input=uniform:20:400,output=uniform:2:20"
 
 
 def told(meter: DriftMeter, folder: Path, slower: float = 1.0) -> DriftMeter:
-    """A meter that was told a journal, each batch of which took so many times as long."""
+    """A meter after the events of a journal, with every batch `slower` times as long."""
     for event, step in fold(folder):
         seen = event
         if isinstance(event, BatchFinished):
@@ -67,11 +67,11 @@ def test_a_slower_device_is_seen_in_every_figure(tmp_path: Path) -> None:
     for one in told(DriftMeter(cost), folder, slower=1.3).read():
         assert one.measured_s / one.predicted_s == pytest.approx(1.3, rel=0.02)
         assert one.counts[RATIOS.index(1.5)] == sum(one.counts)
-    for one in told(DriftMeter(cost, speed=2.0), folder).read():  # which should take half as long, and does not
+    for one in told(DriftMeter(cost, speed=2.0), folder).read():  # predictions are halved, the measured times are not
         assert one.measured_s / one.predicted_s == pytest.approx(2.0, rel=0.02)
 
 
-def test_what_failed_or_was_lost_is_not_counted(tmp_path: Path) -> None:
+def test_failed_and_lost_batches_are_not_counted(tmp_path: Path) -> None:
     folder = record_simulation(tmp_path, WORKLOAD)
     meter = DriftMeter(roofline_model(load_model("qwen3-0.6b"), load_gpu("h200")))
     for event, step in fold(folder):
@@ -148,8 +148,8 @@ def test_an_emulated_server_counts_its_batches(tmp_path: Path) -> None:
         assert figures(server.url)["extend"] == 1
 
 
-def test_production_teaches_the_server_what_its_batches_take(tmp_path: Path) -> None:
-    """The circle: serve with a journal, calibrate from it, serve by the calibration, read the drift."""
+def test_a_calibration_from_production_predicts_batches(tmp_path: Path) -> None:
+    """The full cycle: serve with a journal, calibrate from it, serve with the calibration, read the drift."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     from click.testing import CliRunner
 

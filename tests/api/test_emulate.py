@@ -1,4 +1,4 @@
-"""The emulated executor: what it says follows from the request, and when it says so from the cost model."""
+"""The emulated executor: its tokens are determined by the request, its timing by the cost model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="the server is not installed")
 
 from click.testing import CliRunner
 
-from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, Vocabulary, emulated_source
+from lockstep.api.emulate import EmulatedAdapterCache, EmulatedExecutor, EmulatedTimes, Vocabulary, emulated_source
 from lockstep.api.observability.drift import DriftMeter
 from lockstep.api.serve import serve
 from lockstep.core.contract.commands import FinishRequest, RejectRequest
@@ -74,10 +74,12 @@ def served(
     requests: list[RequestArrived], observe: Any = None, speed: float = 1.0, lora: dict[str, str] | None = None,
     **settings: Any,
 ) -> list[Heard]:  # fmt: skip
-    """What each request is told by an engine of its own, all at once. A load takes 5 ms."""
+    """The results of requests that run together on an engine of their own. An adapter load takes 5 ms."""
     config = SchedConfig(**{"pages": 256, "eos_token_ids": (256,), "context_tokens_max": 2048, **settings})
     clock = HostClock()
-    executor = EmulatedExecutor(FixedCost(), WORDS, config.rows_max, clock, seed=1, speed=speed, adapters=bool(lora))
+    executor = EmulatedExecutor(
+        EmulatedTimes(FixedCost(), seed=1, speed=speed, adapters=bool(lora)), WORDS, config.rows_max, clock
+    )
     shelf = EmulatedAdapterCache(5_000_000, Link(1.0), clock, speed=speed) if lora else None
     host = RuntimeHost(Engine(config), executor, NoJournal(), clock, observe=observe, adapters=shelf)
     if shelf is not None:
@@ -107,7 +109,7 @@ def test_an_answer_follows_from_prompt_and_seed() -> None:
     assert all(300 <= token < 1000 for token in alone)
 
 
-def test_several_steps_in_a_launch_say_the_same() -> None:
+def test_several_steps_in_a_launch_give_the_same_tokens() -> None:
     wanted = [request(text, tokens=40) for text in ("one", "two", "three")]
     single = served(wanted)
     assert [one.said for one in served(wanted, decode_steps_per_launch=4)] == [one.said for one in single]
@@ -143,7 +145,7 @@ def test_min_new_tokens_come_before_the_end() -> None:
 
 
 @pytest.mark.parametrize(("speed", "depth"), [(1.0, 0), (1.0, 1), (4.0, 1)])
-def test_batches_take_as_long_as_the_cost_model_says(speed: float, depth: int) -> None:
+def test_batches_take_the_time_of_the_cost_model(speed: float, depth: int) -> None:
     finished: list[BatchFinished] = []
 
     def observe(event: Any, step: Any) -> None:
@@ -158,8 +160,8 @@ def test_batches_take_as_long_as_the_cost_model_says(speed: float, depth: int) -
     assert all(a.finished_us <= b.started_us for a, b in pairwise(finished))
 
 
-def test_adapters_take_as_long_as_the_cost_model_says() -> None:
-    """Products of those rows that run on one, loads one after the other, and the drift that is measured, too."""
+def test_adapters_take_the_time_of_the_cost_model() -> None:
+    """Products of the rows on adapters, loads one after the other, and the measured drift."""
     adapter_of: dict[int, str] = {}  # by row
     on_adapters: dict[int, int] = {}  # tokens of each batch
     expected_us: dict[int, int] = {}
@@ -190,8 +192,8 @@ def test_adapters_take_as_long_as_the_cost_model_says() -> None:
         assert abs(kind.ratios / sum(kind.counts) - 1.0) < 0.001
 
 
-def test_what_it_cannot_run_is_refused() -> None:
-    executor = EmulatedExecutor(FixedCost(), WORDS, 4, HostClock(), seed=1)
+def test_plans_without_support_are_refused() -> None:
+    executor = EmulatedExecutor(EmulatedTimes(FixedCost(), seed=1), WORDS, 4, HostClock())
     with pytest.raises(ContractError, match="was not deferred"):
         executor.sample(1, ())
     assert not executor.ready()

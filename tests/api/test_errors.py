@@ -1,4 +1,4 @@
-"""What is wrong with a request is said by name, with the right status, and hurts nobody else."""
+"""Errors of requests: named field, right status, and no effect on other requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def error_of(answer: Any) -> dict[str, Any]:
 
 
 LIMITS = [
-    # a field, a value at its limit, one beyond it
+    # field, value at its limit, value beyond it
     ("max_tokens", 40_959, 40_960),
     ("n", 128, 129),
     ("stop", ["x"] * 16, ["x"] * 17),
@@ -135,7 +135,7 @@ def test_a_bad_body_is_refused_in_a_sentence(client: Any, body: bytes) -> None:
 
 def test_statuses_of_http(client: Any) -> None:
     assert client.get("/v1/nothing").status_code == 404
-    assert "there is no /v1/nothing here" in error_of(client.get("/v1/nothing"))["message"]
+    assert "there is no route /v1/nothing" in error_of(client.get("/v1/nothing"))["message"]
     assert len(client.get("/v1/" + 1000 * "n").content) < 400
     assert (wrong := client.get("/v1/completions")).status_code == 405
     assert (wrong.headers["Allow"], "takes POST" in error_of(wrong)["message"]) == ("POST", True)
@@ -161,7 +161,7 @@ def test_a_body_without_a_length_is_limited_too(client: Any) -> None:
             yield b" " * 2**20
 
     closed = (httpx2.WriteError, httpx2.ReadError, httpx2.RemoteProtocolError)
-    with contextlib.suppress(*closed):  # the server may close while we still send, which is as well
+    with contextlib.suppress(*closed):  # the server may close during the send
         assert client.post("/v1/completions", content=parts(), headers=JSON).status_code == 413
 
 
@@ -187,8 +187,8 @@ def test_a_request_id_is_given_back_if_it_is_one(client: Any) -> None:
     assert len(other) == 32
 
 
-def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> None:
-    """While a bystander streams, requests of every bad kind come; its answer is what it is without them."""
+def test_invalid_requests_do_not_affect_a_concurrent_stream(client: Any, emulated: LiveServer) -> None:
+    """While one request streams, invalid requests of every kind arrive; its answer stays the same."""
     asked = {"prompt": "bystander", "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
     expected = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
     heard: list[str] = []
@@ -217,7 +217,7 @@ def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> N
         {"user": "'; drop table", "cache_salt": "\0", "priority": -(2**63), "max_tokens": 50},
     ]
     bodies = [json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode() for fields in poison] + BAD
-    sent = 0  # while it was listening
+    sent = 0  # bytes sent while the server was reading
     for number, body in enumerate(bodies):
         answer = client.post("/v1/completions", content=body, headers=JSON)
         assert answer.status_code in ((200, 400) if number < len(poison) else (400,))
@@ -225,7 +225,7 @@ def test_poison_leaves_a_bystander_alone(client: Any, emulated: LiveServer) -> N
     for number in range(120):  # of every endpoint
         path, body = hostile.body(random.Random(number))
         status = client.post(path, content=body, headers=JSON).status_code
-        assert status in (200, 400, 404, 501), (number, path, status)  # 501: what is not served, by name
+        assert status in (200, 400, 404, 501), (number, path, status)  # 501: not served, refused by name
         sent += bystander.is_alive()
     assert sent > 5
     bystander.join(120)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
-if find_spec("torch") is None:  # looked for and not imported, which takes seconds: the server does that
+if find_spec("torch") is None:  # searched, not imported, which would take seconds: the server imports it
     pytest.skip("the GPU runtime is not installed", allow_module_level=True)
 pytest.importorskip("openai", reason="the OpenAI client is not installed")
 pytest.importorskip("llguidance", reason="no grammar backend is installed")

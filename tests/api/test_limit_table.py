@@ -90,7 +90,7 @@ def client(emulated: LiveServer) -> Iterator[Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_costs_most_is_refused_in_a_moment(client: Any, emulated: LiveServer, name: str) -> None:
+def test_the_most_expensive_bodies_are_refused_quickly(client: Any, emulated: LiveServer, name: str) -> None:
     path, body = COSTLY[name]
     worker = Path(f"/proc/{emulated.children()['worker 0']}")
     (worker / "clear_refs").write_text("5")  # the highest mark of memory is that of now

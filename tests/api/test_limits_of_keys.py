@@ -167,7 +167,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path, caplog: pytest.LogCap
         ([ALICE + "\ntokens_per_minute = 'many'"], "Expected `int | null`"),
     ],
 )
-def test_limits_that_cannot_be(tmp_path: Path, keys: list[str], said: str) -> None:
+def test_invalid_limits(tmp_path: Path, keys: list[str], said: str) -> None:
     written(tmp_path / "keys.toml", *keys)
     with pytest.raises(ConfigError, match=said.replace("|", r"\|")):
         read_keys(tmp_path / "keys.toml")

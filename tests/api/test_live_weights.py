@@ -1,4 +1,4 @@
-"""Weights changed and memory given back below a live server: a real model on the CPU, and an emulated one."""
+"""Weights changed and memory released under a live server: a real model on the CPU, and an emulated one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = f"[[keys]]\ntenant = 'operator'\nkey = '{OPERATOR}'\nadmin = true\n"
 
 
 class Operated:
-    """A server, and whoever may do everything."""
+    """A server with the key of an operator."""
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
@@ -81,8 +81,8 @@ def test_an_emulated_engine_takes_as_long_as_its_weights_are_large(emulated: Ope
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_answers_across_an_update_and_a_kill_say_which_weights_drew_what(emulated: Operated) -> None:
-    """An emulated token follows from prompt, place and version, so every one of them is known."""
+def test_answers_across_an_update_and_a_kill_name_the_weights_of_each_token(emulated: Operated) -> None:
+    """An emulated token is determined by prompt, position and weights version, so each one is predictable."""
     prompts = [f"stream {number}" for number in range(8)]
 
     def all_asked(meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
@@ -98,7 +98,7 @@ def test_answers_across_an_update_and_a_kill_say_which_weights_drew_what(emulate
     def launches() -> int:
         return int(emulated.order("/get_server_info")[1]["state"]["launches"])
 
-    def slowed(seconds: float) -> None:  # so that nobody has ended before we come to the end of `disturb`
+    def slowed(seconds: float) -> None:  # so that no answer ends before `disturb` does
         assert emulated.order("/slow_down", {"forward_sleep_time": seconds})[0] == 200
 
     def disturb() -> None:
@@ -150,7 +150,7 @@ def test_requests_wait_while_memory_is_released(emulated: Operated) -> None:
     asking = threading.Thread(target=lambda: found.append(emulated.ask("wait for me")))
     asking.start()
     until(lambda: emulated.order("/get_server_info")[1]["state"]["waiting"] == 1)
-    assert emulated.order("/update_weights_from_disk", {"model_path": "x"})[0] == 400  # there is no room for them
+    assert emulated.order("/update_weights_from_disk", {"model_path": "x"})[0] == 400  # their memory is released
     assert emulated.order("/resume_memory_occupation", {"tags": ["weights"]})[0] == 200
     assert not found
     assert emulated.order("/wake_up")[0] == 200

@@ -1,4 +1,4 @@
-"""A public load generator drives the server, and its figures are ours."""
+"""A public load generator drives the server; its figures equal those of `lockstep bench serve`."""
 
 from __future__ import annotations
 

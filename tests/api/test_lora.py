@@ -1,4 +1,4 @@
-"""LoRA adapters over HTTP: named like a model, loaded and unloaded while others stream, and known after a kill."""
+"""LoRA adapters over HTTP: named like a model, loaded and unloaded under other streams, and kept over a kill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEYS = f"[[keys]]\ntenant = 'operator'\nkey = '{OPERATOR}'\nadmin = true\n"
 
 
 class Operated:
-    """A server, and whoever may do everything."""
+    """A server with the key of an operator."""
 
     def __init__(self, server: LiveServer) -> None:
         self.server = server
@@ -37,7 +37,7 @@ class Operated:
         return ask_operator(self.server.log.parent / "admin", path, OPERATOR, body)
 
     def complete(self, model: str | None = None, status: int = 200, tokens: int = 8, **more: Any) -> Any:
-        """Token ids, or what is said instead."""
+        """Token ids, or the error."""
         body = {
             "prompt": "def f(",
             "max_tokens": tokens,
@@ -50,7 +50,7 @@ class Operated:
         return answer.json()["choices"][0]["token_ids"] if status == 200 else answer.json()["error"]["message"]
 
     def models(self) -> dict[str, str | None]:
-        """Who is whose child."""
+        """Each model's parent."""
         return {one["id"]: one["parent"] for one in self.client.get("/v1/models").json()["data"]}
 
     def figure(self, name: str, engine: int = 0) -> float:
@@ -106,7 +106,8 @@ def test_an_emulated_engine_has_adapters_in_time(tmp_path: Path) -> None:
             assert (status, what in said["error"]["message"]) == (expected, True), said
         assert emulated.order("/unload_lora_adapter", lora_name="law")[0] == 200
         emulated.kill()
-        assert emulated.models() == {base: None, "med": base}  # law stays unloaded, although the server began with it
+        # law stays unloaded, although it is in the server's settings
+        assert emulated.models() == {base: None, "med": base}
         assert "`law` does not exist" in emulated.complete("law", 404)
         newer = {"lora_name": "med", "lora_path": "of/2", "load_inplace": True, "pinned": True}
         before = emulated.complete("med")
@@ -140,7 +141,7 @@ def test_each_of_several_engines_has_the_adapters(tmp_path: Path) -> None:
         plain, law = two.complete(), two.complete("law")
         assert two.order("/load_lora_adapter", lora_name="med", lora_path="of/med")[0] == 200
         assert two.order("/load_lora_adapter?engine=1", lora_name="odd", lora_path="of/odd")[0] == 200
-        assert two.models() == {base: None, "law": base, "med": base}  # `odd` is served once all have it
+        assert two.models() == {base: None, "law": base, "med": base}  # `odd` is served once all engines have it
 
         def answered() -> list[float]:
             return [two.figure("lockstep_num_requests_total", engine) for engine in (0, 1)]
@@ -154,7 +155,7 @@ def test_each_of_several_engines_has_the_adapters(tmp_path: Path) -> None:
         assert [now - then for now, then in zip(answered(), before, strict=True)] == [2, 2]
 
         os.kill(two.server.children()["engine 1"], signal.SIGKILL)
-        asked = [two.complete("law") for _ in range(4)]  # some wait for the next engine
+        asked = [two.complete("law") for _ in range(4)]  # some wait for the next generation
         until(lambda: two.figure("lockstep_engine_up", 1) == 1)
         assert [law] * 4 == asked != [plain] * 4
         assert two.models() == {base: None, "law": base, "med": base}
@@ -165,7 +166,7 @@ def test_each_of_several_engines_has_the_adapters(tmp_path: Path) -> None:
 
 
 def test_a_model_answers_by_adapters_for_the_official_client(tmp_path: Path) -> None:
-    """And drafts, which change no token: those of merged models without any."""
+    """Includes drafts, which change no token: the tokens equal those of merged models without drafts."""
     pytest.importorskip("torch", reason="the GPU runtime is not installed")
     openai = pytest.importorskip("openai", reason="the official client is not installed")
     from lockstep.runtime import LLM, Params

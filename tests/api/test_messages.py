@@ -1,4 +1,4 @@
-"""POST /v1/messages by Anthropic's client: whole, streamed, counted, and what it refuses."""
+"""POST /v1/messages with Anthropic's client: whole, streamed, counted, and refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ httpx2 = pytest.importorskip("httpx2", reason="a client is not installed")
 from tests.support.live_server import LiveServer, running, until  # noqa: E402
 
 MODEL = "qwen3-0.6b"
-GREEDY = {"temperature": 0.0}  # the client has no such parameter for newer models
+GREEDY = {"temperature": 0.0}  # the client lacks this parameter for newer models
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -53,7 +53,7 @@ def test_it_ends_by_itself_or_at_a_stop(client: Any) -> None:
     assert said.content[0].text == text[: text.index(stop)]
 
 
-def test_a_stream_says_the_same(client: Any) -> None:
+def test_a_stream_adds_up_to_the_whole(client: Any) -> None:
     asked = {"model": MODEL, "messages": HELLO, "max_tokens": 300, "extra_body": GREEDY}
     whole = client.messages.create(**asked)
     kinds = [event.type for event in client.messages.create(**asked, stream=True)]

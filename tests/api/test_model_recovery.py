@@ -1,4 +1,4 @@
-"""A real model behind a server whose engine is killed: the same texts, tokens and logprobs as without."""
+"""A real model behind a server with an engine that is killed: the same texts, tokens and logprobs as without a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 class Reader:
-    """Streams of all bodies at once: by body and sample the text, why it ended, tokens and logprobs."""
+    """Streams of all bodies at once: by body and sample the text, the finish reason, tokens and logprobs."""
 
     def __init__(self, server: LiveServer) -> None:
         self.found: dict[tuple[int, int], dict[str, Any]] = {}
@@ -66,11 +66,11 @@ class Reader:
                     self.tokens += 1
 
     def ended(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Whether all streams have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def wait(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """What came, when all have ended."""
+        """The results, when all streams have ended."""
         for thread in self._threads:
             thread.join(300)
         return self.found
@@ -94,7 +94,7 @@ def equal(found: Found, wanted: Found) -> None:
         assert one["logprobs"] == pytest.approx(wanted[key]["logprobs"], abs=1e-4)  # a CPU's sums depend on the batch
 
 
-def test_killed_twice_at_any_instant_a_model_says_what_it_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
+def test_killed_twice_at_any_instant_a_model_gives_its_undisturbed_answers(undisturbed: Found, tmp_path: Path) -> None:
     with serving(tmp_path / "log", *SETTINGS) as server:
         reader = Reader(server)
         for kill in range(2):
@@ -114,8 +114,8 @@ def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(
         assert server.text().count(" s after the end of the one before") == 3
 
 
-def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: Found, tmp_path: Path) -> None:
-    """The demo model behind a router: each has some of the requests, and one is restarted."""
+def test_with_one_of_two_engines_killed_answers_equal_the_undisturbed_ones(undisturbed: Found, tmp_path: Path) -> None:
+    """The demo model behind a router: each engine has some of the requests, and one is restarted."""
     run = tmp_path / "run"
     two = ("--dp", "2", "--router", "least_tokens", "--journal", str(run))
     with serving(tmp_path / "log", *SETTINGS, *two) as server:
@@ -134,8 +134,10 @@ def test_one_of_two_engines_killed_says_what_one_says_undisturbed(undisturbed: F
     assert verify_router(run)[1] == 4
 
 
-def test_vectors_and_scores_are_asked_again_of_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine dies behind the first batch that it computes, before anybody is answered."""
+def test_vectors_and_scores_are_computed_again_by_the_next_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dies after the first batch that it computes, before any answer is sent."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:1:1:BatchFinished")
     run = tmp_path / "run"
     vectors = ("/v1/embeddings", {"input": ["a list", "a number", "zebra"], "encoding_format": "float"})
@@ -156,7 +158,7 @@ def test_vectors_and_scores_are_asked_again_of_the_next_engine(tmp_path: Path, m
 def test_drafts_change_no_text_and_are_counted(
     undisturbed: Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed where tokens and their logprobs were written and not sent, in the midst of verified drafts."""
+    """Killed after tokens and logprobs were written and before they were sent, among verified drafts."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:9:1:BatchFinished")
     run = tmp_path / "run"
     drafting = ("--set", "speculative_method=ngram", "--metrics-compat", "vllm", "--journal", str(run))

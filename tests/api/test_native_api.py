@@ -1,4 +1,4 @@
-"""The endpoints that are not OpenAI's."""
+"""The endpoints other than OpenAI's."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_abort_by_the_id_that_the_client_gave(client: Any, emulated: LiveServer)
     ],
     ids=str,
 )
-def test_answers_of_openai_endpoints_are_called_and_cancelled_as_their_clients_like(
+def test_answers_of_openai_endpoints_are_cancelled_by_the_ids_of_their_clients(
     client: Any, emulated: LiveServer, path: str, body: dict[str, Any], named: dict[str, str], called: str
 ) -> None:
     endless = {**body, **named, "max_tokens": 30_000, "ignore_eos": True}
@@ -96,7 +96,7 @@ def test_answers_of_openai_endpoints_are_called_and_cancelled_as_their_clients_l
     until(lambda: running(emulated) == 0)
 
 
-def test_a_request_has_one_name_and_a_client_does_not_abort_everybodys(client: Any) -> None:
+def test_a_request_has_one_name_and_a_client_aborts_only_its_own(client: Any) -> None:
     for path, body, param in (
         ("/v1/completions", {"prompt": "a", "rid": "a", "request_id": "b"}, "rid"),
         ("/abort_request", {"rid": "", "abort_all": True}, "abort_all"),
@@ -108,7 +108,7 @@ def test_a_request_has_one_name_and_a_client_does_not_abort_everybodys(client: A
         assert (said.status_code, said.json()["error"]["param"]) == (400, param)
 
 
-def test_what_cannot_be(client: Any) -> None:
+def test_invalid_inputs(client: Any) -> None:
     for fields, param in (
         ({}, "text"),
         ({"text": "a", "input_ids": [1]}, "text"),
@@ -146,7 +146,7 @@ def test_a_conversation_has_the_tokens_that_a_chat_of_it_has(client: Any) -> Non
     assert chat["choices"][0]["prompt_token_ids"] == told["tokens"]
 
 
-def test_what_cannot_be_tokenized(client: Any) -> None:
+def test_invalid_inputs_of_tokenize(client: Any) -> None:
     hello = {"messages": [{"role": "user", "content": "hi"}]}
     for fields, param in (
         ({"messages": []}, "messages"),

@@ -1,4 +1,4 @@
-"""The official OpenAI client against a live server, with an emulated model: what it is told, it can use."""
+"""The official OpenAI client against a live server with an emulated model: it can parse every answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.live_server import LiveServer, metric, running, until  # noqa
 
 MODEL = "qwen3-0.6b"
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
-LEFT = 'lockstep_http_requests_total.*status="499"'  # answers whose clients were gone
+LEFT = 'lockstep_http_requests_total.*status="499"'  # answers after their clients had left
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_chat(client: Any) -> None:
     assert (said.usage.completion_tokens, said.usage.total_tokens) == (5, said.usage.prompt_tokens + 5)
 
 
-def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
+def test_a_stream_equals_the_whole_answer(client: Any) -> None:
     asked: dict[str, Any]
     asked = {"model": MODEL, "messages": HELLO, "max_completion_tokens": 1000, "seed": 5, "temperature": 0.7}
     asked["extra_body"] = {"ignore_eos": True}
@@ -76,7 +76,7 @@ def test_greedy_and_seeded_answers_can_be_had_again(client: Any) -> None:
 
     assert text(temperature=0) == text(temperature=0)
     assert text(seed=1) == text(seed=1) != text(seed=2)
-    assert text() != text()  # a seed of its own each
+    assert text() != text()  # each has its own seed
 
 
 def test_samples_differ(client: Any) -> None:
@@ -101,7 +101,7 @@ def test_prompts_of_every_kind(client: Any) -> None:
     one, other = texts("one")[0], texts("other")[0]
     assert one != other
     assert texts(["one", "other"]) == [one, other]
-    assert texts(list(b"one")) == [one]  # ids are bytes, where there is no tokenizer
+    assert texts(list(b"one")) == [one]  # without a tokenizer, ids are bytes
     assert texts([list(b"one"), list(b"other")]) == [one, other]
 
 
@@ -120,7 +120,7 @@ def test_a_stop_text_ends_an_answer_in_front_of_it(client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "temperature": 0, "max_completion_tokens": 20}
     whole = str(client.chat.completions.create(**asked).choices[0].message.content)
     words = whole.split(" ")
-    stop = f"{words[7][-2:]} {words[8][:3]}"  # over the border of two tokens
+    stop = f"{words[7][-2:]} {words[8][:3]}"  # across the border of two tokens
     front = whole[: whole.index(stop)]
     said = client.chat.completions.create(**asked, stop=[stop, "never said"])
     assert (said.choices[0].message.content, said.choices[0].finish_reason) == (front, "stop")
@@ -146,7 +146,7 @@ def test_an_answer_ends_by_itself(client: Any) -> None:
     said = client.completions.create(model=MODEL, prompt="by itself", temperature=0, max_tokens=8192)
     assert said.choices[0].finish_reason == "stop"
     assert said.choices[0].stop_reason is None
-    assert said.usage.completion_tokens == len(said.choices[0].text.split()) + 1  # the end is a token, and no text
+    assert said.usage.completion_tokens == len(said.choices[0].text.split()) + 1  # the end is a token without text
     longer = client.completions.create(
         model=MODEL,
         prompt="by itself",
@@ -166,7 +166,7 @@ def test_token_ids_on_request(client: Any) -> None:
     assert [token for piece in pieces for token in piece.choices[0].token_ids] == choice.token_ids
 
 
-def test_a_prompt_said_twice_is_cached(client: Any) -> None:
+def test_a_repeated_prompt_is_cached(client: Any) -> None:
     prompt = "The quick brown fox jumps over the lazy dog. " * 4
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
     said = client.completions.create(model=MODEL, prompt=prompt, max_tokens=1)
@@ -290,10 +290,10 @@ def test_a_client_that_leaves_is_cancelled(client: Any, emulated: LiveServer) ->
         ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}),
     ],
 )
-def test_g11_a_client_that_leaves_is_seen_though_nothing_is_streamed(
+def test_g11_a_client_that_leaves_is_detected_though_nothing_is_streamed(
     emulated: LiveServer, path: str, more: dict[str, Any]
 ) -> None:
-    """SG#20625: nothing is written before the end, so only who reads sees it; metrics count around all routes."""
+    """SG#20625: nothing is written before the end, so only a read detects it; metrics count around all routes."""
     body = json.dumps({"model": MODEL, "ignore_eos": True, **more} if path != "/generate" else more).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = emulated.url.removeprefix("http://").split(":")
@@ -308,7 +308,7 @@ def test_g11_a_client_that_leaves_is_seen_though_nothing_is_streamed(
     assert metric(emulated, "lockstep_generation_tokens_total") - tokens < 20_000
 
 
-def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(emulated: LiveServer) -> None:
     host, port = emulated.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "a", "max_tokens": 30_000, "ignore_eos": True, "stream": True, "n": 8}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -320,7 +320,7 @@ def test_a_reader_that_takes_nothing_is_given_up(emulated: LiveServer) -> None:
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
         until(lambda: metric(emulated, LEFT) > left)
         until(lambda: running(emulated) == 0)
-    assert "took nothing for 2 s" in emulated.text()
+    assert "read nothing for 2 s" in emulated.text()
     assert "without completing response" not in emulated.text()
 
 

@@ -1,4 +1,4 @@
-"""The overload campaign in a minute: everything that it looks at, at sizes at which times say little."""
+"""The overload campaign in a minute: all of its checks, at sizes that allow no conclusions on times."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.campaigns import hostile  # noqa: E402
 from tests.campaigns.overload import SHORT, overload  # noqa: E402
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of clients that drop
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of clients that disconnect
 def test_an_overloaded_server_stays_well(tmp_path: Path) -> None:
     assert overload(SHORT, tmp_path) == []
 
 
-def test_every_route_that_takes_a_body_is_asked() -> None:
+def test_every_route_with_a_body_is_tried() -> None:
     taken = [route.path for route in ROUTES if route.method == "POST"]
     assert {re.sub(r"{\w+}", "resp_1", path) for path in taken} == set(hostile.VALID)
 
 
-def test_what_is_sent_follows_from_the_seed() -> None:
+def test_requests_are_determined_by_the_seed() -> None:
     for make in (hostile.body, hostile.http):
         assert make(random.Random(1)) == make(random.Random(1)) != make(random.Random(2))

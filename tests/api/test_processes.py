@@ -1,4 +1,4 @@
-"""The processes of a server: whom they listen to, and what becomes of the others when one of them ends."""
+"""The processes of a server: their sockets, and the consequences when one of them ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ENDLESS = {"prompt": "a", "max_tokens": 30_000, "ignore_eos": True}
 
 
 class Stream:
-    """A stream that somebody reads, to its end."""
+    """A client that reads a stream to its end."""
 
     def __init__(self, url: str, **fields: Any) -> None:
         self.lines: list[str] = []
@@ -70,7 +70,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(server: LiveServer) -> None:
-    """After Ctrl-C answers get their time; what is still open then ends with an error, and nothing is left."""
+    """After Ctrl-C answers get their time; open ones then end with an error, and nothing is left."""
     children, folder = server.children(), server.folder()
     port = int(server.url.rpartition(":")[2])
     assert listening({server.process.pid, *children.values()}) == [("tcp", f"0100007F:{port:04X}")]
@@ -97,7 +97,7 @@ def test_one_socket_on_loopback_a_folder_for_the_owner_and_an_end_in_order(serve
 
 
 def listening(pids: set[int]) -> list[tuple[str, str]]:
-    """Where these processes can be reached over a network."""
+    """Network addresses that these processes listen on."""
     inodes = set.union(*map(sockets_of, pids))
     found = []
     for table in ("tcp", "tcp6", "udp", "udp6"):
@@ -128,7 +128,7 @@ def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_pat
         streams = [Stream(server.url) for _ in range(3)]
         until(lambda: running(server) == 3)
         victim = server.children()["worker 0"]
-        until(lambda: _age_s(victim) > 2.5)  # one that dies young is not replaced
+        until(lambda: _age_s(victim) > 2.5)  # a process that ends right after its start is not replaced
         os.kill(victim, signal.SIGKILL)
         until(lambda: "worker 2" in server.children())
         until(lambda: running(server) == sum(not stream.broken for stream in streams))
@@ -141,13 +141,13 @@ def test_when_a_worker_dies_its_requests_are_cancelled_and_another_comes(tmp_pat
         assert stat.S_IMODE(shared.stat().st_mode) == 0o700
 
 
-def test_when_the_operators_worker_dies_another_hears_the_operator(tmp_path: Path) -> None:
+def test_when_the_operators_worker_dies_another_serves_the_operator(tmp_path: Path) -> None:
     keys, admin, key = tmp_path / "keys.toml", tmp_path / "admin", "sk-a-key-of-an-operator"
     keys.write_text(f"[[keys]]\ntenant = 'operator'\nkey = '{key}'\nadmin = true\n")
     access = ("--api-keys", str(keys), "--admin-socket", str(admin), "--api-workers", "2", "--shutdown-s", "0")
     with serving(tmp_path / "log", *EMULATED, *access) as server:
         until(lambda: len(server.children()) == 4)
-        for number in (0, 1):  # the second is nobody the operator knows
+        for number in (0, 1):  # the second key is not an operator's
             victim = server.children()[f"worker {number}"]
             until(lambda victim=victim: _age_s(victim) > 2.5)
             os.kill(victim, signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_the_operators_socket_of_a_server_that_was_killed_is_taken_over(tmp_path
     left = launch.listen_unix(path)
     with pytest.raises(ConfigError, match=r"`admin_socket`: \S+ cannot be listened on: another server is there"):
         launch.listen_unix(path)
-    left.close()  # and nobody removed it
+    left.close()  # the file of the socket remains
     assert path.is_socket()
     with contextlib.closing(launch.listen_unix(path)):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -180,7 +180,7 @@ def test_more_than_the_queue_holds_is_refused_with_a_time_to_come_again(tmp_path
         contextlib.ExitStack() as opened,
     ):
         heads = []
-        for _ in range(4):  # two run, two wait: their streams begin before their turn comes
+        for _ in range(4):  # two run, two wait: the streams of waiting requests begin before their first token
             answer = client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True})
             heads.append(opened.enter_context(answer).status_code)
         assert heads == [200] * 4
@@ -211,7 +211,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_message_that_nobody_knows_ends_the_server_and_is_named(server: LiveServer) -> None:
+def test_an_unknown_message_ends_the_server_and_is_named(server: LiveServer) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PUSH)
     socket.connect(f"ipc://{server.folder() / 'engine'}")
@@ -240,7 +240,7 @@ def test_nothing_of_an_emulated_server_needs_torch() -> None:
         "import lockstep.api.worker, lockstep.api.processes.launch, lockstep.api.serve\n"
         "from lockstep.api.engines import build_engine\n"
         "from lockstep.api.settings import ServeSettings\n"
-        "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).about.model)\n"
+        "print(build_engine(ServeSettings(emulate='qwen3-8b@h200')).info.model)\n"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert finished.stdout == "qwen3-8b\n", finished.stderr

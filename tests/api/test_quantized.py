@@ -1,4 +1,4 @@
-"""A quantised checkpoint with KV in fp8 behind `lockstep serve`: the guide's example, and what a dry run says of it."""
+"""A quantised checkpoint with KV in fp8 behind `lockstep serve`: the guide's example, and the output of a dry run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 
 
 def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine ends in the middle of the answer; the next one goes on, with weights and KV of the same kind."""
+    """The engine ends within the answer; the next generation continues, with weights and KV of the same kind."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:4:1:BatchFinished")
     section = PAGE.read_text("utf-8").partition("\n## Weights and KV in fewer bits\n")[2]
     source = section.partition("```python\n")[2].partition("```")[0]

@@ -1,6 +1,6 @@
-"""An engine that dies, in whatever way, below streams whose every token is known: nobody loses or gets anything twice.
+"""An engine that dies in various ways, under streams with known tokens: no client loses a token or gets one twice.
 
-`make kill-campaign` does for as long as one likes what `test_killed_at_random_instants` does for a moment.
+`make kill-campaign` runs `test_killed_at_random_instants` for as long as desired.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SLOW = ("--speed", "0.1", "--snapshot-s", "0.5")
 
 
 class Clients:
-    """Requests that are answered at the same time, and what came of them."""
+    """Concurrent requests, and their results."""
 
     def __init__(self, server: LiveServer, asked: list[Asked]) -> None:
         self.tally = Tally()
@@ -43,7 +43,7 @@ class Clients:
             thread.start()
 
     def wait(self) -> Tally:
-        """What came of them, when all have ended."""
+        """The results, when all requests have ended."""
         for thread in self._threads:
             thread.join(120)
             assert not thread.is_alive(), "a stream did not end"
@@ -51,19 +51,19 @@ class Clients:
 
 
 def some(count: int, seed: int = 1, tokens: tuple[int, int] = (20, 60)) -> list[Asked]:
-    """So many requests of all kinds."""
+    """Requests of all kinds."""
     rng = random.Random(seed)
     return [ask(rng, f"{seed}-{number}", tokens) for number in range(count)]
 
 
 def endless(count: int, seed: int = 1) -> list[Asked]:
-    """So many requests that do not end before the engine does."""
+    """Requests that do not end before the engine does."""
     rng = random.Random(seed)
     return [ask(rng, f"{seed}-{number}", (1500, 1500), ("greedy", "drawn")) for number in range(count)]
 
 
 def lives(server: LiveServer) -> int:
-    """How many engines there were after the first."""
+    """Number of engine generations after the first."""
     return server.text().count(" s after the end of the one before")
 
 
@@ -115,7 +115,7 @@ def test_a_session_goes_on_behind_a_kill_between_its_turns_and_within_one(tmp_pa
 
 @pytest.mark.parametrize("written", ["5:3", "9:3:BatchFinished", "19:3:BatchFinished"])
 def test_killed_between_journal_and_stream(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written and not sent is said by the next engine, which was told to die at the same place."""
+    """Tokens written and not sent are sent by the next generation, which is killed at the same place."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"written:{written}")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
         tally = Clients(server, some(8, tokens=(60, 90))).wait()
@@ -138,19 +138,19 @@ def test_killed_again_while_it_recovers(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_torn_tail_is_cut_off_and_computed_again(tmp_path: Path) -> None:
-    """The last record is damaged before the next engine reads it. What it said is drawn again, and not said twice."""
+    """The last record is damaged before the next generation reads it. Its tokens are drawn again, and sent once."""
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--journal", str(tmp_path / "run")) as server:
         clients = Clients(server, some(8, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
         time.sleep(0.3)
-        nursery = server.children()["nursery"]
-        os.kill(nursery, signal.SIGSTOP)  # it cannot fork before the tail is torn
+        fork_server = server.children()["fork_server"]
+        os.kill(fork_server, signal.SIGSTOP)  # it cannot fork before the tail is torn
         os.kill(server.children()["engine"], signal.SIGKILL)
         until(lambda: "engine" not in server.children())
         newest = max((tmp_path / "run" / "journal").glob("*.log"))
         size = newest.stat().st_size
         os.truncate(newest, size - 5)
-        os.kill(nursery, signal.SIGCONT)
+        os.kill(fork_server, signal.SIGCONT)
         tally = clients.wait()
         assert not tally.faults, tally.first
         assert lives(server) == 1
@@ -158,12 +158,12 @@ def test_a_torn_tail_is_cut_off_and_computed_again(tmp_path: Path) -> None:
     assert replay(tmp_path / "run").tail is not None
 
 
-def test_an_engine_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_progress_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULT", "hang:9")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--batch-timeout-s", "5") as server:
         tally = Clients(server, some(8)).wait()
         assert not tally.faults, tally.first
-        assert "the engine stood still" in server.text()
+        assert "the engine made no progress" in server.text()
 
 
 def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path) -> None:
@@ -171,20 +171,20 @@ def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path) -> None:
         clients = Clients(server, some(8, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
         os.kill(server.children()["engine"], signal.SIGSTOP)
-        later = Clients(server, some(2, seed=2))  # has it work, even if all had been said
+        later = Clients(server, some(2, seed=2))  # new work, even if all tokens had been sent
         tally = clients.wait()
         assert not tally.faults, tally.first
         assert not later.wait().faults, later.tally.first
-        assert "the engine got nothing done for 5 s" in server.text()
+        assert "the engine made no progress for 5 s" in server.text()
 
 
-def test_a_nursery_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None:
+def test_a_fork_server_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
-        time.sleep(2.0)  # one that dies young is not replaced
+        time.sleep(2.0)  # a process that ends right after its start is not replaced
         clients = Clients(server, some(8, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
         engine = server.children()["engine"]
-        os.kill(server.children()["nursery"], signal.SIGKILL)
+        os.kill(server.children()["fork_server"], signal.SIGKILL)
         tally = clients.wait()
         assert not tally.faults, tally.first
         assert not Path(f"/proc/{engine}").exists() or " Z " in Path(f"/proc/{engine}/stat").read_text()
@@ -193,7 +193,7 @@ def test_a_nursery_that_dies_is_replaced_with_its_engine(tmp_path: Path) -> None
 def test_a_worker_that_dies_with_the_engine_takes_its_own_streams_only(tmp_path: Path) -> None:
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--api-workers", "2") as server:
         until(lambda: server.text().count(": ready: ") == 2)
-        time.sleep(2.0)  # one that dies young is not replaced
+        time.sleep(2.0)  # a process that ends right after its start is not replaced
         clients = Clients(server, some(16, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
         children = server.children()
@@ -212,10 +212,10 @@ def post(server: LiveServer, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize(("fault", "deaths"), [("poison", 2), ("arrival", 2), ("greedy", 6)])
-def test_what_kills_the_engine_again_is_failed_alone(
+def test_a_request_that_kills_the_engine_again_fails_alone(
     fault: str, deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others that run beside it lose nothing, and nobody else is suspected afterwards."""
+    """Concurrent requests lose nothing, and are not suspected afterwards."""
     poison = 31337
     monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault}:{poison}")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW) as server:
@@ -231,18 +231,20 @@ def test_what_kills_the_engine_again_is_failed_alone(
         assert server.status_of("/health") == server.status_of("/ready") == 200
 
 
-def test_too_many_restarts_end_the_server_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_restarts_end_the_server_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:6:99")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, "--restarts", "2") as server:
         tally = Clients(server, some(4, tokens=(60, 90))).wait()
         assert server.process.wait(120) == 1
     assert sum(tally.faults.values()) == 4
-    assert set(tally.faults) <= {"error", "refused"}  # who asks late is answered 503
+    assert set(tally.faults) <= {"error", "refused"}  # late requests are answered 503
     assert "signal SIGKILL, and 2 restarts in 300 s are the most that there may be" in tally.first[0]
 
 
 def test_a_disk_that_is_full_ends_the_engine_and_at_last_the_server(tmp_path: Path) -> None:
-    """Full for a moment: every stream goes on. For good: the server ends, and the next one goes on with the folder."""
+    """Full for a moment: every stream continues. Full for good: the server ends, and a new one continues with the
+    folder.
+    """
     kept = ("--journal", str(tmp_path / "run"), "--restarts", "2")
 
     def fill(*pids: int) -> None:
@@ -254,14 +256,14 @@ def test_a_disk_that_is_full_ends_the_engine_and_at_last_the_server(tmp_path: Pa
         clients = Clients(server, some(8, tokens=(60, 90)))
         until(lambda: clients.tally.heard_s > 0)
         fill(server.children()["engine"])
-        later = Clients(server, some(2, seed=5))  # has it write, even if all had been said
+        later = Clients(server, some(2, seed=5))  # new records, even if all tokens had been sent
         tally = clients.wait()
         assert not tally.faults, tally.first
         assert not later.wait().faults, later.tally.first
         assert (lives(server), server.text().count("engine failed: JournalError: cannot write")) == (1, 1)
         clients = Clients(server, endless(4, seed=2))
         until(lambda: clients.tally.heard_s > 0)
-        fill(*(server.children()[name] for name in ("nursery", "engine")))
+        fill(*(server.children()[name] for name in ("fork_server", "engine")))
         assert server.process.wait(120) == 1
         tally = clients.wait()
         assert sum(tally.faults.values()) == 4
@@ -272,7 +274,7 @@ def test_a_disk_that_is_full_ends_the_engine_and_at_last_the_server(tmp_path: Pa
     assert replay(tmp_path / "run").digest
 
 
-def test_without_content_what_was_open_is_refused_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_without_content_open_requests_fail_and_the_server_continues(tmp_path: Path) -> None:
     secret = "nobody must find this text"
     kept = ("--journal", str(tmp_path / "run"), "--journal-content", "digests")
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, *kept) as server:
@@ -280,7 +282,7 @@ def test_without_content_what_was_open_is_refused_and_the_server_goes_on(tmp_pat
         until(lambda: running(server) == 3 and clients.tally.heard_s > 0)
         os.kill(server.children()["engine"], signal.SIGKILL)
         tally = clients.wait()
-        assert sum(tally.faults.values()) == 3, tally.faults  # who has not heard anything is answered 503
+        assert sum(tally.faults.values()) == 3, tally.faults  # requests without any token are answered 503
         assert set(tally.faults) <= {"error", "refused"}, tally.first
         assert tally.faults["error"], tally.first
         assert "of its work only digests were kept" in tally.first[0]
@@ -292,7 +294,7 @@ def test_without_content_what_was_open_is_refused_and_the_server_goes_on(tmp_pat
 
 
 def test_a_server_goes_on_with_the_journal_of_the_one_before(tmp_path: Path) -> None:
-    """Whose clients have left: nothing of theirs is computed any more. The whole journal replays."""
+    """The clients have left: their requests are cancelled. The whole journal replays."""
     kept = ("--journal", str(tmp_path / "run"))
     with serving(tmp_path / "log", *ARGUMENTS, *SLOW, *kept) as server:
         clients = Clients(server, endless(4))
@@ -303,7 +305,9 @@ def test_a_server_goes_on_with_the_journal_of_the_one_before(tmp_path: Path) -> 
     with serving(tmp_path / "log2", *ARGUMENTS, *SLOW, *kept) as server:
         tally = Clients(server, some(4, seed=2)).wait()
         assert not tally.faults, tally.first
-        assert re.search(r"recovered (\d+) requests .*; \1 of them nobody asks for", server.text()), server.text()
+        assert re.search(r"recovered (\d+) requests .*; \1 of them were not submitted again", server.text()), (
+            server.text()
+        )
     assert replay(tmp_path / "run").tail is not None
     other = subprocess.run(
         [*RUN_SERVE, *ARGUMENTS, *SLOW, *kept, "--set", "page_size=32"], capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""Queue, prefill and decode of a request are what the engine's own journal says that they were."""
+"""Queue, prefill and decode times of a request equal those of the engine's own journal."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_times_go_from_arrival_to_admission_to_tokens() -> None:
         fold(BatchFinished(9_000 + 10_000 * number, batch_id=plan.batch_id, tokens=tokens.tobytes()))
     assert times.take(0, 9_000, 9_000) == RequestTimes(5_000, 4_000, 0)
     assert times.take(1, 19_000, 19_500) == RequestTimes(14_000, 4_000, 500)
-    assert times.take(1, 1, 1) == RequestTimes()  # forgotten
+    assert times.take(1, 1, 1) == RequestTimes()  # removed
     assert sum(times.batch_counts) == 2
     assert times.batch_tokens == 20 + 4  # the second finds a page of the first, and computes the rest
     assert times.batch_counts[ITERATION_TOKENS.index(32)] == 1
 
 
-def test_who_was_never_admitted_has_none() -> None:
+def test_a_request_that_was_never_admitted_has_no_times() -> None:
     times = EngineTimes()
     arrived = RequestArrived(5, request_id=3, prompt=TokenIds(b"\0\0\0\0"), max_new_tokens=1, parallel_samples=2)
     times.observe(arrived, Step())

@@ -1,4 +1,4 @@
-"""/v1/responses by the official client: whole, streamed, cut off, had again, gone on from, refused."""
+"""/v1/responses with the official client: whole, streamed, cut off, fetched again, continued, refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(emulated: LiveServer) -> Iterator[Any]:
         yield made
 
 
-def test_an_input_is_what_a_user_says(client: Any) -> None:
+def test_a_text_input_is_a_user_message(client: Any) -> None:
     asked: dict[str, Any] = {"model": MODEL, "temperature": 0}
     said = client.responses.create(input="hello", max_output_tokens=5, instructions="Rhyme.", **asked)
     told = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "hello"}]
@@ -77,7 +77,7 @@ def test_items_and_parts(client: Any) -> None:
     assert client.responses.create(input=items, **asked).output_text == chat.choices[0].message.content
 
 
-def test_a_stream_has_every_event_in_order_and_says_the_same(client: Any) -> None:
+def test_a_stream_has_every_event_in_order_and_adds_up_to_the_response(client: Any) -> None:
     asked = {"model": MODEL, "input": "hello", "temperature": 0, "max_output_tokens": 400}
     whole = client.responses.create(**asked, extra_body={"ignore_eos": True})
     events = list(client.responses.create(**asked, stream=True, extra_body={"ignore_eos": True}))
@@ -89,7 +89,7 @@ def test_a_stream_has_every_event_in_order_and_says_the_same(client: Any) -> Non
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert deltas  # how many depends on who else is at work
+    assert deltas  # their number depends on the load of the machine
     assert "".join(deltas) == whole.output_text == events[-1].response.output_text == events[-4].text
     assert events[-1].response.usage.output_tokens == 400
     assert {event.item_id for event in events if hasattr(event, "item_id")} == {events[2].item.id}
@@ -155,14 +155,14 @@ def test_leaving_a_stream_cancels_it(client: Any, emulated: LiveServer) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_not_served_is_refused_by_name(client: Any, asked: dict[str, Any], param: str) -> None:
+def test_fields_that_are_not_served_are_refused_by_name(client: Any, asked: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": MODEL, "input": "a", **asked})
     assert caught.value.body["param"].startswith(param)
     assert f"`{param}" in caught.value.message or "context length" in caught.value.message
 
 
-def test_what_changes_nothing_is_accepted(client: Any) -> None:
+def test_fields_that_change_nothing_are_accepted(client: Any) -> None:
     said = client.responses.create(
         model=MODEL,
         input="a",
@@ -191,7 +191,7 @@ def test_an_answer_can_be_had_again_until_it_is_deleted(client: Any) -> None:
     assert client.responses.retrieve(said.id) == said
     *_, last = client.responses.create(**asked, stream=True)
     assert client.responses.retrieve(last.response.id) == last.response
-    with pytest.raises(openai.BadRequestError, match="`stream`: a stored response comes whole"):
+    with pytest.raises(openai.BadRequestError, match="`stream`: a stored response is returned whole"):
         list(client.responses.retrieve(said.id, stream=True))
     client.responses.delete(said.id)
     for again in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
@@ -212,7 +212,7 @@ def test_an_answer_goes_on_from_another_as_if_all_of_it_were_sent(client: Any) -
     )
     assert second.previous_response_id == first.id
     told = [
-        {"role": "user", "content": "hello"},  # instructions are of one answer alone
+        {"role": "user", "content": "hello"},  # instructions hold for one answer only
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "more"},
         {"role": "assistant", "content": second.output_text},
@@ -225,7 +225,7 @@ def test_an_answer_goes_on_from_another_as_if_all_of_it_were_sent(client: Any) -
     assert len({item.id for item in items}) == len(items) == 5
     newest = client.responses.input_items.list(third.id, limit=1)
     assert newest.data[0].id == items[-1].id
-    client.responses.delete(first.id)  # the second has all of it
+    client.responses.delete(first.id)  # the second one includes it
     assert client.responses.create(input="on", previous_response_id=second.id, **asked).output_text
 
 
@@ -246,7 +246,7 @@ def test_an_answer_in_the_background_is_fetched_when_it_is_there(client: Any) ->
 def test_an_answer_in_the_background_is_ended_by(client: Any, emulated: LiveServer, how: str) -> None:
     begun = client.responses.create(**ENDLESS, background=True, extra_body={"ignore_eos": True})
     until(lambda: running(emulated) == 1 and client.responses.retrieve(begun.id).status == "in_progress")
-    with pytest.raises(openai.BadRequestError, match="is in_progress; only an answer goes on"):
+    with pytest.raises(openai.BadRequestError, match="is in_progress; only an answer can be continued"):
         client.responses.create(model=MODEL, input="a", previous_response_id=begun.id)
     ended = getattr(client.responses, how)(begun.id)
     until(lambda: running(emulated) == 0)
@@ -260,7 +260,7 @@ def test_an_answer_in_the_background_is_ended_by(client: Any, emulated: LiveServ
             client.responses.retrieve(begun.id)
 
 
-def test_an_answer_in_the_background_that_fails_says_why(client: Any) -> None:
+def test_an_answer_in_the_background_that_fails_has_an_error(client: Any) -> None:
     begun = client.responses.create(**ENDLESS, background=True, extra_body={"ignore_eos": True, "timeout_s": 1.0})
     until(lambda: client.responses.retrieve(begun.id).status == "failed")
     assert client.responses.retrieve(begun.id).error.message == "the request ran out of time"
@@ -298,7 +298,7 @@ def under_way(name: str, text: str = "", status: str = "in_progress") -> dict[st
     return {"id": name, "status": status, "output": [text], "error": None}
 
 
-def test_what_is_on_its_way_is_not_pushed_out(tmp_path: Path) -> None:
+def test_answers_in_progress_are_not_removed(tmp_path: Path) -> None:
     now_s = [1000.0]
     store = StoredResponses(tmp_path, most=3, bytes_max=99_999, kept_s=60.0, now_s=lambda: now_s[0])
 
@@ -316,41 +316,41 @@ def test_what_is_on_its_way_is_not_pushed_out(tmp_path: Path) -> None:
     for over in (False, True):
         assert "3 answers are on their way" in store.put("a", under_way("late"), [], over=over)
     assert there("late") == [False]
-    assert not store.put("b", under_way("late"), [], over=False)  # others have room of their own
+    assert not store.put("b", under_way("late"), [], over=False)  # each tenant has its own limits
     now_s[0] += 1000.0
     assert there("slow", "slow2", "slow3") == [True, True, True]  # the time counts from the end
     store.change("a", under_way("slow", status="completed"), over=True)
     now_s[0] += 59.0
     assert there("slow") == [True]
-    assert not store.put("a", under_way("late"), [], over=False)  # what ended goes
+    assert not store.put("a", under_way("late"), [], over=False)  # ended answers are removed
     assert there("slow", "late") == [False, True]
     store.change("a", under_way("late", status="completed"), over=True)
     now_s[0] += 61.0
     assert there("late") == [False]
 
 
-def test_an_answer_for_which_there_is_no_room_has_failed_and_says_which_limit(tmp_path: Path) -> None:
+def test_an_answer_beyond_the_limits_has_failed_and_names_the_limit(tmp_path: Path) -> None:
     store = StoredResponses(tmp_path, most=9, bytes_max=5000, kept_s=60.0)
 
     def status(name: str) -> str | None:
         found = store.get("a", name)
-        return None if found is None else found.said["status"]
+        return None if found is None else found.response["status"]
 
     for name in ("first", "large", "second"):
         assert not store.put("a", under_way(name), [], over=False)
     store.change("a", under_way("first", "x" * 2500, "completed"), over=True)
-    store.change("a", under_way("second", "x" * 2500, "completed"), over=True)  # beside another on its way
+    store.change("a", under_way("second", "x" * 2500, "completed"), over=True)  # beside another in progress
     assert [status(name) for name in ("first", "second", "large")] == [None, "completed", "in_progress"]
     store.change("a", under_way("large", "x" * 6000, "completed"), over=True)  # by itself
     found = store.get("a", "large")
     assert found is not None
-    assert (found.over, found.said["status"], found.said["output"]) == (True, "failed", [])
-    assert "limits.responses_bytes_max is 5000" in found.said["error"]["message"]
+    assert (found.over, found.response["status"], found.response["output"]) == (True, "failed", [])
+    assert "limits.responses_bytes_max is 5000" in found.response["error"]["message"]
     store.change("a", under_way("large", "x"), over=True)  # it has ended
     assert store.get("a", "large") == found
     for name in ("third", "fourth", "fifth"):
         assert not store.put("a", under_way(name), [], over=False)
-    store.change("a", under_way("third", "x" * 4000, "completed"), over=True)  # beside two more on their way
+    store.change("a", under_way("third", "x" * 4000, "completed"), over=True)  # beside two more in progress
     assert [status(name) for name in ("third", "fourth", "fifth")] == ["failed", "in_progress", "in_progress"]
     assert "limits.responses_bytes_max" in store.put("a", under_way("sixth", "x" * 2900), [], over=False)
     taken = [len(msgspec.json.encode((under_way(name), []))) - 3 + 1024 for name in ("fourth", "fifth", "sixth")]
@@ -401,7 +401,7 @@ def test_workers_that_begin_together_make_one_file(tmp_path: Path) -> None:
     assert all(stored.get("", f"r{number}") for number in range(40))
 
 
-def test_what_was_under_way_in_a_worker_that_ended_has_failed(tmp_path: Path) -> None:
+def test_answers_in_progress_in_a_worker_that_ended_have_failed(tmp_path: Path) -> None:
     store = "from lockstep.api.endpoints.stored_responses import StoredResponses as S\n"
     store += "from pathlib import Path; import sys\n"
     store += "s = S(Path(sys.argv[1]), most=9, bytes_max=9999, kept_s=99.0)\n"
@@ -411,7 +411,7 @@ def test_what_was_under_way_in_a_worker_that_ended_has_failed(tmp_path: Path) ->
     assert not stored.put("", {"id": "mine", "status": "queued"}, [], over=False)
     found = stored.get("", "r")
     assert found is not None
-    assert (found.over, found.said["status"]) == (True, "failed")
+    assert (found.over, found.response["status"]) == (True, "failed")
     stored.change("", {"id": "r", "status": "completed"}, over=True)  # too late
     assert stored.get("", "r") == found
     assert not stored.put("", {"id": "another", "status": "queued"}, [], over=False)  # in the place of what failed

@@ -1,4 +1,4 @@
-"""Who may use which route: all routes there are, tried without a key, with a user's and with an operator's."""
+"""Access to routes: every route, tried without a key, with a user's and with an operator's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.api.test_wire import ABOUT, REQUEST  # noqa: E402
 USER, OPERATOR = "sk-a-key-of-a-user", "sk-a-key-of-an-operator"
 KEYS = Keys([Key("alice", USER), Key("operator", OPERATOR, admin=True)])
 
-# path: status without a key, with a user's, with an operator's. A body that is none is 400 or 415 for who was let in.
+# path: status without a key, with a user's, with an operator's. An invalid body is 400 or 415 once access is granted.
 EXPECTED = {
     ("GET", "/health"): (200, 200, 200),
     ("GET", "/ready"): (200, 200, 200),
@@ -72,18 +72,18 @@ NEEDS_BODY = "/set_internal_state /update_weights_from_disk /update_weights_from
 NEEDS_BODY += " /load_lora_adapter /unload_lora_adapter /v1/load_lora_adapter /v1/unload_lora_adapter"
 NEEDS_BODY += " /init_weights_update_group /update_weights_from_distributed"
 EXPECTED_ADMIN = {
-    **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine to ask
+    **{("POST", path): (401, 401, 503) for path in STANDS.split()},  # there is no engine
     **{("POST", path): (401, 401, 415) for path in NEEDS_BODY.split()},
     ("GET", "/openapi.json"): (401, 401, 200),
 }
 
 
 def in_process(folder: Path, routes: tuple[HttpRoute, ...], what: Any, **settings: Any) -> Any:
-    """What a function of a client gets from a worker's application with an engine that was there, and is stuck."""
+    """The result of a function of a client of a worker's application, with an engine that is stuck."""
 
     async def run() -> Any:
         bridge = Bridge(folder, 0)
-        bridge.about = ABOUT
+        bridge.info = ABOUT
         bridge.tickets[-1] = Ticket(-1, Submit(0, -1, REQUEST), [])  # so /health_generate does not wait for a token
         keys = settings.pop("keys", KEYS)
         settings_of = ServeSettings(emulate="qwen3-0.6b@h200", **settings)
@@ -149,7 +149,7 @@ def test_no_spelling_of_a_path_gets_around_the_key(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_without_keys_no_page_of_another_site_may_ask(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+def test_without_keys_pages_of_other_sites_are_refused(tmp_path: Path, headers: dict[str, str], status: int) -> None:
     async def ask(client: Any, app: Any) -> list[int]:
         found = [(await client.get(path, headers=headers)).status_code for path in ("/v1/models", "/health")]
         found.append((await client.post("/v1/completions", headers=headers, json={"prompt": ""})).status_code)
@@ -160,7 +160,7 @@ def test_without_keys_no_page_of_another_site_may_ask(tmp_path: Path, headers: d
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Bearer x", f"Basic {USER}", USER, f"Bearer {USER}x"])
-def test_what_is_no_key_opens_nothing(header: str) -> None:
+def test_an_invalid_key_gives_no_access(header: str) -> None:
     assert KEYS.tenant_of(header) is None
 
 
@@ -211,7 +211,7 @@ def test_where_no_answers_are_stored_what_needs_them_is_refused_by_name(tmp_path
     assert said == [(400, "store"), (400, "background"), (400, "previous_response_id"), (404, None)]
 
 
-def test_without_keys_everybody_on_this_machine_is_a_user(tmp_path: Path) -> None:
+def test_without_keys_every_client_on_this_machine_is_a_user(tmp_path: Path) -> None:
     async def ask(client: Any, app: Any) -> int:
         return int((await client.get("/v1/models")).status_code)
 

@@ -1,4 +1,4 @@
-"""Settings of `lockstep serve`: from flags, from a file, and what is wrong with them."""
+"""Settings of `lockstep serve`: from flags, from a file, and their errors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"log_level": "loud"}, "Invalid enum value 'loud'"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(given: dict[str, Any], said: str) -> None:
+def test_impossible_settings_are_one_clear_error(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_settings(None, given)
 
@@ -148,7 +148,7 @@ def test_values_of_the_scheduler() -> None:
         sched_values(("a",))
 
 
-def test_a_dry_run_says_what_would_run() -> None:
+def test_a_dry_run_prints_the_configuration() -> None:
     arguments = ["--emulate", "qwen3-8b@h200", "--set", "max_running_requests=17", "--port", "0", "--dry-run"]
     said = CliRunner().invoke(serve, arguments)
     assert said.exit_code == 0, said.output
@@ -176,7 +176,7 @@ def test_a_dry_run_says_what_would_run() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_is_not_there_is_said_before_anything_is_started(arguments: tuple[str, ...], said: str) -> None:
+def test_missing_files_are_reported_before_anything_is_started(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve.main([*arguments, "--port", "0"], standalone_mode=False)
 
@@ -185,7 +185,7 @@ def test_what_is_not_there_is_said_before_anything_is_started(arguments: tuple[s
     ("host", "said"),
     [
         ("nobody.invalid", "`host`: nobody.invalid is not known: .*\nhint: 127.0.0.1, or an address"),
-        (f"{'a' * 70}..b", "`host`: a*..b is not known: it is no name of a host"),
+        (f"{'a' * 70}..b", "`host`: a*..b is not known: it is not a host name"),
         ("192.0.2.1", "`port`: 192.0.2.1:0 cannot be listened on: .*\nhint: the address must be one of this machine"),
     ],
 )
@@ -194,7 +194,7 @@ def test_where_it_cannot_listen_is_one_clear_error(host: str, said: str) -> None
         listen(host, 0)
 
 
-def test_a_share_of_a_tenant_that_there_is_not_is_told_at_the_start(
+def test_a_share_of_an_unknown_tenant_is_reported_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.toml"
@@ -218,7 +218,7 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
         "--ep",
         "--redundant-experts",
         "--attention-dp",
-    }  # of errors about a split that cannot be asked of it
+    }  # of errors about divisions that a client cannot cause
     assert not elsewhere & options
     found = set()
     for module in ("capacity", "calibration", "hardware", "models", "lora"):
@@ -231,7 +231,7 @@ def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:
 
 
 def errors_of(path: Path) -> Iterator[str]:
-    """The texts of what a module raises, without the values in them."""
+    """The error messages that a module raises, without the values in them."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Raise):
             parts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]

@@ -1,4 +1,4 @@
-"""From fields to a grammar: pure functions, so the limits can be tried exactly."""
+"""From fields to a grammar: pure functions, so limits can be tested exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server is not installed")
 
 from lockstep.api.endpoints.errors import ApiError
-from lockstep.api.endpoints.structured_output import READERS, choice, grammar_asked
+from lockstep.api.endpoints.structured_output import READERS, choice, requested_grammar
 from lockstep.api.settings import Limits
 
 LIMITS = Limits(grammar_bytes_max=100, grammar_depth_max=5)
@@ -18,7 +18,7 @@ LIMITS = Limits(grammar_bytes_max=100, grammar_depth_max=5)
 
 def refusal(fields: dict[str, Any]) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        grammar_asked(fields, LIMITS)
+        requested_grammar(fields, LIMITS)
     assert caught.value.status == 400
     return caught.value
 
@@ -32,20 +32,20 @@ def nested(levels: int) -> dict[str, Any]:
 
 def test_limits_hold_to_the_byte_and_to_the_level() -> None:
     for field in ("regex", "ebnf", "guided_regex", "guided_grammar"):
-        assert grammar_asked({field: "a" * 100}, LIMITS) is not None
+        assert requested_grammar({field: "a" * 100}, LIMITS) is not None
         assert "101 bytes, at most 100" in refusal({field: "a" * 101}).message
     assert refusal({"regex": "ü" * 51}).param == "regex"  # bytes, not characters
     for given in (nested(4), json.dumps(nested(4))):
-        assert grammar_asked({"json_schema": given}, LIMITS) is not None
+        assert requested_grammar({"json_schema": given}, LIMITS) is not None
     for given in (nested(5), json.dumps(nested(5))):
         assert "more than 5 levels" in refusal({"json_schema": given}).message
     assert "no JSON" in refusal({"json_schema": "[" * 90}).message
     assert "at most 100" in refusal({"json_schema": "[" * 101}).message
 
 
-def test_a_digest_is_of_what_is_meant() -> None:
+def test_equal_grammars_have_equal_digests() -> None:
     def digest(fields: dict[str, Any]) -> bytes:
-        asked = grammar_asked(fields, LIMITS)
+        asked = requested_grammar(fields, LIMITS)
         assert asked is not None
         return asked.grammar.digest
 
@@ -64,9 +64,9 @@ def test_a_digest_is_of_what_is_meant() -> None:
 
 
 @pytest.mark.parametrize("field", READERS)
-def test_what_says_nothing_is_nothing_and_nonsense_is_refused(field: str) -> None:
+def test_empty_fields_count_as_absent_and_invalid_ones_are_refused(field: str) -> None:
     for nothing in (None, "", False, {}, []):
-        assert grammar_asked({field: nothing}, LIMITS) is None
+        assert requested_grammar({field: nothing}, LIMITS) is None
     for nonsense in (7, [3], {"type": "nothing"}):
         if field not in ("json_schema", "guided_json") or not isinstance(nonsense, dict):
             error = refusal({field: nonsense})
@@ -77,4 +77,4 @@ def test_what_says_nothing_is_nothing_and_nonsense_is_refused(field: str) -> Non
 def test_two_of_them_are_refused() -> None:
     assert refusal({"regex": "a", "guided_choice": ["b"]}).param == "regex"
     text = {"response_format": {"type": "text"}, "regex": "a"}
-    assert grammar_asked(text, LIMITS) is not None
+    assert requested_grammar(text, LIMITS) is not None

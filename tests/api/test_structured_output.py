@@ -1,4 +1,4 @@
-"""Structured output over HTTP, with the demo model behind the server: every answer keeps to what was asked for."""
+"""Structured output over HTTP, with the demo model behind the server: every answer matches its constraint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pytest
 
 pytest.importorskip("fastapi", reason="the server is not installed")
-if find_spec("torch") is None:  # looked for and not imported, which takes seconds: the server does that
+if find_spec("torch") is None:  # searched, not imported, which would take seconds: the server imports it
     pytest.skip("the GPU runtime is not installed", allow_module_level=True)
 pytest.importorskip("llguidance", reason="no grammar backend is installed")
 openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
@@ -112,11 +112,11 @@ ASKED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "pattern"), ASKED, ids=lambda value: str(value)[:30])
-def test_every_field_that_asks_for_it(client: Any, asked: dict[str, Any], pattern: str) -> None:
+def test_every_field_for_structured_output(client: Any, asked: dict[str, Any], pattern: str) -> None:
     said = client.completions.create(model="demo", prompt="It is", max_tokens=60, seed=2, extra_body=asked)
     (choice,) = said.choices
     if choice.finish_reason == "length":
-        assert "structural_tag" in str(asked)  # free text may go on for long in front of the part
+        assert "structural_tag" in str(asked)  # free text may continue for long before the part
     else:
         assert re.fullmatch(pattern, choice.text), choice.text
 
@@ -137,7 +137,7 @@ def test_generate_under_the_names_of_sglang(server: LiveServer) -> None:
 
 
 def test_samples_that_must_be_long_and_end_tokens_that_are_passed_over(client: Any) -> None:
-    """min_tokens and ignore_eos hold the end back, not the grammar: an answer whose grammar ended is over."""
+    """min_tokens and ignore_eos delay the end token, not the grammar: an answer ends with its grammar."""
     for more in ({"min_tokens": 3}, {"ignore_eos": True}):
         asked = {"regex": "(ab){2,200}", **more}
         said = client.completions.create(model="demo", prompt="x", max_tokens=30, seed=3, extra_body=asked)
@@ -173,8 +173,8 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
-def test_what_cannot_be_is_refused_beside_a_stream_that_goes_on(client: Any) -> None:
-    """The limits hold whatever the grammar is, and whoever else is served does not notice."""
+def test_invalid_grammars_are_refused_beside_a_stream_that_continues(client: Any) -> None:
+    """The limits hold for any grammar, and other requests are not affected."""
     bystander = {"model": "demo", "prompt": "def ", "max_tokens": 120, "temperature": 0, "stream": True}
     bystander["extra_body"] = {"ignore_eos": True}
     alone = "".join(chunk.choices[0].text for chunk in client.completions.create(**bystander))
@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused_beside_a_stream_that_goes_on(client: Any) -> 
                 client.completions.create(model="demo", prompt="a", max_tokens=5, extra_body=asked)
             assert caught.value.body["param"] == param, caught.value.message
             assert len(caught.value.message) < 1000
-            if time.monotonic() - began_s > 1.5:  # compiled to its limit; the engine did not wait for that
+            if time.monotonic() - began_s > 1.5:  # compiled up to its limit; the engine did not wait for it
                 assert len(arrivals) > before + 5, asked
     finally:
         over.set()
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_beside_a_stream_that_goes_on(client: Any) -> 
     assert heard
     assert set(heard) == {alone}
     said = client.completions.create(model="demo", prompt="a", max_tokens=9, extra_body={"regex": "ab"})
-    assert said.choices[0].text == "ab"  # and the next grammar is compiled
+    assert said.choices[0].text == "ab"  # the next grammar is compiled
 
 
 def test_a_grammar_that_is_too_much_work_in_the_middle_of_an_answer_ends_that_answer(client: Any) -> None:
@@ -223,7 +223,7 @@ DEMO = Path(__file__).resolve().parents[2] / "packages/gpu-runtime/src/lockstep/
 
 
 def test_an_emulated_engine_with_a_tokenizer_keeps_to_it_too(tmp_path: Path) -> None:
-    """Killed in the middle, it goes on with the same tokens: they follow from prompt, seed, position and grammar."""
+    """Killed in the middle, it continues with the same tokens: prompt, seed, position and grammar determine them."""
     arguments = ("--emulate", "qwen3-0.6b@h200", "--tokenizer", str(DEMO), "--speed", "1", "--answer-tokens", "20")
     with (
         serving(tmp_path / "log", *arguments, "--shutdown-s", "1") as server,
@@ -283,7 +283,7 @@ def undisturbed(server: LiveServer) -> list[dict[int, str]]:
 def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_strictly(
     undisturbed: list[dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: int
 ) -> None:
-    """Where tokens, with jump-forward forced ones, were written and not sent."""
+    """Killed after tokens, with jump-forward forced ones, were written and before they were sent."""
     for number, texts in enumerate(undisturbed):
         for text in texts.values():
             if "regex" in BODIES[number]:
@@ -307,7 +307,7 @@ def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_st
 
 
 def test_its_journal_replays_strictly(server: LiveServer, run: Path) -> None:
-    """The last of this file: it ends the server."""
+    """The last test of this file: it ends the server."""
     assert server.end() == 0
     folded = list(fold(run))  # raises Divergence
     assert any(isinstance(event, GrammarReady) and event.error for event, _ in folded)

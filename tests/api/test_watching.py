@@ -1,4 +1,4 @@
-"""What one can see of a server: the log, the live page, the dashboard, spans."""
+"""Observation of a server: the log, the live page, the dashboard, spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs lockstep-api")
 
-from lockstep.api.observability.logs import EXTRA, JsonLines
+from lockstep.api.observability.logs import EXTRA, JsonFormatter
 from lockstep.api.observability.metrics import Metrics
 from lockstep.api.observability.served import RECENT, Recent, Served
 from lockstep.api.processes.wire import DraftFigures, Gauges
@@ -53,8 +53,8 @@ def get(url: str) -> Any:
 # ------------------------------------------------------------------------------------------------------------- the log
 
 
-def test_a_line_of_json_holds_what_a_record_holds() -> None:
-    form = JsonLines("worker 3")
+def test_a_line_of_json_holds_the_fields_of_a_record() -> None:
+    form = JsonFormatter("worker 3")
     record = logging.LogRecord("lockstep.http", logging.INFO, "f", 1, "%s %d\n", ("GET", 200), None)
     setattr(record, EXTRA, {"request_id": "r-1", "status": 200})
     line = form.format(record)
@@ -89,11 +89,11 @@ def test_every_line_of_a_server_is_json_with_the_request_id_of_its_client(tmp_pa
 def test_only_the_last_requests_are_kept_and_a_tenant_sees_its_own() -> None:
     recent = Recent()
 
-    class Stands:  # for a generation, as far as a row asks it
+    class Stands:  # stands for a generation, with the fields that a row reads
         choices: tuple[Any, ...] = ()
 
     served = {"method": "POST", "path": "/p", "status": 200, "came_s": 0.0, "ended_s": 0.5, "headers": {}}
-    recent.add(Served(request_id="none", tenant="a", **served))  # never came so far
+    recent.add(Served(request_id="none", tenant="a", **served))  # never reached the engine
     recent.add(Served(request_id="empty", tenant="a", generation=Stands(), **served))  # type: ignore[arg-type]  # see Stands
     assert recent.of(None) == []
     for number in range(RECENT + 5):
@@ -114,7 +114,7 @@ def test_the_page_loads_nothing_from_elsewhere(emulated: LiveServer) -> None:
 
 
 @needs_chromium
-def test_the_page_shows_load_and_says_where_a_request_spent_its_time(emulated: LiveServer, tmp_path: Path) -> None:
+def test_the_page_shows_load_and_the_phases_of_a_request(emulated: LiveServer, tmp_path: Path) -> None:
     for number in range(3):
         complete(emulated.url, f"seen-{number}")
     rows = {row["request_id"]: row for row in json.loads(get(f"{emulated.url}/ui/requests"))["requests"]}
@@ -134,7 +134,7 @@ def test_the_page_shows_load_and_says_where_a_request_spent_its_time(emulated: L
 
 
 @needs_chromium
-def test_with_keys_the_page_asks_for_one(tmp_path: Path) -> None:
+def test_with_keys_the_page_requires_one(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\ntenant = "alice"\nkey = "sk-a-key-of-alice"\n')
     keys.chmod(0o600)
@@ -232,7 +232,7 @@ def test_every_metric_of_the_dashboard_is_there(emulated: LiveServer) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_an_idle_engine_says_how_it_stands_from_its_beginning(tmp_path: Path) -> None:
+def test_an_idle_engine_reports_its_state_from_the_start(tmp_path: Path) -> None:
     def figures() -> dict[str, float]:
         lines = re.findall(r"^lockstep_(\w+)\{[^}]*\} (\S+)$", get(f"{server.url}/metrics"), re.MULTILINE)
         return {name: float(value) for name, value in lines}
@@ -258,7 +258,7 @@ prompt_tokens_total generation_tokens_total cached_tokens_total num_requests_tot
 num_retracted_reqs_total"""
 
 
-def test_several_engines_show_what_became_of_the_drafts_of_each() -> None:
+def test_several_engines_show_the_drafts_of_each() -> None:
     metrics = Metrics(("vllm",))
     metrics.name_model("m")
     said = [
@@ -281,7 +281,7 @@ def test_several_engines_show_what_became_of_the_drafts_of_each() -> None:
     assert [figure("lockstep_forced_tokens_total", one) for one in (0, 1)] == [5, 0]
 
 
-def test_dashboards_of_other_servers_find_their_names() -> None:
+def test_metrics_have_the_names_of_other_dashboards() -> None:
     metrics = Metrics(("vllm", "sglang"))
     metrics.name_model("m")
     gauges = Gauges(3, 2, 100, 0.25, 40, 60, 5, True, page_size=16, batch_counts=(1,) * 14, batch_tokens=99)

@@ -89,7 +89,7 @@ TO_ROUTER = [
 ]
 
 
-def test_every_message_is_read_as_what_it_was() -> None:
+def test_every_message_survives_a_round_trip() -> None:
     for message in TO_ENGINE:
         assert wire.read_by_engine(wire.encode(message)) == message
     for other in TO_WORKER:
@@ -111,21 +111,21 @@ def test_every_message_has_one_handler() -> None:
     ("frame", "said"),
     [
         (b"\x93\xa9Overthrow\x01\x02", "the engine got a message 'Overthrow'"),
-        (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are no message"),
+        (wire.encode(wire.Hello(0, 1))[:-1], "bytes that are not a message"),
         (b"\x93\xa6Cancel\x01\xa1x", "a message 'Cancel'.*Expected `int`, got `str`"),
         (b"\x94\xa6Cancel\x01\x02\x03", "a message 'Cancel'"),  # a field more than there is
         (b"\x91\xa6Cancel", "a message 'Cancel'"),
-        (b"", "0 bytes that are no message"),
-        (b"\x91" * 5000, "bytes that are no message"),
+        (b"", "0 bytes that are not a message"),
+        (b"\x91" * 5000, "bytes that are not a message"),
         (wire.encode(wire.EngineGone(0, "x")), "a message 'EngineGone'"),  # for a worker
     ],
 )
-def test_what_cannot_be_read_is_named(frame: bytes, said: str) -> None:
+def test_unreadable_messages_are_named(frame: bytes, said: str) -> None:
     with pytest.raises(wire.WireError, match=said):
         wire.read_by_engine(frame)
 
 
-def test_what_is_for_another_worker_is_refused() -> None:
+def test_a_message_for_another_worker_is_refused() -> None:
     with pytest.raises(wire.WireError, match="worker 4 got EngineGone for worker 3"):
         wire.read_by_worker(wire.encode(wire.EngineGone(3, "why")), 4)
 

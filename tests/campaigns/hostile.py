@@ -1,4 +1,4 @@
-"""Requests that nobody should send: mutated bodies and mutated HTTP. All follow from a seed."""
+"""Requests that no client should send: mutated bodies and mutated HTTP. All follow from a seed."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ max_running_requests = {ROWS}
 FINE = frozenset({200, 307, 400, 401, 404, 405, 408, 413, 415, 429, 501, 503})
 READ_S = 300.0  # whether there is an answer at all
 READERS_S = 600.0  # for all slow readers to be let in, one after another
-REFUSED_S = 120.0  # for ten times the rate to be too much: the rate may have been measured while nobody ran
+REFUSED_S = 120.0  # for ten times the rate to be too much: the rate may have been measured on an idle machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Plan:
     leavers: int = 1000
     bodies: int = 4000
     tolerance: float = 0.1  # of the engine's CPU time per step; infinite: no time is judged
-    waves: int = 12  # in which who leaves, and who sends no request, comes
+    waves: int = 12  # in which clients that leave, and clients that send no request, come
     stalled_s: float = 3.0  # an engine that does nothing for so long is not well
     seed: int = 0
 
@@ -213,7 +213,7 @@ class Overload:
     async def waves(self, one: Callable[[int], Awaitable[None]], count: int, over_s: float) -> None:
         """So many of a kind, in waves, each as long as the rest in front of it, against which it is held.
 
-        On shared cores one quarter of a minute may be a fifth slower than the next, whoever comes.
+        On shared cores one quarter of a minute may be a fifth slower than the next, whatever the load.
         """
         waves, engine = self.plan.waves, self.children["engine"]
         size, found = -(-count // waves), list[tuple[float, float]]()
@@ -303,7 +303,7 @@ class Overload:
         await asyncio.gather(*asked)
 
     async def crowd(self, one: Callable[[int], Awaitable[None]], count: int, over_s: float, first: int = 0) -> None:
-        """So many of a kind, numbered from `first` on, who come over so long a time."""
+        """So many of a kind, numbered from `first` on, which come over so long a time."""
         draw = random.Random(f"{self.plan.seed} {one.__name__} {first}")
 
         async def enter(number: int, after_s: float) -> None:
@@ -380,7 +380,7 @@ class Overload:
             writer.close()
 
     async def bad_body(self, number: int) -> None:
-        """A request whose body is most likely none."""
+        """A request with a body that is most likely not valid."""
         path, body = hostile.body(random.Random(f"{self.plan.seed} body {number}"))
         said = await self.exchange(path, body)
         if self.note(said) >= 500 and status_of(said) not in (501, 503, 504):
@@ -444,7 +444,7 @@ class Overload:
         return status
 
     async def get(self, path: str) -> int:
-        """The status of a GET; 0 where nobody answers in time."""
+        """The status of a GET; 0 where no answer comes in time."""
         try:
             async with asyncio.timeout(120):
                 reader, writer = await asyncio.open_connection(*self.where)
@@ -464,7 +464,7 @@ class Overload:
         return int(self.state()["launches"])
 
     async def at_rest(self, before: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What the server holds when nobody wants anything. After `before` it has some time to come down to that."""
+        """What the server holds without requests. After `before` it has some time to come down to that."""
         ends_s = time.monotonic() + 120.0
         while True:
             found = await self.at_rest_now()

@@ -20,7 +20,7 @@ from lockstep.core.scheduler.engine import Engine
         AdapterLoaded(0, "med", 1, generation=1),
     ],
 )
-def test_load_nobody_asked_for_is_refused_and_changes_nothing(event: AdapterLoaded) -> None:
+def test_load_that_was_not_ordered_is_refused_and_changes_nothing(event: AdapterLoaded) -> None:
     engine = Engine(SchedConfig(max_loras=2))
     engine.step(ControlRequested(0, 0, LoadAdapterControl("law", 1)))
     engine.step(ControlRequested(0, 1, LoadAdapterControl("med", 1, pinned=True)))

@@ -103,7 +103,7 @@ def test_facts_that_cannot_be_are_refused() -> None:
 def test_whatever_is_observed(
     moments: list[tuple[int, int, int]], minimum: int, start_us: int, cooldown_us: int
 ) -> None:
-    """Bounds hold, nobody with requests is taken down, states follow each other as they may, time paid adds up."""
+    """Bounds hold, no engine with requests is taken down, states follow each other as they may, time paid adds up."""
     config = ScalingConfig(**{**PROMPT, "minimum": minimum, "start_us": start_us, "cooldown_us": cooldown_us})
     scaler, again = Autoscaler(config), Autoscaler(config)
     seen = ["up" if replica < minimum else "down" for replica in range(4)]  # as a router sees them
@@ -114,7 +114,7 @@ def test_whatever_is_observed(
         now_us += wait_us
         up = [replica for replica in range(4) if seen[replica] == "up"]
         open_on = [max(count - where, 0) for count in open_on]
-        open_on[up[where % len(up)]] += load  # only who is up is sent anything
+        open_on[up[where % len(up)]] += load  # only an engine that is up is sent requests
         observed = LoadObserved(time_us=now_us, open=tuple(open_on), open_tokens=0, arrived=0)
         before = list(seen)
         changes = scaler.step(observed)

@@ -141,8 +141,8 @@ def test_every_control_that_is_served_is_asked_here_or_by_the_swarm() -> None:
 
 
 IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
-    "weights nobody asked for": (WeightsSwapped(0, 1), "nothing of the kind was ordered"),
-    "memory nobody asked for": (MemorySwitched(0, ("kv_cache",), True), "nothing of the kind was ordered"),
+    "weights that were not ordered": (WeightsSwapped(0, 1), "nothing of the kind was ordered"),
+    "memory that was not ordered": (MemorySwitched(0, ("kv_cache",), True), "nothing of the kind was ordered"),
     "of a generation to come": (WeightsSwapped(0, 1, generation=1), "generation 1, this is 0"),
 }
 

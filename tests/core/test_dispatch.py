@@ -1,4 +1,4 @@
-"""The line in front of the router: nobody is in two places, shares are fair, what an engine lost is sent again."""
+"""The queue in front of the router: no request is in two places, shares are fair, what an engine lost is sent again."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Told:
 # ------------------------------------------------------------------------------------------------------------- as told
 
 
-def test_without_a_limit_nobody_waits() -> None:
+def test_without_a_limit_no_request_waits() -> None:
     told = Told()
     assert [told.offer() for _ in range(3)] == [[(0, 0, "policy")], [(1, 1, "policy")], [(2, 0, "policy")]]
     assert told.dispatcher.waiting == 0
 
 
-def test_beyond_the_limit_requests_wait_and_go_as_soon_as_somebody_ends() -> None:
+def test_beyond_the_limit_requests_wait_and_go_as_soon_as_another_ends() -> None:
     told = Told(open_max=1)
     assert told.offer() + told.offer() == [(0, 0, "policy"), (1, 1, "policy")]
     assert told.offer() == [(2, None, "waits")]
@@ -91,7 +91,7 @@ def test_shares_are_by_weight() -> None:
     assert 11 <= sum(going) <= 13  # of 16, three quarters
 
 
-def test_a_full_line_drops_the_newest_of_who_has_the_most_waiting() -> None:
+def test_a_full_queue_drops_the_newest_of_the_tenant_with_the_most_waiting() -> None:
     told = Told(engines=1, open_max=1, waiting_max=2)
     told.offer("a"), told.offer("a"), told.offer("a")
     assert told.offer("b") == [(2, None, "line_full"), (3, None, "waits")]
@@ -112,7 +112,7 @@ def test_by_priority_the_highest_of_a_tenant_goes_first_and_shares_stay_what_the
     for priority in (1, None, 5, 1, 5):
         told.offer("a", priority=priority)
     told.offer("b")  # which was given nothing yet
-    assert told.offer("a", priority=0) == [(2, None, "line_full"), (7, None, "waits")]  # who has none goes last
+    assert told.offer("a", priority=0) == [(2, None, "line_full"), (7, None, "waits")]  # a tenant without one goes last
     order = [told.end(request)[0][0] for request in (0, 6, 3, 5, 1, 4)]
     assert order == [6, 3, 5, 1, 4, 7]
 
@@ -129,7 +129,7 @@ def test_what_an_engine_lost_is_sent_again_first_and_not_for_ever() -> None:
     assert told.dispatcher.waiting == 1
 
 
-def test_nobody_pays_for_work_that_was_lost() -> None:
+def test_no_tenant_pays_for_work_that_was_lost() -> None:
     told = Told(open_max=1)
     told.offer("unlucky", tokens=1_000)
     charged = dict(told.dispatcher.given)
@@ -138,7 +138,7 @@ def test_nobody_pays_for_work_that_was_lost() -> None:
     assert told.dispatcher.given == charged
 
 
-def test_with_nobody_up_requests_wait() -> None:
+def test_without_an_engine_up_requests_wait() -> None:
     told = Told(engines=1)
     told.change(0, "down")
     assert told.offer() == [(0, None, "waits")]
@@ -225,8 +225,8 @@ def histories(draw: st.DrawFn) -> tuple[DispatchConfig, RouterConfig, tuple[Engi
 def test_every_request_is_in_one_place(
     history: tuple[DispatchConfig, RouterConfig, tuple[EngineShare, ...], list[tuple[str, int]]],
 ) -> None:
-    """Open on one engine that was up when it was sent, waiting, or over; nobody waits while there is room; the bounds
-    hold; tries are counted; and the same facts decide the same again."""
+    """Open on one engine that was up when it was sent, waiting, or over; no request waits while there is room; the
+    bounds hold; tries are counted; and the same facts decide the same again."""
     config, router_config, shares, kinds = history
     dispatcher, again = (Dispatcher(config, router_config, shares) for _ in range(2))
     router = dispatcher.router
@@ -299,7 +299,7 @@ def fact_of(
             return EngineChanged(time_us=time_us, engine=engine, state=state)  # type: ignore[arg-type]
         case "p":
             return ProbeAnswered(time_us=time_us, engine=engine, well=number % 3 > 0)
-    return RequestEnded(time_us=time_us, request_id=number)  # whom nobody knows
+    return RequestEnded(time_us=time_us, request_id=number)  # unknown to the dispatcher
 
 
 def follow(

@@ -85,7 +85,10 @@ TWO_TOKENS = np.zeros(2, np.int32).tobytes()
 
 IMPOSSIBLE: dict[str, tuple[Observed, str]] = {
     "time runs backwards": (LaneReady(99), "time ran backwards: 99 us after 100 us"),
-    "a result nobody launched": (BatchFinished(100, 2, TWO_TOKENS), "batch 2 finished, but batch 1 is next in flight"),
+    "a result that was not launched": (
+        BatchFinished(100, 2, TWO_TOKENS),
+        "batch 2 finished, but batch 1 is next in flight",
+    ),
     "a result that came already": (BatchFinished(100, 0, TWO_TOKENS), "batch 0 finished, but batch 1 is next"),
     "too few tokens": (BatchFinished(100, 1, TWO_TOKENS[4:]), "batch 1 has 4 bytes of tokens, expected 8"),
     "too many tokens": (BatchFinished(100, 1, TWO_TOKENS * 2), "batch 1 has 16 bytes of tokens, expected 8"),
@@ -146,7 +149,7 @@ def test_namespace_with_a_zero_character_is_rejected() -> None:
 
 
 def test_refused_admission_leaves_no_trace() -> None:
-    """An engine that refuses r2, whose prefix is cached, stays equal to one that never heard of r2."""
+    """An engine that refuses r2, whose prefix is cached, stays equal to one to which r2 never came."""
     config = SchedConfig(page_size=2, pages=8, overlap_depth=0)
     cached = TokenIds(np.array([1, 2, 3, 4], np.int32).tobytes())  # the prompt of r0
     engines = []
@@ -244,7 +247,7 @@ def test_plan_tells_the_executor_what_comes_with_each_token_of_a_row() -> None:
     assert (special.logprobs, special.hidden_states, special.token_type_ids) == (True, True, b"\0\1\1")
 
 
-def test_only_who_wants_more_than_kv_or_gives_embeddings_needs_an_extend_without_decodes() -> None:
+def test_only_requests_for_more_than_kv_or_with_embeddings_need_an_extend_without_decodes() -> None:
     given, image = (PromptSpan(0, 1, "embedding", bytes(32)),), (PromptSpan(0, 1, "image", bytes(32), 1),)
     score: dict[str, object] = {"kind": "score", "max_new_tokens": 0}
     kinds: tuple[dict[str, object], ...] = (
@@ -304,7 +307,7 @@ def test_last_request_that_outgrows_the_pool_ends_with_out_of_kv() -> None:
     engine, kv = Engine(config), TaggedKv(config)
     fold(engine, kv, arrived(0, prompt=2, max_new=12))
     fold(engine, kv, LaneReady(0))
-    engine.memory.pool.alloc(6)  # somebody else's fault: entry checked against a larger pool
+    engine.memory.pool.alloc(6)  # as if entry had checked against a larger pool
     reasons = [
         event.reason for step in run_to_end(engine, kv) for event in step.decided if isinstance(event, RequestFinished)
     ]
@@ -445,7 +448,7 @@ def test_prompt_of_impossible_runs_is_refused_before_it_is_spelled_out(runs: tup
     assert [command.reason for command in step.commands if isinstance(command, RejectRequest)] == ["bad_request"]
 
 
-def test_whoever_stands_behind_a_blocked_head_goes_on_when_it_is_cancelled() -> None:
+def test_requests_behind_a_blocked_head_go_on_when_it_is_cancelled() -> None:
     engine = Engine(SchedConfig(page_size=1, pages=100, overlap_depth=0))
     engine.step(arrived(0, prompt=10, max_new=50))
     plan = engine.step(LaneReady(0)).launched()

@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, int, int, int, int]:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_of_every_placement(case: tuple[np.ndarray, int, int, int, int]) -> None:
-    """Slots are filled, nobody is left out, groups keep to a node, no layer is worse off, and it comes out the same."""
+    """Slots are filled, no expert is left out, groups keep to a node, no layer is worse off, all repeatably."""
     loads, slots, gpus, nodes, groups = case
     experts = loads.shape[1]
     placement = balance(loads, slots=slots, gpus=gpus, nodes=nodes, groups=groups)

@@ -128,7 +128,7 @@ def test_what_is_forced_is_all_that_masks_admit(compiled: CompiledGrammars, word
     assert found > 5
 
 
-def test_rows_change_hands_and_older_epochs_reach_nobody(compiled: CompiledGrammars, words: Any) -> None:
+def test_rows_change_hands_and_older_epochs_reach_no_row(compiled: CompiledGrammars, words: Any) -> None:
     matchers = GrammarMatchers(compiled, VOCABULARY, (END,))
     ab, cd = make_grammar("regex", "a[bQ]"), make_grammar("regex", "c[dQ]")
     a, b, c, q = (words.token_to_id(one) for one in "abcQ")

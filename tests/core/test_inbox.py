@@ -47,7 +47,7 @@ def test_nothing_is_lost_between_threads() -> None:
     assert found == list(range(ROUNDS))
 
 
-def test_an_item_wakes_who_waits() -> None:
+def test_an_item_wakes_the_waiting_thread() -> None:
     inbox: Inbox[str] = Inbox()
     threading.Timer(0.05, inbox.put, ["here"]).start()
     assert inbox.get(300) == "here"

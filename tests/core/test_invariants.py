@@ -279,7 +279,7 @@ def slot_shared(engine: Engine) -> None:
     states(engine).slot_of[first.row] = states(engine).slot_of[second.row]
 
 
-def checkpoint_of_nobody(engine: Engine) -> None:
+def checkpoint_without_owner(engine: Engine) -> None:
     pool = states(engine)
     slot = int((pool.page_of >= 0).nonzero()[0][0])
     pool.checkpoint_of[pool.page_of[slot]] = -1
@@ -299,7 +299,7 @@ def checkpoint_locked_for_ever(engine: Engine) -> None:
         ("S9 evictable window pages", evictable_windows_drift),
         ("S1 slots of state", slot_lost),
         ("S1 slots of state", slot_shared),
-        ("S3", checkpoint_of_nobody),
+        ("S3", checkpoint_without_owner),
         ("S9: slots are locked", checkpoint_locked_for_ever),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
@@ -334,7 +334,7 @@ def host_state_lost(engine: Engine) -> None:
     host_states(engine).pool.alloc(1)
 
 
-def host_state_of_nobody(engine: Engine) -> None:
+def host_state_without_owner(engine: Engine) -> None:
     pool = host_states(engine)
     page = int((pool.of >= 0).nonzero()[0][0])
     pool.of[page], pool.of[19] = -1, pool.of[page]
@@ -363,7 +363,7 @@ def room_for_a_state_given_back(engine: Engine) -> None:
     ("said", "damage"),
     [
         ("S1 states of the host", host_state_lost),
-        ("S1: host pages [19] have a state, but are not cached", host_state_of_nobody),
+        ("S1: host pages [19] have a state, but are not cached", host_state_without_owner),
         ("S5: store", host_state_evicted_while_stored),
         ("S9: states of the host are locked", host_state_unlocked),
         ("S33: host pages [19] have no state", stored_without_a_state),
@@ -385,7 +385,7 @@ FETCHED = {
 
 
 @pytest.mark.parametrize("said", FETCHED)
-def test_blocks_that_nobody_asked_for_are_refused_and_change_nothing(said: str) -> None:
+def test_blocks_that_were_not_ordered_are_refused_and_change_nothing(said: str) -> None:
     """Of three pages two have come; there is room for one state."""
     engine = engine_storing_blocks()
     before = snapshot.dump(engine)

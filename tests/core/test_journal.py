@@ -602,10 +602,10 @@ def test_first_difference_is_reported_with_everything_needed(tmp_path: Path) -> 
 def test_engine_that_raises_where_the_journal_has_a_digest_diverges(tmp_path: Path) -> None:
     class Broken(ChainEngine):
         def step(self, event: ObservedEvent, /) -> Step:
-            raise ContractError("nobody launched that")
+            raise ContractError("that was never launched")
 
     write(tmp_path, EVENTS)
-    with pytest.raises(Divergence, match=r"step 0 .* raised ContractError: nobody launched that") as raised:
+    with pytest.raises(Divergence, match=r"step 0 .* raised ContractError: that was never launched") as raised:
         replay(tmp_path, lambda _: Broken())
     assert raised.value.got_digest is None
 

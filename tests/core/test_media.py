@@ -49,7 +49,7 @@ def test_a_content_that_was_forgotten_gets_a_number_never_used_before(monkeypatc
     assert numbers == [-2, -3, -2, -4, -2, -5]
 
 
-def test_one_encoding_serves_all_who_ask_for_it() -> None:
+def test_one_encoding_serves_all_requests_for_it() -> None:
     cache = EncoderCache(4)
     assert asked(cache, 1, cat=4) == [EncodeMedia(CAT, 4)]
     assert asked(cache, 2, cat=4) == []
@@ -62,7 +62,7 @@ def test_all_room_is_taken_at_once_and_in_order() -> None:
     cache = EncoderCache(8)
     asked(cache, 1, cat=5)
     assert asked(cache, 2, dog=2, eel=2) == []
-    assert asked(cache, 3, dog=2) == [], "who asked later waits behind who asked first"
+    assert asked(cache, 3, dog=2) == [], "a later request waits behind an earlier one"
     cache.encoded(CAT)
     assert served(cache) == ([], [])
     cache.let_go(1)
@@ -105,7 +105,7 @@ def test_an_encoding_of_another_size_is_another_encoding() -> None:
     asked(cache, 1, cat=4)
     assert asked(cache, 2, cat=6) == [], "the answer that is due would be taken for it"
     cache.encoded(CAT)
-    assert served(cache)[1] == [], "somebody needs the other one"
+    assert served(cache)[1] == [], "another request needs the other one"
     cache.let_go(1)
     assert served(cache)[1] == [EncodeMedia(CAT, 6, drop=(CAT,))]
 
@@ -138,7 +138,7 @@ def test_what_is_larger_than_the_budget_is_encoded_alone() -> None:
     assert served(cache)[1] == [EncodeMedia(EEL, 1)]
 
 
-def test_what_is_queued_for_nobody_any_more_is_never_encoded() -> None:
+def test_what_no_request_waits_for_any_more_is_never_encoded() -> None:
     cache = EncoderCache(8, 4)
     asked(cache, 1, cat=4)
     asked(cache, 2, dog=4)

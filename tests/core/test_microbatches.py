@@ -1,4 +1,4 @@
-"""Microbatches: settings, who belongs where, what reaches all of them, chunks that take as long as the first."""
+"""Microbatches: settings, places of requests, what reaches all of them, chunks that take as long as the first."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_slot_of_a_microbatch_that_does_not_exist_is_refused_and_changes_nothing
     assert snapshot.dump(played.engine) == before
 
 
-# ---------------------------------------------------------------------------------------------------- who belongs where
+# --------------------------------------------------------------------------------------------------- places of requests
 
 
 def test_a_microbatch_has_one_batch_in_flight_and_all_have_one_each() -> None:
@@ -138,12 +138,12 @@ def test_a_microbatch_has_one_batch_in_flight_and_all_have_one_each() -> None:
         assert plan is not None
         assert plan.microbatch == microbatch
         played.arrive(3, 9)
-        assert played.ready(microbatch) is None, "its slot is taken, whoever waits"
+        assert played.ready(microbatch) is None, "its slot is taken, whatever waits"
         played.tell(RequestCancelled(0, played.engine.last_request_id))
     assert [batch.plan.microbatch for batch in played.engine.in_flight] == [0, 1, 2]
 
 
-def test_who_decodes_does_so_in_one_microbatch_until_its_end() -> None:
+def test_a_request_decodes_in_one_microbatch_until_its_end() -> None:
     played, where = Played(), dict[int, set[int]]()
     for turn in range(40):
         if turn % 3 == 0:
@@ -204,7 +204,7 @@ def _three_decode() -> Played:
     return played
 
 
-def test_cancel_finds_who_decodes_in_a_microbatch_whose_turn_it_is_not() -> None:
+def test_cancel_finds_a_request_in_a_microbatch_that_has_no_slot_now() -> None:
     """G1 (SG#29405)."""
     played = _three_decode()
     assert played.engine.microbatches.at == 2
@@ -249,7 +249,7 @@ def test_restart_voids_every_microbatch() -> None:
     assert not played.engine.in_flight
     plan = played.ready(2)
     assert plan is not None
-    assert plan.request_ids.tolist() == [0, 1, 2], "whoever is offered a slot takes them"
+    assert plan.request_ids.tolist() == [0, 1, 2], "the microbatch that is offered a slot takes them"
 
 
 # ----------------------------------------------------------------------------------------------------------- histories

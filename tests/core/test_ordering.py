@@ -47,7 +47,7 @@ def waiting_engine(count: int, **settings_: object) -> Engine:
 
 
 def order_of(engine: Engine) -> list[int]:
-    """The order in which a pass would consider those who wait."""
+    """The order in which a pass would consider the waiting requests."""
     order = [request.request_id for request in engine.ordering.turn(engine)]
     engine.ordering.close()
     return order
@@ -96,7 +96,7 @@ def test_a_shuffle_is_a_function_of_seed_and_id() -> None:
     assert fewer == [request_id for request_id in orders[1] if request_id <= 30]
 
 
-def test_a_shuffle_favours_nobody() -> None:
+def test_a_shuffle_favours_no_request() -> None:
     """Over many seeds each of eight comes first about equally often."""
     firsts = [int(ordering._mixed(range(8), seed).argmin()) for seed in range(4000)]
     counts = np.bincount(firsts, minlength=8)
@@ -185,8 +185,10 @@ def test_a_restored_engine_orders_alike_without_what_was_remembered() -> None:
     policy=st.sampled_from([*SCHEDULE_POLICIES, "newest-first"]),
     deduplication=st.sampled_from(["off", "last", "defer"]),
 )
-def test_nobody_is_passed_by_more_than_the_limit(seed: int, limit: int | None, policy: str, deduplication: str) -> None:
-    """The driver counts who passed whom from decided events, and holds the count and the limit after every step."""
+def test_no_request_is_bypassed_more_often_than_the_limit(
+    seed: int, limit: int | None, policy: str, deduplication: str
+) -> None:
+    """The driver counts bypasses from decided events, and holds the count and the limit after every step."""
     rng = random.Random(seed)
     config = SchedConfig(
         page_size=4,
@@ -218,8 +220,8 @@ def test_nobody_is_passed_by_more_than_the_limit(seed: int, limit: int | None, p
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(["lof", "spf", "priority"]))
-def test_nobody_is_passed_by_more_often_because_its_media_were_encoded_again(seed: int, policy: str) -> None:
-    """New weights take those who wait out of the line, until their image was encoded once more."""
+def test_no_request_is_bypassed_more_often_because_its_media_were_encoded_again(seed: int, policy: str) -> None:
+    """New weights take requests out of the waiting queue until their image is encoded once more."""
     rng = random.Random(seed)
     config = SchedConfig(
         page_size=4,
@@ -244,7 +246,7 @@ def test_nobody_is_passed_by_more_often_because_its_media_were_encoded_again(see
     run_actions(config, actions)
 
 
-def test_who_waits_for_its_encoding_again_is_counted_where_it_stands_in_line() -> None:
+def test_a_request_that_waits_for_its_encoding_again_is_counted_at_its_place_in_the_queue() -> None:
     """A sample is retracted, its image has left the encoder's cache, and another image is in its way until 18 us."""
     image = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=3)
     other = PromptSpan(start=1, stop=2, kind="image", digest=bytes(32), encoder_tokens=5)
@@ -264,16 +266,16 @@ def test_who_waits_for_its_encoding_again_is_counted_where_it_stands_in_line() -
     assert "retracted (forced)" in driver.marks
 
 
-def test_samples_that_share_a_prompt_in_its_own_batch_join_behind_who_was_admitted_with_it() -> None:
+def test_samples_that_share_a_prompt_in_its_own_batch_join_behind_requests_admitted_with_it() -> None:
     config = SchedConfig(page_size=1, pages=150, same_step_sharing=True)
     actions: list[Action] = [("arrive", 1001, 2, 107, {"parallel_samples": 4}), ("arrive", 1, 1, 0, {})]
     driver = run_actions(config, actions)
     assert "samples follow" in driver.marks
 
 
-def test_a_stream_of_newcomers_starves_nobody_and_without_a_limit_does() -> None:
+def test_a_stream_of_new_requests_starves_none_and_without_a_limit_does() -> None:
     def admissions_before_r1(limit: int | None) -> int:
-        """Longest output first; r1 wants one token, and somebody who wants two always waits behind it."""
+        """Longest output first; r1 asks for one token, and a request for two always waits behind it."""
         engine = Engine(
             SchedConfig(
                 page_size=2, pages=64, overlap_depth=0, schedule_policy="lof", bypass_limit=limit, max_prefill_tokens=2

@@ -1,4 +1,4 @@
-"""The page pool: who gets which page, and that nothing is lost."""
+"""The page pool: which pages are given, and that no page is lost."""
 
 from __future__ import annotations
 

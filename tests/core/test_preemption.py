@@ -1,4 +1,4 @@
-"""Who makes room, and exactly how much comes back, where a story would not say it as well."""
+"""Which requests make room, and exactly how many pages come back, where a scenario would not show it as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.driver.draw import pressed_actions
 from tests.support.driver.driver import Driver
 
 
-def test_fewest_takes_the_shortest_beginning_and_spares_whom_it_can() -> None:
+def test_fewest_takes_the_shortest_beginning_and_spares_all_others() -> None:
     gives = [1, 5, 2, 4]
 
     def enough(wanted: int, some: list[int]) -> bool:
@@ -30,7 +30,7 @@ def test_fewest_takes_the_shortest_beginning_and_spares_whom_it_can() -> None:
     assert fewest([], lambda some: enough(1, some)) == []
 
 
-def test_fewest_is_minimal_and_a_beginning_whatever_everybody_gives() -> None:
+def test_fewest_is_minimal_and_a_beginning_whatever_each_gives() -> None:
     rng = random.Random(5)
     for _ in range(2_000):
         gives = [rng.randint(0, 6) for _ in range(rng.randint(1, 8))]
@@ -44,7 +44,7 @@ def test_fewest_is_minimal_and_a_beginning_whatever_everybody_gives() -> None:
         assert bool(chosen) == enough(ranked)
         if chosen:
             assert enough(chosen)
-            assert not enough(ranked[: chosen[-1]]), "somebody after the first that are enough was taken"
+            assert not enough(ranked[: chosen[-1]]), "a request after the first that are enough was taken"
             assert not any(enough([other for other in chosen if other != one]) for one in chosen)
 
 

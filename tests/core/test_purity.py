@@ -17,7 +17,7 @@ import pytest
 
 CORE = Path(__file__).parents[2] / "packages/sched-core/src/lockstep/core"
 
-# The modules that decide nothing, and what each may use all the same. Clocks and randomness are granted to nobody.
+# The modules that decide nothing, and what each may use all the same. Clocks and randomness are granted to no module.
 GRANTED = {
     "journal/records.py": {"pathlib", "importlib"},  # names of files, and the version of the package
     "journal/segments.py": {"os", "pathlib", "fcntl"},  # the folder and its lock

@@ -80,7 +80,7 @@ def test_equal_tokens_of_another_namespace_do_not_match() -> None:
     assert cache.pages_of(cache.lock(cache.match("another tenant", tokens(1, 2), ALL))).tolist() == [7, 8]
 
 
-def test_a_match_counts_its_pages_that_nobody_holds() -> None:
+def test_a_match_counts_its_pages_without_a_lock() -> None:
     cache = cache_of(tokens(1, 2, 3, 4))
     lock(cache, tokens(1, 2))
     assert cache.match("", tokens(1, 2, 3), ALL).evictable_pages == 1

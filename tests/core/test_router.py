@@ -1,4 +1,4 @@
-"""The router: who takes which request, and what always holds whatever it is told."""
+"""The router: which engine takes which request, and what holds after every fact."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_round_robin_goes_round_and_weights_interleave() -> None:
     assert Told("round_robin", heavy).engines(8) == [0, 0, 1, 0, 0, 0, 1, 0]
 
 
-def test_least_requests_fills_the_emptiest_and_of_equals_who_was_chosen_longest_ago() -> None:
+def test_least_requests_fills_the_emptiest_and_of_equals_the_one_chosen_longest_ago() -> None:
     told = Told("least_requests")
     assert told.engines(3) == [0, 1, 2]
     told.end(1)
@@ -202,7 +202,7 @@ def test_a_room_leads_to_the_same_engine_from_both_sides() -> None:
     assert [decode.offer(room=7, half="decode").engine for _ in range(4)] == [0, 1, 2, 0]
     assert prefill.engines(3) == [0, 1, 2]  # without a room: in turn
     prefill.change(1, "draining")
-    gone = prefill.offer(room=7)  # nobody else would be found there by the other half
+    gone = prefill.offer(room=7)  # the other half would find no other engine there
     assert (gone.engine, gone.reason) == (None, "engine_not_up")
 
 
@@ -217,8 +217,8 @@ def test_no_request_goes_to_an_engine_that_is_not_up(policy: str) -> None:
     told.change(2, "down")
     assert set(told.engines(6, prompt="ab", session="s")) == {0}
     told.change(0, "draining")
-    nobody = told.offer("ab", session="s")
-    assert (nobody.engine, nobody.reason) == (None, "no_engine")
+    no_engine = told.offer("ab", session="s")
+    assert (no_engine.engine, no_engine.reason) == (None, "no_engine")
     told.change(1, "up")
     assert told.offer("ab", session="s").engine == 1
 

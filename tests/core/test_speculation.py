@@ -1,4 +1,4 @@
-"""Speculative decoding: whatever is drafted and accepted, everybody gets the tokens that it gets without."""
+"""Speculative decoding: whatever is drafted and accepted, each request gets the tokens that it gets without."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_impossible_counts_are_refused_and_change_nothing() -> None:
     assert snapshot.dump(engine) == before
 
 
-def test_who_is_watched_token_by_token_has_no_drafts() -> None:
+def test_a_request_watched_token_by_token_has_no_drafts() -> None:
     engine = engine_of(overlap_depth=0)
     arrive(engine, tokens=4, max_new=10)
     arrive(engine, tokens=4, max_new=10, request_id=1, stop_texts=("END",))
@@ -186,7 +186,7 @@ def test_drafts_are_as_many_as_results_say_are_worth_it() -> None:
     assert chances.worth_drafting(config, 8) > 1  # it is worth trying more again
     for _ in range(200):
         chances.observe(eight, np.zeros(8, np.int32))
-    assert chances.worth_drafting(config, 8) == 1  # never none, or nobody would learn
+    assert chances.worth_drafting(config, 8) == 1  # never none, or no chance would be measured
     alone = replace(config, speculative_max_batch_size=4)
     assert [alone.drafts_max, chances.worth_drafting(alone, 5), chances.worth_drafting(alone, 4)] == [7, 0, 1]
 

@@ -110,7 +110,7 @@ def under_way(run: Path) -> int:
 
 
 def cancelled(run: Path) -> bool:
-    """Whether somebody's leaving is on disk; a writer may be at work."""
+    """Whether the cancel of a client that left is on disk; a writer may be at work."""
     with contextlib.suppress(Exception):
         return any(isinstance(record.event, RequestCancelled) for record in read_journal(run).events())
     return False
@@ -132,8 +132,8 @@ def test_a_served_journal_under_load_replays_strictly(loaded: tuple[LiveServer, 
     with Load(server.url, model, tokens=60) as load:
         pass
     ends_s = time.monotonic() + 300
-    while not cancelled(run):  # all of those who left may have been so late that there was nothing to cancel
-        assert time.monotonic() < ends_s, "nobody's leaving is noticed"
+    while not cancelled(run):  # all clients that left may have been so late that there was nothing to cancel
+        assert time.monotonic() < ends_s, "no client's leaving is noticed"
         load.leave_one()
     ended = Counter(load.ended)
     assert ended["answered"] >= CLIENTS
@@ -158,7 +158,7 @@ def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
         engine = server.children()["engine"]
 
         def stopped_in_the_middle() -> bool:
-            """Nobody writes while it is copied: what a kill leaves is what lies there now."""
+            """No process writes while it is copied: what a kill leaves is what lies there now."""
             if steps_of(run) <= 150:
                 return False
             os.kill(engine, signal.SIGSTOP)
@@ -167,7 +167,7 @@ def test_a_journal_whose_engine_was_killed_replays_to_its_last_whole_record(
             shutil.copytree(run, dead)
             if steps_of(dead) > 150 and under_way(dead) > 0:
                 return True
-            os.kill(engine, signal.SIGCONT)  # all have their answers, and nobody has asked for the next one yet
+            os.kill(engine, signal.SIGCONT)  # all have their answers, and no next one is requested yet
             return False
 
         until(stopped_in_the_middle, 300)

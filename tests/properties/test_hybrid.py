@@ -212,7 +212,7 @@ def test_a_match_ends_where_a_list_of_windows_and_states_says() -> None:
     assert shorter > 5, "no match was cut short"
 
 
-def test_somebody_goes_on_from_where_lists_of_device_and_host_say() -> None:
+def test_a_request_goes_on_from_where_lists_of_device_and_host_say() -> None:
     """Pages of a path and of its companions are on the device, on the host, on both or nowhere."""
     rng = random.Random(5)
     settings = HybridMemory(window_tokens=5, window_pages=200, state_slots=200, checkpoint_tokens=2)
@@ -325,7 +325,7 @@ def test_windows_of_chunks_in_flight_come_back_once(launches: dict[str, int]) ->
 
 
 def test_a_newcomer_is_charged_what_it_opens_and_not_a_window() -> None:
-    """A7: two windows of pages, one of them held by a decode; who opens two pages starts beside it."""
+    """A7: two windows of pages, one of them held by a decode; a request that opens two pages starts beside it."""
     settings = HybridMemory(window_tokens=32, window_pages=18)
     engine = Engine(SchedConfig(page_size=4, pages=400, overlap_depth=0, reserve="full", hybrid=settings))
     for request_id, (prompt, new) in enumerate(((32, 60), (8, 4))):

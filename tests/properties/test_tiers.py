@@ -133,7 +133,7 @@ def served_at_once(engine: Engine, arrived: RequestArrived) -> RequestAdmitted:
     return admitted
 
 
-def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
+def test_an_answer_that_no_request_waits_for_changes_nothing() -> None:
     config = SchedConfig(page_size=1, pages=20, tiers=CacheTiers(host_pages=20))
     engine = Engine(config)
     arrived = RequestArrived(time_us=0, request_id=0, prompt=TokenRuns((5, 8)), max_new_tokens=1)
@@ -182,7 +182,7 @@ def test_tiers_need_a_radix_cache_above_them() -> None:
 
 
 def test_what_a_batch_in_flight_is_still_to_compute_is_written_no_sooner() -> None:
-    """Who completes a prompt may find the page of another in its place, whose batch was launched and is not done."""
+    """A completed prompt may find another page in its place, of a request with a batch in flight."""
     config = SchedConfig(
         page_size=1,
         pages=89,

@@ -439,7 +439,7 @@ def test_the_command_runs_it_again() -> None:
         ({"mm_encoder_tp_mode": "data", "encoder_gpus": 1}, "leave out one of the two"),
         ({"encoder_gpus": -1}, "`encoder_gpus` must be from 0"),
         ({"settings": {"role": "prefill"}}, "`role` is prefill, but there is one engine"),
-        ({"media": "recorded"}, "this workload tells no media from text"),
+        ({"media": "recorded"}, "this workload does not separate media from text"),
         ({"settings": {"encoder_cache_tokens": 20_000_000}}, "its encoder takes 1.4 GB of them"),
     ],
 )

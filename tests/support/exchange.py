@@ -1,4 +1,4 @@
-"""What data-parallel ranks do together, for tests: rounds of proposals, and passes that end for all or for nobody."""
+"""What data-parallel ranks do together, for tests: rounds of proposals, and passes that end for all or for none."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.tagged_kv import TaggedKv
 def seen_by_device(kv: TaggedKv, rounds: Rounds, known: InFlight | None, event: Observed, step: Step) -> Step:
     """The Step as a rank's tagged device must see it.
 
-    It hears of a plan when that is proposed, for whoever leaves from then on leaves a plan in flight; but it samples
-    nothing before all have agreed. `known` is the proposed plan that it has heard of.
+    It hears of a plan when that is proposed, for a request that leaves from then on leaves a plan in flight; but it
+    samples nothing before all have agreed. `known` is the proposed plan that it has heard of.
     """
     held = rounds.held
     if not isinstance(event, RanksAgreed) and held is None:
@@ -45,7 +45,7 @@ class Exchange:
         self.restart()
 
     def restart(self) -> None:
-        """All begin again. What was agreed before may still be heard: nobody does here."""
+        """All begin again. What was agreed before may still arrive, but does not here."""
         self.generation += 1
         self.round = 0
         self.proposals: dict[str, ProposeBatch] = {}
@@ -70,7 +70,7 @@ class Exchange:
 
     def began(self, name: str, ranks: Ranks | None) -> None:
         """A rank launched its part of a pass."""
-        assert ranks is not None, "S29: a batch that nobody agreed upon"
+        assert ranks is not None, "S29: a batch without an agreement"
         number = len(self.launched[name])
         self.launched[name].append(ranks)
         others = [mine[number] for mine in self.launched.values() if len(mine) > number]

@@ -1,8 +1,8 @@
 """Streams whose every token is known in advance, and an engine that is killed below them.
 
-An emulated engine's answer follows from prompt, seed and position, so whoever asks knows it: a token that is lost, said
-twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn ones,
-several samples, stop texts, `min_tokens`, answers that end by themselves.
+An emulated engine's answer follows from prompt, seed and position, so a client can compute it: a token that is lost,
+said twice or another one is seen at once. Requests differ in what must go on exactly over a restart: greedy and drawn
+ones, several samples, stop texts, `min_tokens`, answers that end by themselves.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _answer(ids: Any, seed: int | None, most: int, least: int, *, ends: bool) ->
     """The text of an answer, and why it ends."""
     key = WORDS.key(ids, seed)
     length = max(WORDS.length(key), least + 1)
-    words = [f" w{word}" for word in WORDS.words(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
+    words = [f" w{word}" for word in WORDS.tokens_of(np.array([key], np.uint64).repeat(most), np.arange(most)).tolist()]
     if length <= most:
         if ends:
             return "".join(words[: length - 1]), "stop"

@@ -58,7 +58,7 @@ class LiveServer:
         return self.log.read_text("utf-8", "replace")
 
     def status_of(self, path: str) -> int:
-        """The status that a GET of this path has; 0 where nobody answers."""
+        """The status that a GET of this path has; 0 without an answer."""
         try:
             with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return int(answer.status)
@@ -68,14 +68,14 @@ class LiveServer:
             return 0
 
     def children(self) -> dict[str, int]:
-        """Process ids by what they are: `nursery`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
+        """Process ids by name: `fork_server`, `engine`, `worker 0`, ...; with several engines `engine 1`, ..."""
         found = {}
         table = _processes()
         for pid, (parent, words) in table.items():
             if parent == self.process.pid and "lockstep.api.processes.fork_server" in words:
                 at = words.index("lockstep.api.processes.fork_server")
                 number = f" {words[at + 3]}" if Path(words[at + 1]).parent.name.startswith("lockstep-") else ""
-                found[f"nursery{number}"] = pid
+                found[f"fork_server{number}"] = pid
                 for child in (child for child, (grown, _) in table.items() if grown == pid):
                     found[f"engine{number}"] = child
             if parent == self.process.pid and "lockstep.api.worker" in words:
@@ -84,7 +84,7 @@ class LiveServer:
 
     def folder(self) -> Path:
         """Where its sockets are, of one engine."""
-        words = _processes()[self.children()["nursery"]][1]
+        words = _processes()[self.children()["fork_server"]][1]
         return Path(words[words.index("lockstep.api.processes.fork_server") + 1])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:

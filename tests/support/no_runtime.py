@@ -6,5 +6,5 @@ import sys
 from typing import Any
 
 for name in ("lockstep.runtime", "torch", "triton", "safetensors", "transformers"):
-    absent: Any = None  # whoever imports it gets ModuleNotFoundError
+    absent: Any = None  # its import raises ModuleNotFoundError
     sys.modules[name] = absent

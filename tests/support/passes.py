@@ -1,4 +1,4 @@
-"""Passes over a paged pool from a few numbers: page tables at random, and NaN wherever nobody may look. Needs torch."""
+"""Passes over a paged pool from a few numbers: page tables at random, and NaN where no read is allowed. Torch only."""
 
 from __future__ import annotations
 

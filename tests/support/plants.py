@@ -57,7 +57,7 @@ def _replaced(owner: type | ModuleType, name: str, bug: Callable[..., object]) -
 
 
 def gate_off_by_a_page() -> Plant:
-    """The gate wants a page more than the entry check promised, also of who is alone: it waits for ever (SG#28530)."""
+    """Admission requires a page more than the entry check promised: a lone request waits for ever (SG#28530)."""
 
     def bug(
         examine: Original, planner: PrefillPlanner, request: Request, budget: PrefillBudget, parts: int
@@ -81,7 +81,7 @@ def hold_forgotten() -> Plant:
 
 
 def prompt_charged_on_resume() -> Plant:
-    """Who comes back is charged its prompt, without the output that must be computed again (SG#7434)."""
+    """A retracted request is charged its prompt, without the output that must be computed again (SG#7434)."""
     examining: list[Request] = []
 
     def remember(examine: Original, planner: PrefillPlanner, request: Request, *rest: object) -> ExtendShare | Deferral:
@@ -111,7 +111,7 @@ def edge_of_the_context() -> Plant:
 
 
 def skipped_reversed() -> Plant:
-    """Whoever was looked at and skipped is put back into the line in reverse (VL#32173)."""
+    """Requests that were considered and skipped return to the waiting queue in reverse (VL#32173)."""
 
     def bug(plan_extend: Original, planner: PrefillPlanner, running: RunningState, step: Step) -> InFlight | None:
         batch: InFlight | None = plan_extend(planner, running, step)
@@ -150,7 +150,7 @@ def row_freed_between_chunks() -> Plant:
 
 
 def whole_batch_must_fit() -> Plant:
-    """Retraction asks whether the whole batch fits by now, not whether those who are left do (SG#9989)."""
+    """Retraction checks whether the whole batch fits, not whether the rest of it does (SG#9989)."""
     needed: list[int] = []
 
     def remember(make_room: Original, planner: DecodePlanner, running: RunningState, step: Step) -> bool:
@@ -187,7 +187,7 @@ def lone_decoder_ended() -> Plant:
 
 
 def output_cursor_reset() -> Plant:
-    """Who is retracted starts over, but what it was sent is not taken back (SG#39645)."""
+    """A retracted request starts over, but the outputs sent so far are counted no more (SG#39645)."""
 
     def bug(retract: Original, engine: SchedulerState, request: Request, *rest: object, **options: object) -> None:
         retract(engine, request, *rest, **options)
@@ -197,7 +197,7 @@ def output_cursor_reset() -> Plant:
 
 
 def running_counted_down_twice() -> Plant:
-    """A retracted request is subtracted from those who run twice, so that too many run afterwards (SG#13142)."""
+    """A retracted request is subtracted from the running batch twice, so that too many run afterwards (SG#13142)."""
 
     def bug(retract: Original, engine: SchedulerState, *rest: object, **options: object) -> None:
         retract(engine, *rest, **options)
@@ -302,7 +302,7 @@ def key_without_namespace() -> Plant:
 
 
 def key_from_the_prompt_only() -> Plant:
-    """Whoever ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
+    """A request that ends caches its prompt and not its output: the next turn computes the answer again (SG#16521)."""
 
     def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
         page_size = memory.config.page_size
@@ -405,7 +405,7 @@ def adapter_evicted_in_use() -> Plant:
 
 
 def preempted_for_nothing() -> Plant:
-    """Preemption takes everybody it may, however few are enough, and one even if all are not (SG#13361)."""
+    """Preemption takes every request it may, however few are enough, and one even if all are not (SG#13361)."""
 
     def bug(fewest: Original, ranked: list[int], enough: Callable[..., bool]) -> list[int]:
         return ranked if enough(ranked) else ranked[:1]
@@ -477,7 +477,7 @@ def window_lock_leak() -> Plant:
 
 
 def window_of_headroom() -> Plant:
-    """Whoever starts is asked for a whole window of pages, however few it will open (SG#32379)."""
+    """A request that starts has to get a whole window of pages, however few it will open (SG#32379)."""
 
     def bug(promised: Original, window: WindowPool, request: Request, stop: int, first: int) -> int:
         return window.row_pages_max
@@ -499,7 +499,7 @@ def state_of_another_boundary() -> Plant:
 
 
 def checkpoint_written_again() -> Plant:
-    """Who starts from a checkpoint computes in its very slot, which others start from too (SG#23346)."""
+    """A request that starts from a checkpoint computes in its very slot, from which others start too (SG#23346)."""
 
     def bug(take_row: Original, states: StatePool, row: int, path: Int32s, step: Step) -> None:
         take_row(states, row, path, step)
@@ -511,7 +511,7 @@ def checkpoint_written_again() -> Plant:
 
 
 def slot_of_state_leaks() -> Plant:
-    """Who is retracted keeps the checkpoints that it left behind (SG#16067)."""
+    """A retracted request keeps the checkpoints that it left (SG#16067)."""
 
     def bug(let_go: Original, states: StatePool, row: int) -> None:
         states.left.pop(row, None)
@@ -521,7 +521,7 @@ def slot_of_state_leaks() -> Plant:
 
 
 def other_microbatches_not_searched() -> Plant:
-    """Who leaves is looked for in the microbatch whose turn it is, and in no other (SG#29405)."""
+    """A request that leaves is searched in the microbatch that is launched next, and in no other (SG#29405)."""
 
     def bug(states_of: Original, several: Microbatches, requests: list[Request]) -> list[RunningState]:
         return [running for running in states_of(several, requests) if running is several.current]
@@ -537,7 +537,7 @@ def chunk_wants_a_place() -> Plant:
 
 
 def place_kept_by_the_first() -> Plant:
-    """A prompt that moves on keeps its place where it began: microbatches fill with nobody (SG#29405)."""
+    """A prompt that moves on keeps its place where it began: microbatches fill with places of no request (SG#29405)."""
 
     def bug(take_place: Original, several: Microbatches, request: Request) -> None:
         before = several.members.get(request.request_id)

@@ -1,9 +1,9 @@
 """Data-parallel ranks, each over a tagged KV pool of its own, and the exchange between their hosts.
 
-The hosts do what docs/contract.md asks of hosts, and nothing more: a proposal goes to everybody; once all have proposed
-a round, each hears the same RanksAgreed, whenever it gets round to that. Batches are collectives: one ends only when
-every rank has launched it, and then on all ranks, though each notices when it does. So a rank that ever launches
-something that the others do not stands still for ever, and `settle` says so (L11).
+The hosts do what docs/contract.md asks of hosts, and nothing more: a proposal goes to every rank; once all have
+proposed a round, each hears the same RanksAgreed, whenever it gets round to that. Batches are collectives: one ends
+only when every rank has launched it, and then on all ranks, though each notices when it does. So a rank that ever
+launches something that the others do not stands still for ever, and `settle` says so (L11).
 
     group = RankGroup([config of rank 0, config of rank 1])
     group.arrive(0, asked)                 at one rank
@@ -241,7 +241,7 @@ class RankGroup:
         self.fold(member, GrammarReady(self._now(member), grammar.digest, error))
 
     def clock(self, us: int) -> None:
-        """Time passes, and everybody notices."""
+        """Time passes, and every rank observes it."""
         self.now_us += us
         for member in self.members:
             self.fold(member, ClockAdvanced(self._now(member)))
@@ -322,7 +322,7 @@ class RankGroup:
                 case CopyToHost(blocks=blocks) | LoadFromHost(blocks=blocks) if blocks:
                     self.marks[f"blocks moved ({type(command).__name__})"] += 1
                 case LaunchBatch(plan):
-                    assert plan.ranks is not None, "S29: a batch that nobody agreed upon"
+                    assert plan.ranks is not None, "S29: a batch without an agreement"
                     if plan.speculation is not None and plan.speculation.forced_lengths.any():
                         self.marks[f"computed forced tokens ({plan.mode})"] += 1
                     self.marks["sampled in the step of its launch"] += command.sample == "deferred" and (
@@ -386,7 +386,7 @@ class RankGroup:
 
     def _launched(self, member: Member, plan: BatchPlan) -> None:
         ranks = plan.ranks
-        assert ranks is not None, "S29: a batch that nobody agreed upon"
+        assert ranks is not None, "S29: a batch without an agreement"
         number = len(member.launched)
         member.launched.append(ranks)
         if number == len(self.passes):
@@ -474,7 +474,7 @@ class RankGroup:
                 assert engine.step(event).digest == digest, f"rank {member.rank} decides otherwise at {event}"
 
     def describe(self) -> str:
-        """Who waits for what."""
+        """The live requests of each rank, for messages."""
         return "; ".join(
             f"rank {member.rank}: {list(member.engine.requests)} live, round {member.rounds.round}, "
             f"{len(member.launched)} launched, {member.delivered} delivered, {len(member.agreed)} not heard"
@@ -555,7 +555,7 @@ def random_group(rng: random.Random, ranks: int = 4) -> RankGroup:
         dp_ranks=ranks,
         **delayer,
     )
-    if "prefill_delayer_queue_min_ratio" in delayer:  # a share of few is nobody
+    if "prefill_delayer_queue_min_ratio" in delayer:  # a share of few is none
         config = msgspec.structs.replace(config, max_running_requests=6)
     config = drafting(rng, config, 0.2)
     if config.speculates and config.overlap_depth != 1:

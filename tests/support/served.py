@@ -1,7 +1,7 @@
 """Serves requests on one engine over a tagged KV pool, and says what each client got.
 
 The answer to a request is a pure function of what it asks (`Asked.answer`): neither its neighbours nor any setting may
-change it. So whoever compares schedules compares each with that, and the tagged KV says which cell was wrong.
+change it. So schedules are compared with that, and the tagged KV says which cell was wrong.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Host:
             at += count
 
     def turns(self) -> None:
-        """Later turns of those who have got their answer arrive."""
+        """Later turns of requests that have ended arrive."""
         due = [asked for asked in self.later if asked.after is not None and asked.after.key in self.served.answers]
         self.later = [asked for asked in self.later if asked not in due]
         for asked in due:
@@ -155,7 +155,7 @@ class _Host:
 def serve(
     config: SchedConfig, timeline: Sequence[Moment], *, later: Iterable[Asked] = (), check: bool = False
 ) -> Served:
-    """Play a timeline, then go on until everybody, later turns too, has an answer.
+    """Play a timeline, then go on until every request, later turns too, has an answer.
 
     The tagged KV verifies every plan and cell; with `check`, all invariants are recomputed after every event.
     """

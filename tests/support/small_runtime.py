@@ -1,8 +1,8 @@
 """A runtime with a model so small that its arithmetic is exact, and every token depends on every one before it.
 
 The model's "attention" adds up the values that lie in the KV pool for all positions of a row, weighted by position, as
-whole numbers in float64. The next token is that sum modulo the vocabulary. So whoever reads a wrong page, or the right
-page too early, draws another token, and no rounding depends on who else is in the batch.
+whole numbers in float64. The next token is that sum modulo the vocabulary. So a row that reads a wrong page, or the
+right page too early, draws another token, and no rounding depends on the other rows of the batch.
 """
 
 from __future__ import annotations

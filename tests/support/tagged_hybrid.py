@@ -3,7 +3,7 @@
 A window page has cells like any other page, and a row reads those of the window in front of its new tokens. A slot of
 state holds the prefix id of the last token that went into it, or `ZEROS`; a row's slot must hold that of the token
 right in front of it. A row that verifies drafts writes a state behind each of them, garbage behind one that is wrong,
-and goes on from that behind the last one that was right. So a window page that was evicted, given to somebody else or
+and goes on from that behind the last one that was right. So a window page that was evicted, given to another request or
 never written shows as another prefix where a batch reads it, and so does a copy of the wrong checkpoint, or of one that
 was written again.
 
@@ -84,7 +84,7 @@ class TaggedHybrid:
         starts = zip(changes.state_rows, changes.state_slots, changes.state_sources, strict=True)
         for row, slot, source in ((int(a), int(b), int(c)) for a, b, c in starts):
             if not any(taken.row == row for taken in plan.rows_taken):
-                raise HybridError(f"{name} gives row {row} slot {slot}, but nobody takes that row")
+                raise HybridError(f"{name} gives row {row} slot {slot}, but no request takes that row")
             if source == AS_IT_IS:
                 self.slots_of[row] = [*self.slots_of[row], slot]
                 continue

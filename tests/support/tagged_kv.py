@@ -82,7 +82,7 @@ Accept = Callable[[RequestId, int, int], int]
 Force = Callable[[RequestId, int], bool]
 
 NOTHING = -1  # a cell, or a table entry, that was never written
-GARBAGE = -2  # a cell written by a row whose inputs failed; nobody may read it
+GARBAGE = -2  # a cell written by a row whose inputs failed; it may not be read
 BASE = ("", 0)  # the adapter of requests without one
 
 
@@ -702,7 +702,7 @@ class TaggedKv:
             raise KvError(f"the matcher of r{row.request_id} was moved by {seen}, the output it may see is {outputs}")
 
     def _check_extras(self, plan: BatchPlan) -> None:
-        """Who ends by this batch, and what is wanted of whom: each position once, none that was delivered already."""
+        """Check which requests end by this batch, and the positions that are to be delivered: each once, none again."""
         pooled = plan.pooled_rows.tolist()
         if not set(pooled).isdisjoint(plan.sample_rows.tolist()):
             raise KvError(f"b{plan.batch_id} samples rows that end without a token")
@@ -738,7 +738,7 @@ class TaggedKv:
         return ids
 
     def _take_results(self, plan: BatchPlan) -> None:
-        """A batch came back: what was wanted of the rows whose requests are still there is delivered."""
+        """Deliver the results of a batch for rows with a live request."""
         for span in plan.logprob_spans:
             if self._alive(plan, span.index):
                 story = self.stories[int(plan.request_ids[span.index])]
@@ -760,7 +760,7 @@ class TaggedKv:
         return row.live and row.request_id == int(plan.request_ids[i])
 
     def _check_results(self, finished: RequestFinished) -> None:
-        """Who got its whole answer got all that it wanted of it, each position once and in order (S21)."""
+        """A request with its whole answer got all its results, each position once and in order (S21)."""
         if finished.reason not in COMPLETED:
             return
         story = self.stories[finished.request_id]
@@ -796,7 +796,7 @@ class TaggedKv:
         deltas = plan.deltas
         for row, index, page in zip(deltas.rows.tolist(), deltas.index.tolist(), deltas.pages.tolist(), strict=True):
             if row not in self.rows or not self.rows[row].live:
-                raise KvError(f"b{plan.batch_id} changes the page table of row {row}, which nobody has")
+                raise KvError(f"b{plan.batch_id} changes the page table of row {row}, which no request has")
             if not 0 <= page < self.config.pages:
                 raise KvError(f"b{plan.batch_id} gives row {row} page {page} of {self.config.pages}")
             table = self.rows[row].table
@@ -804,7 +804,7 @@ class TaggedKv:
             table[index] = page
 
     def _check_row(self, plan: BatchPlan, i: int, row_index: int, request_id: int, start: int, stop: int) -> set[int]:
-        """A row is whom the plan says, has a whole page table, and goes on where it stood. Returns its pages."""
+        """A row belongs to the plan's request, has a whole page table, goes on where it stood. Returns its pages."""
         row = self.rows.get(row_index)
         if row is None or row.request_id != request_id or not row.live:
             raise KvError(f"b{plan.batch_id} runs r{request_id} in row {row_index}, which it does not have")
@@ -846,7 +846,7 @@ class TaggedKv:
         return set(held)
 
     def _check_writers(self, plan: BatchPlan, pages: dict[int, set[int]]) -> None:
-        """No page that this plan writes is anybody else's: live rows, rows of this plan, plans on the stream (S5)."""
+        """No page that this plan writes has another owner: live rows, rows of this plan, plans on the stream (S5)."""
         page_size = self.config.page_size
         live = [
             (other_index, other, other.table[: -(-other.reach // page_size)])

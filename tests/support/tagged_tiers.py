@@ -71,7 +71,7 @@ class TaggedTiers:
         self.storage: dict[bytes, Any] = {}  # cells of pages and window pages, prefix ids of states
         self.moves: dict[int, Move] = {}  # under way
         self.read: dict[int, list[list[int]]] = {}  # by write: pages that were given up, as they were then
-        self.read_beside: dict[int, list[list[Any]]] = {}  # and their companions, by kind
+        self.read_beside: dict[int, list[list[Any]]] = {}  # and their window and state blocks, by kind
         self.cancelled: set[int] = set()
         self.begun: set[int] = set()  # operations that the engine has accounted and not ended
         self.voided: list[Answer] = []  # answers to moves of a generation that is gone
@@ -80,13 +80,13 @@ class TaggedTiers:
         return [GARBAGE] * self.page_size
 
     def found(self, move: Move) -> int:
-        """Pages that a move can bring: of a prefetch those that storage has, as far as somebody could go on."""
+        """Pages that a move can bring: of a prefetch those that storage has, as far as a request could go on."""
         if not isinstance(move, PrefetchFromStorage):
             return len(move.host_pages)
         return in_storage(move, self.storage.__contains__)[0]
 
     def cut_short(self, move: Move) -> bool:
-        """Whether a move is a prefetch that nobody waits for any more."""
+        """Whether a move is a prefetch that no request waits for any more."""
         return number_of(move) in self.cancelled
 
     def answer(
@@ -94,7 +94,7 @@ class TaggedTiers:
     ) -> Answer:
         """The event that ends a move; of all that it can bring unless said.
 
-        A prefetch then has companions, too, unless it is `cut` behind its pages.
+        A prefetch then has blocks, too, unless it is `cut` behind its pages.
         """
         found = self.found(move)
         answer = _answer(move, time_us, found if pages_done is None else pages_done, error)
@@ -187,7 +187,7 @@ class TaggedTiers:
                 self._beside(one.kind).pop(number, None)
 
     def _begin_blocks(self, load: LoadFromHost) -> None:
-        """What a load brings beside its pages is nobody's: no batch in flight touches it, and it holds garbage."""
+        """The blocks that a load brings have no owner yet: no batch in flight touches it, and it holds garbage."""
         for one in load.blocks:
             hybrid = self.kv.hybrid
             assert hybrid is not None
@@ -236,7 +236,7 @@ class TaggedTiers:
                         self._store(f"{one.kind} {place}", key, self._beside(one.kind)[place])
 
     def _store(self, name: str, key: bytes, what: Any) -> None:
-        """S13: under a key there is one thing, and nothing that nobody may read."""
+        """S13: under a key there is one thing, and nothing that may not be read."""
         if GARBAGE in (what if isinstance(what, list) else [what]) or self.storage.setdefault(key, what) != what:
             raise KvError(f"S13: {name} is stored as {what}, under its key is {self.storage.get(key)}")
 

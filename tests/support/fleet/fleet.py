@@ -107,7 +107,7 @@ class Fleet:
         self.wires: list[Wire] = []
         self.open: list[Wire] = []  # without a last word
         self.told: list[Told] = []  # facts that hosts have not heard yet
-        self.stops: list[Wire] = []  # whose writer was asked to stop
+        self.stops: list[Wire] = []  # their writers were ordered to stop
         self.heard: list[tuple[str, TransferAdvanced]] = []  # facts that may be repeated
         self.sent: dict[int, list[int]] = {}  # by key: what the client got
         self.answers: dict[int, Answer] = {}  # by key
@@ -163,7 +163,7 @@ class Fleet:
         return group[0]
 
     def arrive_alone(self, asked: Asked, name: str, **more: object) -> Wire:
-        """A request that wants no token comes to a prefill engine, and is handed to nobody."""
+        """A request without output comes to a prefill engine, and is not handed over."""
         member = self.members[name]
         wire = Wire(len(self.wires), asked, member, member, about=more, alone=True)
         wire.prompt_tokens, wire.group = len(asked.prompt), [wire]
@@ -229,7 +229,7 @@ class Fleet:
         ]
 
     def due_turns(self) -> list[Wire]:
-        """Turns that have begun, and whose prompts their prefill engines have not got yet."""
+        """Turns that have begun, with prompts that their prefill engines have not received yet."""
         return [
             wire
             for wire in self.wires
@@ -308,7 +308,7 @@ class Fleet:
         return True
 
     def clock(self, us: int) -> None:
-        """Time passes, and everybody notices."""
+        """Time passes, and every engine observes it."""
         self.now_us += us
         for member in self.members.values():
             self.fold(member, ClockAdvanced(self.now_us))
@@ -586,7 +586,7 @@ class Fleet:
         return step
 
     def _turns(self, member: Member, step: Step) -> None:
-        """Turns whose prompts are known now."""
+        """Note the turns that start in this Step: their prompts are known now."""
         for decided in step.decided:
             if isinstance(decided, TurnStarted):
                 wire = member.by_id[decided.request_id]
@@ -739,7 +739,7 @@ class Fleet:
     def settle(self, rng: random.Random | None = None, *, clock_us: int = 0) -> None:
         """Let everything happen that still can, until all is at rest; L1, L7 and L9 say that it comes to that.
 
-        `clock_us`: whether time may pass when nothing else can happen, for those who wait for somebody who is gone.
+        `clock_us`: time that passes when nothing else can happen, for requests that wait for an engine that is gone.
         """
         rng = rng or random.Random(0)
         for _ in range(ROUNDS_MAX):
@@ -773,7 +773,7 @@ class Fleet:
             member.kv.check_plans_unchanged()
 
     def describe(self) -> str:
-        """Who waits for what."""
+        """The live requests and transfers of each engine, for messages."""
         return "; ".join(
             f"{name}: {list(member.engine.requests)} live, transfers "
             f"{[(one.request_id, one.state) for one in member.engine.transfers.all.values()]}"

@@ -300,8 +300,8 @@ def make_trouble(fleet: Fleet, rng: random.Random, trouble: str) -> None:
         case "repeat":
             fleet.repeat(rng.randrange(1000))
         case "link_down" if rng.random() < 0.3:
-            everybody = list(fleet.members)
-            fleet.link_down(rng.choice(fleet.prefills or everybody), rng.choice(fleet.decodes or everybody))
+            names = list(fleet.members)
+            fleet.link_down(rng.choice(fleet.prefills or names), rng.choice(fleet.decodes or names))
         case "restart" if rng.random() < 0.2:
             fleet.restart(name)
         case "error":
@@ -353,7 +353,7 @@ def come_to_rest(fleet: Fleet, rng: random.Random) -> None:
                 for decode in fleet.members:
                     fleet.link_down(prefill, decode)
     fleet.settle(rng)
-    while fleet.told or fleet.stops:  # last words that nobody waits for any more
+    while fleet.told or fleet.stops:  # outcomes that no request waits for any more
         for wire in list(fleet.stops):
             fleet.stop(wire)
         for told in list(fleet.told):

@@ -51,7 +51,7 @@ class Wire:
     moved: int = 0  # parts
     receive: StartTransfer | None = None
     generation: int = 0  # of the decode engine when it gave pages
-    outcome: Status | None = None  # the last word to both sides; from then on nobody writes
+    outcome: Status | None = None  # the last word to both sides; from then on no engine writes
     first_token: int | None = None
     cancelled: bool = False  # its client left
     about: dict[str, Any] = field(default_factory=dict)  # what more its arrival says, on both engines

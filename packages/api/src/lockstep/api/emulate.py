@@ -61,8 +61,8 @@ class Vocabulary:
 
     def key(self, prompt: Int32s, seed: int | None, adapter: str = "") -> int:
         """The key that determines an answer: 64 bits. Greedy answers have no seed."""
-        told = f"{seed} {adapter}".encode() + prompt.astype("<i4", copy=False).tobytes()
-        return int.from_bytes(blake2b(told, digest_size=8).digest(), "little")
+        hashed = f"{seed} {adapter}".encode() + prompt.astype("<i4", copy=False).tobytes()
+        return int.from_bytes(blake2b(hashed, digest_size=8).digest(), "little")
 
     def length(self, key: int) -> int:
         """Number of tokens of an answer, end token included, if nothing else ends it; 0: it does not end."""
@@ -71,12 +71,12 @@ class Vocabulary:
         uniform = (int(_mixed(np.array([key], np.uint64))[0]) + 0.5) / 2.0**64
         return max(1, ceil(log(uniform) / log1p(-1.0 / self.mean_tokens)))
 
-    def words(self, keys: UInt64s, numbers: NDArray[np.int64]) -> Int32s:
+    def tokens_of(self, keys: UInt64s, numbers: NDArray[np.int64]) -> Int32s:
         """Output tokens `numbers` of the answers with these `keys`, before their ends."""
         drawn = _mixed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
         return (np.uint64(self.first) + drawn % np.uint64(self.count)).astype(np.int32)
 
-    def word_of(self, allowed: Int32s, key: int, number: int, *, long_enough: bool) -> int:
+    def token_under_grammar(self, allowed: Int32s, key: int, number: int, *, long_enough: bool) -> int:
         """Output token `number` of an answer under a grammar that allows the ids `allowed` (ascending): one of these.
 
         It is determined by key and number, as other tokens are. Until it is long enough, an answer does not end while
@@ -87,14 +87,14 @@ class Vocabulary:
                 at = int(np.searchsorted(allowed, token))
                 if at < len(allowed) and allowed[at] == token:
                     return token
-        words = allowed[allowed != self.end]
-        if not len(words):
+        others = allowed[allowed != self.end]
+        if not len(others):
             return self.end
         drawn = _mixed(np.array([key], np.uint64) + np.uint64(number + 1) * np.uint64(0x9E3779B97F4A7C15))
-        return int(words[int(drawn[0] % np.uint64(len(words)))])
+        return int(others[int(drawn[0] % np.uint64(len(others)))])
 
 
-class ScriptLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rule of a script."""
 
     when: str
@@ -105,7 +105,7 @@ class Script:
     """Prepared answers of an emulated model to certain prompts, for trying clients of tool calls and the like.
 
     [[answer]]
-    when = "weather"                       # of the rules whose text the prompt has, the one that it has last is
+    when = "weather"                       # of the rules with a text in the prompt, the one found last is
     used
     say = "<tool_call>..."
     """
@@ -122,7 +122,7 @@ class Script:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"`answers`: {path} cannot be read: {error}") from error
         try:
-            pairs = [(one.when, one.say) for one in msgspec.convert(found, list[ScriptLine])]
+            pairs = [(one.when, one.say) for one in msgspec.convert(found, list[ScriptRule])]
         except msgspec.ValidationError as error:
             raise ConfigError(
                 f"`answers`: {path} must have tables [[answer]] with texts `when` and `say`: {error}"
@@ -131,11 +131,43 @@ class Script:
 
     def answer(self, prompt: Int32s) -> Int32s | None:
         """The answer to this prompt; None if no rule matches."""
-        asked = self._text.decode(prompt.tolist())
-        at, said = max(
-            ((asked.rfind(when), said) for when, said in self._answers), key=itemgetter(0), default=(-1, None)
+        text = self._text.decode(prompt.tolist())
+        at, answer = max(
+            ((text.rfind(when), answer) for when, answer in self._answers), key=itemgetter(0), default=(-1, None)
         )
-        return said if at >= 0 else None
+        return answer if at >= 0 else None
+
+
+class EmulatedTimes:
+    """Durations of emulated batches.
+
+    Args:
+        seed: of the spread of the durations.
+        speed: factor by which batches are faster than the cost model predicts.
+        adapters: whether rows may run on adapters, which the cost model then prices.
+    """
+
+    def __init__(self, cost: CostModel, *, seed: int, speed: float = 1.0, adapters: bool = False) -> None:
+        self._cost, self._seed, self._speed = cost, seed, speed
+        self._adapters = RowAdapters() if adapters else None
+
+    def us(self, plan: BatchPlan) -> float:
+        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id.
+
+        To be called once for each plan, in the order of launches.
+        """
+        shape = _shape_of(plan)
+        if self._adapters is not None:
+            self._adapters.take_rows(plan)
+            shape = self._adapters.on(plan, shape)
+        expected = self._cost.batch_us(shape)
+        took_us = expected.mean_us
+        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
+            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
+            took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
+        if expected.spread_us > 0.0:
+            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
+        return max(1.0, took_us / self._speed)
 
 
 class EmulatedExecutor:
@@ -143,35 +175,29 @@ class EmulatedExecutor:
 
     Args:
         clock: the host's clock.
-        speed: factor by which batches are faster than the cost model predicts.
         matchers: grammars of rows; without them no row may have a grammar.
         script: prepared answers; other prompts get tokens determined by their key.
-        adapters: whether rows may run on adapters, which the cost model then prices.
     """
 
     def __init__(
         self,
-        cost: CostModel,
+        times: EmulatedTimes,
         vocabulary: Vocabulary,
         rows_max: int,
         clock: HostClock,
         *,
-        seed: int,
-        speed: float = 1.0,
         matchers: GrammarMatchers | None = None,
         script: Script | None = None,
-        adapters: bool = False,
     ) -> None:
-        self._adapters = RowAdapters() if adapters else None
         self._script = script
         self._scripted: dict[int, Int32s] = {}  # prepared answers, by row
-        self._cost, self._vocabulary, self._clock, self._seed, self._speed = cost, vocabulary, clock, seed, speed
+        self._times, self._vocabulary, self._clock = times, vocabulary, clock
         self._keys = np.zeros(rows_max, np.uint64)
         self._prompt_tokens = np.zeros(rows_max, np.int64)
         self._lengths = np.zeros(rows_max, np.int64)
         self._matchers = matchers
         self._under_grammar = np.zeros(rows_max, np.bool_)
-        self._unsampled: set[BatchId] = set()  # batches in the queue whose matchers have not moved yet
+        self._unsampled: set[BatchId] = set()  # batches in the queue with matchers that have not moved yet
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended, microseconds
         self.weights_version = 0  # other weights give other tokens
@@ -188,7 +214,7 @@ class EmulatedExecutor:
         for taken in plan.rows_taken:
             self._take_row(taken, NO_CONTEXT if contexts is None else contexts(taken))
         started_us = max(float(self._clock()), self._free_us)
-        self._free_us = started_us + max(1.0, self._took_us(plan) / self._speed)
+        self._free_us = started_us + self._times.us(plan)
         result = BatchResult(plan)
         if deferred:
             self._unsampled.add(plan.batch_id)
@@ -221,7 +247,7 @@ class EmulatedExecutor:
         sampled.
         """
         if self._queue[0].plan.batch_id in self._unsampled:
-            raise ContractError(f"batch {self._queue[0].plan.batch_id} is asked for, but waits to be sampled")
+            raise ContractError(f"batch {self._queue[0].plan.batch_id} is collected before it was sampled")
         while (pause_s := self.pause_s()) > 0.0:
             time.sleep(pause_s)
         result = self._queue.popleft()
@@ -240,8 +266,8 @@ class EmulatedExecutor:
         seed = sampling.seed if sampling is not None and sampling.temperature > 0.0 else None
         prompt = context.tokens[: context.prompt_tokens]
         self._scripted.pop(taken.row, None)
-        if self._script is not None and (said := self._script.answer(prompt)) is not None:
-            self._scripted[taken.row] = said
+        if self._script is not None and (answer := self._script.answer(prompt)) is not None:
+            self._scripted[taken.row] = answer
         # other adapters give other tokens
         adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""
         key = self._vocabulary.key(prompt, seed, adapter)
@@ -249,21 +275,6 @@ class EmulatedExecutor:
         self._prompt_tokens[taken.row] = context.prompt_tokens
         ends_at = self._vocabulary.length(key)
         self._lengths[taken.row] = max(ends_at, context.min_new_tokens + 1) if ends_at else 0
-
-    def _took_us(self, plan: BatchPlan) -> float:
-        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id."""
-        shape = _shape_of(plan)
-        if self._adapters is not None:
-            self._adapters.take_rows(plan)
-            shape = self._adapters.on(plan, shape)
-        expected = self._cost.batch_us(shape)
-        took_us = expected.mean_us
-        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
-            context_tokens = shape.decode_context_tokens + further * shape.decode_rows
-            took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
-        if expected.spread_us > 0.0:
-            took_us += expected.spread_us * standard_normal(f"{self._seed} engine {plan.batch_id}")
-        return took_us
 
     def _sample(self, result: BatchResult) -> None:
         """Fill in the tokens of a batch; rows under grammars get tokens that their grammars allow."""
@@ -286,7 +297,9 @@ class EmulatedExecutor:
                 invalid.append(i)
                 continue
             long_enough = 0 < self._lengths[row] <= number + 1
-            word = self._vocabulary.word_of(allowed, int(self._keys[row]), number, long_enough=bool(long_enough))
+            word = self._vocabulary.token_under_grammar(
+                allowed, int(self._keys[row]), number, long_enough=bool(long_enough)
+            )
             result.tokens[i] = word
         result.invalid = tuple(invalid)
 
@@ -302,12 +315,12 @@ class EmulatedExecutor:
         keys = self._keys[rows]
         if self.weights_version:
             keys = _mixed(keys + np.uint64(self.weights_version))
-        tokens = self._vocabulary.words(keys, numbers)
+        tokens = self._vocabulary.tokens_of(keys, numbers)
         tokens[numbers + 1 == self._lengths[rows]] = self._vocabulary.end
         if self._scripted:
             for i, (row, number) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
-                if (said := self._scripted.get(row)) is not None:
-                    tokens[i] = said[number] if number < len(said) else self._vocabulary.end
+                if (answer := self._scripted.get(row)) is not None:
+                    tokens[i] = answer[number] if number < len(answer) else self._vocabulary.end
         return tokens
 
 

@@ -29,9 +29,11 @@ from lockstep.core.requests.table import prompt_bytes
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
+from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_hands
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
+from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
 from lockstep.host.text import StopTexts, Text
@@ -59,7 +61,7 @@ class EngineUnit:
     """
 
     host: RuntimeHost
-    about: EngineInfo
+    info: EngineInfo
     memory: str
     start: Callable[[], object]
     close: Callable[[], None]
@@ -224,7 +226,7 @@ def _scheduler(settings: ServeSettings) -> dict[str, Any]:
     return shared | for_scheduler(settings.set)
 
 
-def _about(config: SchedConfig, **more: Any) -> EngineInfo:
+def _info(config: SchedConfig, **more: Any) -> EngineInfo:
     return EngineInfo(
         request_tokens_max=config.request_tokens_max,
         prompt_tokens_max=config.prompt_tokens_max(with_output=True),
@@ -242,6 +244,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     try:
         from lockstep.runtime import LLM
         from lockstep.runtime.assembly import weights_of
+        from lockstep.runtime.engine_config import EngineConfig
     except ImportError as error:
         raise ConfigError(
             f"a model needs the package lockstep-runtime with torch: {error}\n"
@@ -253,34 +256,20 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
     text = text_of(settings)
     assert text is None or isinstance(text, Text)  # of another kind is only that of an emulated model
-    llm = LLM(
-        folder,
+    config = EngineConfig(
+        **{name: getattr(settings, name) for name in options_of(EngineOptions)},
         text=text,
-        device=settings.device,
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        fp8_activations=settings.fp8_activations,
-        attention_backend=settings.attention_backend,
-        numerics=settings.numerics,
         random_weights_seed=settings.random_weights,
-        draft_model=settings.draft_model,
-        mem_fraction=settings.mem_fraction,
-        cuda_graphs=settings.cuda_graphs,
-        cuda_graph_max_batch=settings.cuda_graph_max_batch,
         tensor_parallel=settings.tp,
-        seed=settings.seed,
         adapters=settings.lora,
-        max_lora_rank=settings.max_lora_rank,
-        logit_processors=settings.logit_processors,
-        grammar_backend=settings.grammar_backend,
         grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,
-        batch_timeout_s=settings.batch_timeout_s,
-        **scheduler,
+        sched=scheduler,
     )
+    llm = LLM(folder, config)
     demo = settings.model is None
-    about = _about(
+    info = _info(
         llm.config,
         model="demo" if demo else folder.resolve().name,
         kind="model",
@@ -313,7 +302,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
 
     unit = EngineUnit(
         host=llm.host,
-        about=about,
+        info=info,
         memory=llm.memory.table(),
         weights=weights_of(llm.model),
         start=llm.start,
@@ -441,6 +430,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.emulate import (
         EmulatedAdapterCache,
         EmulatedExecutor,
+        EmulatedTimes,
         EmulatedWeightLoader,
         Script,
         emulated_source,
@@ -489,22 +479,19 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     cost = calibration.cost_model(base_cost_model(model, gpu, scenario.parallelism, lora=lora, **kinds))
     clock = HostClock(start_us=keeper.start_us if keeper is not None else 0)
     named = choose_backend(settings.grammar_backend)
-    hands = None
+    grammars = None
     if named and settings.tokenizer is not None:
         ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
-        hands = make_hands(
+        grammars = make_hands(
             named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
         )
     executor = EmulatedExecutor(
-        cost,
+        EmulatedTimes(cost, seed=settings.seed, speed=settings.speed, adapters=lora is not None),
         vocabulary,
         config.rows_max,
         clock,
-        seed=settings.seed,
-        speed=settings.speed,
         script=script,
-        matchers=None if hands is None else hands.matchers,
-        adapters=lora is not None,
+        matchers=None if grammars is None else grammars.matchers,
     )
 
     no_grammars = "an emulated engine has words for it only with --tokenizer DIR"
@@ -524,7 +511,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         if largest >= model.vocab:
             raise ConfigError(f"`prompt` holds token {largest}, but the model has {model.vocab}")
-        if request.grammar is not None and hands is None:
+        if request.grammar is not None and grammars is None:
             raise ConfigError(f"`grammar` asks for structured output: {no_grammars}")
         if request.kind != "generate" or request.return_hidden_states:
             raise ConfigError(f"`kind` is {request.kind}, but an emulated engine has no hidden states")
@@ -544,10 +531,10 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     weights = WeightsLog() if keeper is None else keeper.weights
     weights_bytes, bus_gbs = model.weights_bytes(None, scenario.parallelism), gpu.datasheet["pcie_gbs"].value
     executor.weights_version = weights.version
-    shelf = None
+    cache = None
     if lora is not None:
         size = slot_bytes(model, scenario.parallelism, lora)
-        shelf = EmulatedAdapterCache(size, adapter_link(gpu), clock, speed=settings.speed)
+        cache = EmulatedAdapterCache(size, adapter_link(gpu), clock, speed=settings.speed)
     runtime_host = RuntimeHost(
         engine,
         executor,
@@ -555,26 +542,26 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         clock,
         check_request=check,
         watch_text=watch,
-        compile_grammar=None if hands is None else hands.compiler,
+        compile_grammar=None if grammars is None else grammars.compiler,
         hands=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
-        adapters=shelf,
+        adapters=cache,
         adapters_log=None if keeper is None else keeper.adapters,
         orders=() if keeper is None else keeper.orders,
         observe=observe,
     )
 
-    desk = None
-    if shelf is not None:
-        desk = AdapterRegistry(runtime_host, shelf, emulated_source)
+    registry = None
+    if cache is not None:
+        registry = AdapterRegistry(runtime_host, cache, emulated_source)
         sources = {name: emulated_source(path) for name, path in settings.lora.items()}
-        desk.begin(sources, restarted=keeper is not None and keeper.death is not None)
+        registry.begin(sources, restarted=keeper is not None and keeper.death is not None)
 
     def serve() -> None:
         try:
             runtime_host.run()
         except Exception:
-            log.exception("the engine failed")  # and everybody who waits was told
+            log.exception("the engine failed")  # waiting callers have been notified
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 
@@ -582,30 +569,30 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         runtime_host.stop()
         if thread.is_alive():
             thread.join()
-        if hands is not None:
-            hands.compiler.close()
+        if grammars is not None:
+            grammars.compiler.close()
         if journal is not None:
             journal.close()
 
-    about = _about(
+    info = _info(
         config,
         model=model.name,
         kind="emulated",
         vocabulary=model.vocab,
         logprobs=False,
         device=f"{settings.tp} x {gpu.name}, emulated",
-        grammars="" if hands is None else hands.backend,
+        grammars="" if grammars is None else grammars.backend,
         no_grammars=no_grammars,
     )
     memory = "the pool was given" if kv is None else _memory(kv.describe())
     unit = EngineUnit(
         host=runtime_host,
-        about=about,
+        info=info,
         memory=memory,
         start=thread.start,
         close=close,
         keeper=keeper,
-        adapters=desk,
+        adapters=registry,
     )
     return unit if meter is None else replace(unit, drift=meter.read)
 

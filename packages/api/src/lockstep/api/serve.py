@@ -115,19 +115,19 @@ def describe(settings: ServeSettings) -> str:
     try_folders(settings, make=False)
     calls, thoughts = formats_of(settings, text_of(settings)).names()
     unit = build_engine(msgspec.structs.replace(settings, journal=None))
-    about = unit.about
+    info = unit.info
     unit.close()
     changed = {
         name: value
         for name, value in msgspec.to_builtins(settings).items()
         if value != msgspec.to_builtins(DEFAULTS)[name]
     }
-    model, where = (settings.served_model_name or (about.model,))[0], _devices(settings, about.device)
+    model, where = (settings.served_model_name or (info.model,))[0], _devices(settings, info.device)
     indented = unit.memory.replace("\n", "\n  ")
     lines = [
-        f"model      {model} ({about.kind}) on {where}",
+        f"model      {model} ({info.kind}) on {where}",
         f"chats      calls of tools are read as {calls}, thoughts as {thoughts}",
-        f"context    {about.request_tokens_max:,} tokens, prompt and output together",
+        f"context    {info.request_tokens_max:,} tokens, prompt and output together",
         *([f"weights    {unit.weights}"] if unit.weights else []),
         f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
@@ -139,7 +139,7 @@ def describe(settings: ServeSettings) -> str:
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
         f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
-        *(f"  {name} = {value}" for name, value in about.settings.items()),
+        *(f"  {name} = {value}" for name, value in info.settings.items()),
     ]
     return os.linesep.join(lines)
 

@@ -366,7 +366,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             )
 
     def admission_config(self) -> DispatchConfig | None:
-        """Who waits at the router; None: nobody does. Raises ConfigError."""
+        """The queue at the router; None: there is none. Raises ConfigError."""
         return None if self.admission is None else parse_admission(self.admission)
 
     def of_engine(self, engine: int) -> ServeSettings:
@@ -385,7 +385,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Refuse what is no yes or no, or no list, where the scheduler wants one. Raises ConfigError."""
+    """Refuse what is no yes or no, or no list, where the scheduler requires one. Raises ConfigError."""
     kind = next(one.type for one in msgspec.structs.fields(SchedConfig) if one.name == name)
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must be true or false, got `{value}`")

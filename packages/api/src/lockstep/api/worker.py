@@ -38,7 +38,7 @@ from lockstep.core.contract.errors import LockstepError
 log = logging.getLogger("lockstep.worker")
 
 STOPS = "the server stops"
-LAST_WORD_S = 2  # for the last error messages to reach clients, after the time for answers has passed
+LAST_ERRORS_S = 2  # for the last error messages to reach clients, after the time for answers has passed
 
 
 class HttpServer(uvicorn.Server):
@@ -72,7 +72,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         bytes_max, kept_s = limits.responses_bytes_max, limits.response_kept_s
         responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
-    server.told.append(lambda: children.say_ready(folder, number))
+    server.on_ready.append(lambda: children.mark_ready(folder, number))
     log.info("calls of tools are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
     if spans is not None:
@@ -122,7 +122,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=ceil(settings.shutdown_s) + LAST_WORD_S,
+            timeout_graceful_shutdown=ceil(settings.shutdown_s) + LAST_ERRORS_S,
         )
     )
 

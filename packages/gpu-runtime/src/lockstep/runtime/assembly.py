@@ -111,7 +111,7 @@ class TableSampler:
 
 
 class OtherRanks(Protocol):
-    """What a rank must know of the others to be put together; of rank 0, `ranks.RankGroup`."""
+    """What a rank needs of the others to be put together; of rank 0, `ranks.RankGroup`."""
 
     @property
     def matchers(self) -> Matchers | None:
@@ -177,7 +177,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     config, memory, choice, sizes = _sized(
         model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks, draft
     )
-    if draft is not None:  # the same backend, which may not know its heads
+    if draft is not None:  # the same backend, which may not support its heads
         kind = (choice.name, device, draft.dtype, draft.head_dim, config.page_size)
         choose(*kind, numerics=settings.numerics, group=draft.heads // draft.kv_heads)
     if ranks is not None:
@@ -204,7 +204,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
-    """Raise ConfigError where who drafts and the model that is to do so do not go together."""
+    """Raise ConfigError where the drafting method and the draft model do not go together."""
     if method in ("eagle", "mtp"):
         raise ConfigError(
             f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"

@@ -22,9 +22,9 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import click
 import msgspec
@@ -34,16 +34,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.journal.records import JournalError
 from lockstep.host.adapters import named_folders
-from lockstep.host.engine_options import Numerics
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammars import Kind
+from lockstep.host.options import Option, options_of, take, with_flags
+from lockstep.runtime.engine_config import EngineConfig
 from lockstep.runtime.errors import DeviceLost
 from lockstep.runtime.llm import LLM, LlmStats
 from lockstep.runtime.outputs import PendingRequest, RequestOutput
 from lockstep.runtime.params import Params
-from lockstep.runtime.profiler import Activity
-from lockstep.runtime.ranks import TIMEOUT_S
-from lockstep.runtime.watchdog import TIMEOUT_S as BATCH_TIMEOUT_S
 
 
 class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,186 +77,98 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 FROM_LINE = [name for name in InputLine.__struct_fields__ if name in Params.__dataclass_fields__]
 
 
-@click.command("generate")
+ENGINE_FLAGS = {
+    name: replace(field, option=replace(field.option, flag="--batch-timeout")) if name == "batch_timeout_s" else field
+    for name, field in options_of(EngineConfig).items()
+    if name not in ("cuda_graphs", "grammar_backend")
+}
+"""Options of the engine that the command has, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Options of `lockstep generate` besides those of the engine."""
+
+    prompts: Annotated[tuple[str, ...], Option("A prompt, instead of INPUT; may be repeated.", flag="--prompt")] = ()
+    chat: Annotated[bool, Option("Each --prompt is a user's message, put into the model's chat template.")] = False
+    out: Annotated[Path | None, Option("Where the answers go, as JSONL.", short="-o", default="stdout")] = None
+    model: Annotated[Path | None, Option("A Hugging Face folder.", default="the demo model")] = None
+    no_cuda_graphs: Annotated[bool, Option("Launch the kernels of every decode one by one.")] = False
+    max_new_tokens: Annotated[int, Option("Output tokens, at most.")] = Params.max_new_tokens
+    temperature: Annotated[float, Option("0 is greedy.")] = Params.temperature
+    top_p: Annotated[float, Option("Share of the probability that is drawn from.")] = Params.top_p
+    top_k: Annotated[int, Option("Likeliest tokens that are drawn from; 0: all tokens.")] = Params.top_k
+    stop: Annotated[tuple[str, ...], Option("A text at which an answer ends; may be repeated.")] = ()
+    ignore_eos: Annotated[bool, Option("Go on behind the model's end tokens.")] = False
+    lora: Annotated[tuple[str, ...], Option("A LoRA adapter; lines of INPUT may name it.", metavar="NAME=PATH")] = ()
+    adapter: Annotated[str, Option("The adapter of prompts that name none.", metavar="NAME")] = ""
+    settings: Annotated[tuple[str, ...], Option("A setting of the scheduler.", flag="--set", metavar="NAME=VALUE")] = ()
+    profile: Annotated[Path | None, Option("Write traces of CPU and GPU there.", metavar="DIR")] = None
+    profile_start_step: Annotated[int, Option("Launches before the first recorded.")] = 0
+    profile_steps: Annotated[int, Option("Launches recorded; 0: all that follow.")] = 10
+    profile_activity: Annotated[tuple[str, ...], Option("May be repeated.", default="all", choices=("cpu", "gpu"))] = ()
+    profile_shapes: Annotated[bool, Option("With the shapes of the operators' inputs. Slower.")] = False
+    profile_stacks: Annotated[bool, Option("With the Python lines that called them. Much slower.")] = False
+    profile_by_stage: Annotated[bool, Option("Extends and decodes in files of their own.")] = False
+    show_token_ids: Annotated[bool, Option("Answers have their token ids as well.")] = False
+    quiet: Annotated[bool, Option("No log, summary and progress bar.")] = False
+    verbose: Annotated[bool, Option("The log with a single --prompt, too: backend, memory, time to start.")] = False
+
+    @property
+    def prints(self) -> bool:
+        """Whether the answer to a single prompt is printed as text while it is made."""
+        return len(self.prompts) == 1 and self.out is None
+
+    def params(self) -> Params:
+        """Parameters of requests that have none of their own."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos", "adapter")
+        return Params(**{name: getattr(self, name) for name in names})
+
+    def profile_options(self) -> dict[str, Any]:
+        """Options of `LLM.start_profile`."""
+        return {
+            "start_step": self.profile_start_step,
+            "steps": self.profile_steps or None,
+            "activities": self.profile_activity,
+            "record_shapes": self.profile_shapes,
+            "with_stack": self.profile_stacks,
+            "by_stage": self.profile_by_stage,
+        }
+
+
+@click.command("generate", context_settings={"show_default": True})
 @click.argument("source", required=False, type=click.File("rb"), metavar="[INPUT.jsonl]")
-@click.option("--prompt", "prompts", multiple=True, help="A prompt, instead of INPUT; may be given again.")
-@click.option("--chat", is_flag=True, help="Each --prompt is what a user says, put into the model's chat template.")
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path),
-    help="Where the answers go, as JSONL; default: stdout.",
-)
-@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
-@click.option("--draft-model", type=click.Path(path_type=Path), help="A small model whose guesses are verified.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
-@click.option("--kv-cache-dtype", default="auto", show_default=True, help="auto, fp8_e4m3")
-@click.option(
-    "--fp8-activations", default="auto", show_default=True, help="auto, on, off: round what meets fp8 weights, too"
-)
-@click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
-@click.option("--numerics", type=click.Choice(["fast", "invariant"]), default="fast", show_default=True)
-@click.option("--tp", default=1, show_default=True, help="GPUs that share one copy of the model (tensor parallelism).")
-@click.option(
-    "--batch-timeout",
-    type=float,
-    default=BATCH_TIMEOUT_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="An engine whose oldest batch does not come back for so long has failed; 0: never. With --tp: --rank-timeout.",
-)
-@click.option("--rank-timeout", type=float, default=TIMEOUT_S, show_default=True, metavar="SECONDS", help="With --tp.")
-@click.option("--mem-fraction", type=float, default=0.9, show_default=True, help="Of a GPU's memory, all together.")
-@click.option("--no-cuda-graphs", is_flag=True, help="Launch the kernels of every decode one by one.")
-@click.option("--cuda-graph-max-batch", type=int, metavar="ROWS", help="Of the largest graph; default: as many as run.")
-@click.option("--max-new-tokens", type=int, default=Params.max_new_tokens, show_default=True)
-@click.option("--temperature", type=float, default=Params.temperature, show_default=True, help="0 is greedy.")
-@click.option("--top-p", type=float, default=Params.top_p, show_default=True)
-@click.option("--top-k", type=int, default=Params.top_k, show_default=True, help="0: all tokens.")
-@click.option("--stop", multiple=True, help="A text at which an answer ends; may be given again.")
-@click.option("--ignore-eos", is_flag=True, help="Go on behind the model's end tokens.")
-@click.option("--seed", type=int, default=0, show_default=True, help="For requests without one of their own.")
-@click.option("--journal", type=click.Path(path_type=Path), metavar="DIR", help="Record all facts and decisions there.")
-@click.option("--lora", multiple=True, metavar="NAME=PATH", help="A LoRA adapter; lines of INPUT may name it.")
-@click.option("--adapter", default="", metavar="NAME", help="The adapter of prompts that name none.")
-@click.option(
-    "--logit-processor",
-    "logit_processors",
-    multiple=True,
-    metavar="NAME",
-    help="Of an installed package; lines of INPUT may then ask for it. May be given again.",
-)
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
-@click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
-@click.option("--profile", type=click.Path(path_type=Path), metavar="DIR", help="Write traces of CPU and GPU there.")
-@click.option(
-    "--profile-start-step", type=int, default=0, show_default=True, help="Launches before the first recorded."
-)
-@click.option("--profile-steps", type=int, default=10, show_default=True, help="Launches recorded; 0: all that follow.")
-@click.option(
-    "--profile-activity", multiple=True, type=click.Choice(["cpu", "gpu"]), help="May be given again; default: all."
-)
-@click.option("--profile-shapes", is_flag=True, help="With the shapes of what operators are given. Slower.")
-@click.option("--profile-stacks", is_flag=True, help="With the Python lines that called them. Much slower.")
-@click.option("--profile-by-stage", is_flag=True, help="Extends and decodes in files of their own.")
-@click.option(
-    "--warm-up/--no-warm-up", default=None, help="Compile kernels before the first request; default: on a GPU."
-)
-@click.option("--debug", is_flag=True, help="Check every plan, and every KV slot before it is read. Slow.")
-@click.option("--show-token-ids", is_flag=True, help="Answers have their token ids as well.")
-@click.option("--quiet", is_flag=True, help="No log, summary and progress bar.")
-@click.option("--verbose", is_flag=True, help="The log with a single --prompt, too: backend, memory, time to start.")
-def generate(
-    source: IO[bytes] | None,
-    prompts: tuple[str, ...],
-    chat: bool,
-    out: Path | None,
-    model: Path | None,
-    device: str,
-    dtype: str,
-    kv_cache_dtype: str,
-    fp8_activations: Any,
-    attention_backend: str,
-    numerics: Numerics,
-    tp: int,
-    batch_timeout: float,
-    rank_timeout: float,
-    mem_fraction: float,
-    no_cuda_graphs: bool,
-    cuda_graph_max_batch: int | None,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
-    seed: int,
-    journal: Path | None,
-    lora: tuple[str, ...],
-    adapter: str,
-    logit_processors: tuple[str, ...],
-    settings: tuple[str, ...],
-    random_weights: int | None,
-    draft_model: Path | None,
-    profile: Path | None,
-    profile_start_step: int,
-    profile_steps: int,
-    profile_activity: tuple[Activity, ...],
-    profile_shapes: bool,
-    profile_stacks: bool,
-    profile_by_stage: bool,
-    warm_up: bool | None,
-    debug: bool,
-    show_token_ids: bool,
-    quiet: bool,
-    verbose: bool,
-) -> int:
+@with_flags(click.option, options_of(GenerateOptions).values(), choice=click.Choice)
+@with_flags(click.option, ENGINE_FLAGS.values(), keep_absent=True)
+def generate(source: IO[bytes] | None, **options: Any) -> int:
     """Answer prompts with a model in this process, from a JSONL file or from --prompt.
 
     With one --prompt and no --out the answer is printed as text, while it is made. Else answers are JSON, one object
     per line, in the order of the input.
     """
-    if (source is None) == (not prompts):
+    given = take(GenerateOptions, options)
+    if (source is None) == (not given.prompts):
         raise click.UsageError("give either INPUT.jsonl (- for stdin) or --prompt")
-    if quiet and verbose:
+    if given.quiet and given.verbose:
         raise click.UsageError("give either --quiet or --verbose")
-    if out is not None:
-        _check_out(out, source)
-    params = Params(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        adapter=adapter,
-    )
-    click.get_current_context().with_resource(_logged(quiet or (len(prompts) == 1 and out is None and not verbose)))
+    if given.out is not None:
+        _check_out(given.out, source)
+    engine = {name: value for name, value in options.items() if value not in (None, ())}
+    click.get_current_context().with_resource(_logged(given.quiet or (given.prints and not given.verbose)))
     try:
-        llm = LLM(
-            model,
-            device=device,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            fp8_activations=fp8_activations,
-            attention_backend=attention_backend,
-            numerics=numerics,
-            tensor_parallel=tp,
-            batch_timeout_s=batch_timeout,
-            rank_timeout_s=rank_timeout,
-            mem_fraction=mem_fraction,
-            cuda_graphs="off" if no_cuda_graphs else "auto",
-            cuda_graph_max_batch=cuda_graph_max_batch,
-            random_weights_seed=random_weights,
-            draft_model=draft_model,
-            seed=seed,
-            journal=journal,
-            adapters=named_folders(lora),
-            logit_processors=logit_processors,
-            warm_up=warm_up,
-            debug=debug,
-            **_sched(settings),
-        )
+        config = EngineConfig(adapters=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
+        llm = LLM(given.model, config, **engine, **_sched(given.settings))
         with llm, ExitStack() as at_end:
-            if profile is not None:
-                llm.start_profile(
-                    profile,
-                    start_step=profile_start_step,
-                    steps=profile_steps or None,
-                    activities=profile_activity,
-                    record_shapes=profile_shapes,
-                    with_stack=profile_stacks,
-                    by_stage=profile_by_stage,
-                )
+            if given.profile is not None:
+                llm.start_profile(given.profile, **given.profile_options())
                 at_end.callback(_end_profile, llm)
-            if len(prompts) == 1 and out is None:
-                return _print(llm, prompts[0], chat, params)
-            lines = _given(prompts, chat) if source is None else source
-            if out is None:
-                return _answer(llm, lines, sys.stdout, params, show_token_ids, quiet)
-            with out.open("w", encoding="utf-8") as file:
-                return _answer(llm, lines, file, params, show_token_ids, quiet)
+            if given.prints:
+                return _print(llm, given.prompts[0], given.chat, given.params())
+            lines = _given(given.prompts, given.chat) if source is None else source
+            if given.out is None:
+                return _answer(llm, lines, sys.stdout, given)
+            with given.out.open("w", encoding="utf-8") as file:
+                return _answer(llm, lines, file, given)
     except (EngineStopped, DeviceLost, JournalError) as error:
         click.echo(f"lockstep generate: {error}", err=True)
         return 1
@@ -319,7 +229,7 @@ def _end_profile(llm: LLM) -> None:
     click.echo(said, err=True)
 
 
-def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], params: Params, show_token_ids: bool, quiet: bool) -> int:
+def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], given: GenerateOptions) -> int:
     """Every line's answer, in order. All are sent first, so that the engine has something to choose from."""
     asked: list[PendingRequest | str] = []
     names: list[dict[str, Any]] = []
@@ -327,23 +237,23 @@ def _answer(llm: LLM, lines: Iterable[bytes], out: IO[str], params: Params, show
         if raw.strip():
             line, error = _read(raw)
             names.append({"line": number} | ({"id": line.id} if line is not None and line.id is not None else {}))
-            asked.append(error if line is None else _ask(llm, line, params))
+            asked.append(error if line is None else _ask(llm, line, given.params()))
     wrong = output_tokens = 0
-    with _progress(len(asked), quiet) as advance:
+    with _progress(len(asked), given.quiet) as advance:
         for one, said in zip(asked, names, strict=True):
             if isinstance(one, str):
                 said["error"] = one
             else:
                 answer = llm.wait(one)
                 output_tokens += sum(len(sample.token_ids) for sample in (answer, *answer.others))
-                said.update(_spoken(answer, show_token_ids))
+                said.update(_spoken(answer, given.show_token_ids))
             wrong += "error" in said
             out.write(json.dumps(said, ensure_ascii=False) + "\n")
             out.flush()
             advance()
     if wrong:
         click.echo(f"lockstep generate: {wrong} of {len(asked)} lines have an `error` in the output", err=True)
-    if not quiet:
+    if not given.quiet:
         click.echo(_summary(llm.stats(), len(asked) - wrong, output_tokens), err=True)
     return 1 if wrong else 0
 

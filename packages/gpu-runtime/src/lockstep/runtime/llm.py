@@ -512,7 +512,7 @@ class LLM:
             raise ConfigError(answered.message)
 
     def close(self) -> None:
-        """End the engine; whoever waits is told."""
+        """End the engine; waiting threads are informed."""
         self.host.stop()
         own = self._thread is threading.current_thread()
         if not own:
@@ -553,9 +553,9 @@ class LLM:
         try:
             self.host.run()
         except LockstepError as error:
-            log.debug("the engine failed: %s", error)  # everybody who waits was told; who comes later will be
+            log.debug("the engine failed: %s", error)  # every waiting thread was informed; later ones will be
         except Exception:
-            log.exception("the engine failed")  # where, is for whoever mends it
+            log.exception("the engine failed")  # where, is for debugging
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """A request, not sent yet. Raises ConfigError if prompt or parameters are none."""

@@ -66,7 +66,7 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def sampling_of(params: Params) -> SamplingParams:
-    """As the engine is told. A whole number is made one with a point, which it is to whoever reads it back."""
+    """As the engine receives it. A whole number is made one with a point, as it is when read back."""
     return SamplingParams(
         temperature=float(params.temperature),
         top_p=float(params.top_p),

@@ -43,6 +43,7 @@ class Option:
     Args:
         help: of the flag, in one line, with the unit where the field's name does not carry it.
         flag: in place of the one that follows from the field's name.
+        short: a flag of one letter beside it.
         metavar: what stands for the value in help.
         default: what the absence of the flag means, in place of the field's default.
         commands: the commands that take the option; empty: every command that takes options of the struct.
@@ -55,6 +56,7 @@ class Option:
     help: str
     _: KW_ONLY
     flag: str = ""
+    short: str = ""
     metavar: str = ""
     default: str = ""
     commands: tuple[str, ...] = ()
@@ -191,7 +193,7 @@ def _defaults(struct: type) -> dict[str, Any]:
 def _kind_of(hint: Any) -> tuple[Any, bool, tuple[str, ...]]:
     """What a value is, whether there are several, and the texts that it may be."""
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = (one for one in get_args(hint) if one is not NoneType)
+        hint = next(one for one in get_args(hint) if one is not NoneType)  # a command line gives the first of several
     if get_origin(hint) is tuple:
         kind, _, choices = _kind_of(get_args(hint)[0])
         return kind, True, choices
@@ -234,9 +236,9 @@ def take(struct: type[Given], given: dict[str, Any]) -> Given:
     return struct(**{name: given.pop(name) for name in options_of(struct)})
 
 
-def _declared(field: OptionField) -> tuple[str, str]:
+def _declared(field: OptionField) -> tuple[str, ...]:
     negated = f"/--no-{field.flag[2:]}" if field.kind is bool and field.option.negatable else ""
-    return field.flag + negated, field.name
+    return *filter(None, [field.option.short]), field.flag + negated, field.name
 
 
 def _arguments(

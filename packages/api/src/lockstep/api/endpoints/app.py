@@ -69,7 +69,7 @@ ROUTES = (
     HttpRoute("GET", "/health_generate", "public", native_api.health_generate),
     HttpRoute("GET", "/ready", "public", native_api.ready),
     HttpRoute("GET", "/ping", "public", native_api.health),
-    HttpRoute("GET", "/version", "user", native_api.about_server),
+    HttpRoute("GET", "/version", "user", native_api.server_version),
     HttpRoute("GET", "/metrics", "user", native_api.metrics),
     HttpRoute("GET", "/v1/models", "user", openai_api.models),
     HttpRoute("GET", "/v1/models/{name:path}", "user", openai_api.model),
@@ -197,7 +197,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
         assert isinstance(error, HTTPException)
         message, path, headers = str(error.detail), str(request.scope["path"])[:60], error.headers or {}
         if error.status_code == 404:
-            message = f"there is no {path} here; docs/serving.md lists what there is"
+            message = f"there is no route {path}; docs/serving.md lists the routes"
             if routes is ROUTES and path in OPERATORS_PATHS:
                 message = f"{path} is an operator's: on --admin-socket, where there is one"
         elif error.status_code == 405:
@@ -212,13 +212,15 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
 
 
 def refuse_undeclared(found: list[BaseRoute], declared: tuple[HttpRoute, ...]) -> None:
-    """Raise RuntimeError for a route outside the tables, whose access is therefore not declared."""
+    """Raise RuntimeError for a route outside the tables, since its access is not declared."""
     known = {(route.method, route.path) for route in declared}
     for one in found:
         methods = (one.methods or set()) - {"HEAD"} if isinstance(one, StarletteRoute) else {"?"}
         for method in methods:
             if (method, getattr(one, "path", "?")) not in known:
-                raise RuntimeError(f"{method} {getattr(one, 'path', one)} is in no table of routes: who may use it?")
+                raise RuntimeError(
+                    f"{method} {getattr(one, 'path', one)} is in no table of routes, so its access is not declared"
+                )
 
 
 def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable[Response]]:
@@ -247,7 +249,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
         except Exception:  # an error of one request, which is answered; other requests go on
             log.exception("%s %s failed, request %s", route.method, route.path, label)
-            response = error_response(ApiError(500, "the server failed; its log says how"), route.errors)
+            response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
 
         def answered(status: int) -> None:
@@ -315,7 +317,9 @@ def _refuse_strangers(server: Server, request: Request) -> None:
         named = value.partition("://")[2] if header == "Origin" else value
         name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
         if not is_loopback(name.lower()) and name.lower() not in server.settings.allowed_hosts:
-            message = f"the header `{header}` is {value[:60]!r}, and without keys only this machine may ask"
+            message = (
+                f"the header `{header}` is {value[:60]!r}, and without keys only requests from this machine are allowed"
+            )
             raise ApiError(403, f"{message}; --allowed-host lets a name in")
 
 

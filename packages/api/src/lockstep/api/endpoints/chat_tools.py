@@ -157,7 +157,7 @@ def tools_of(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
-    """Refuse a tool without a valid name, or whose arguments are not an object. Raises ApiError.
+    """Refuse a tool without a valid name, or with arguments that are not an object. Raises ApiError.
 
     Args:
         place: path of a tool in the client's body, with {} for its number.
@@ -211,21 +211,21 @@ def template_options(
     options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
 ) -> dict[str, Any]:
     """Variables of a chat template besides messages and tools. Raises ApiError for variables that it does not read."""
-    asked: dict[str, tuple[str, Any]] = {}
+    requested: dict[str, tuple[str, Any]] = {}
     if options is not None:
         for name in options.model_extra or {}:
             known = ", ".join(TemplateOptions.model_fields)
             where = f"chat_template_kwargs.{name[:60]}"
-            raise ApiError(400, f"`{where}` is none of those that are taken: {known}", where)
+            raise ApiError(400, f"`{where}` is not supported; supported are {known}", where)
         for name in TemplateOptions.model_fields:
             if (value := getattr(options, name)) is not None:
-                asked[name] = f"chat_template_kwargs.{name}", value
+                requested[name] = f"chat_template_kwargs.{name}", value
     if effort is not None:
-        asked.setdefault(EFFORT, (effort_field, effort))
-    for name, (where, _) in asked.items():
+        requested.setdefault(EFFORT, (effort_field, effort))
+    for name, (where, _) in requested.items():
         if not reads(template or "", name):
             raise ApiError(400, f"`{where}` changes nothing: the model's chat template does not read `{name}`", where)
-    return {name: value for name, (_, value) in asked.items()}
+    return {name: value for name, (_, value) in requested.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- parsed answers
@@ -297,7 +297,7 @@ def reading_of(
     Args:
         separate: whether thoughts are to be split off.
         grammar: grammar of the answer from its first token on: then there are no thoughts.
-        going_on: the answer continues a message, whose thoughts have ended unless they are open.
+        going_on: the answer continues a message; its thoughts have ended unless they are open.
     """
     form = PLAIN
     if tools.obliged:
@@ -325,7 +325,7 @@ def reading_of(
 
 @dataclass(slots=True)
 class Block:
-    """A part of an answer: thoughts, text, or a call, whose text is its arguments.
+    """A part of an answer: thoughts, text, or a call, with its arguments as the text.
 
     Args:
         number: position in the answer.

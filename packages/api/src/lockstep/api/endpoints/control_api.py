@@ -82,9 +82,9 @@ async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
         raise ApiError(400, f"`timeout` is {idle_s:g} s, at most {limits.session_idle_s:g} are allowed", "timeout")
     name, parent = session_name(call.tenant, given), session_name(call.tenant, body.parent) if body.parent else ""
     engine, refused = await _waited(server.bridge.engine_to_open(name, parent))
-    wanted = OpenSession(name, body.capacity_of_str_len, round(idle_s * 1e6), parent, body.parent_tokens)
+    control = OpenSession(name, body.capacity_of_str_len, round(idle_s * 1e6), parent, body.parent_tokens)
     try:
-        _answer([(engine, await _waited(engine.ask(wanted)))])
+        _answer([(engine, await _waited(engine.ask(control)))])
     except ApiError:
         refused()
         raise
@@ -105,17 +105,17 @@ async def close_session(server: Server, call: Call[CloseSessionBody]) -> Respons
 
 async def flush_cache(server: Server, call: Call[None]) -> Response:
     """Empty the radix cache; refused while anything runs."""
-    return await _told(server, call, Flush())
+    return await _control(server, call, Flush())
 
 
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
     """Stop launching; running requests stay in place, give their pages back (retract), or are cancelled (cancel)."""
-    return await _told(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
+    return await _control(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
 
 
 async def resume(server: Server, call: Call[None]) -> Response:
     """Continue after a pause or a drain."""
-    answer = await _told(server, call, Resume())
+    answer = await _control(server, call, Resume())
     for engine in _chosen(server, call):
         server.bridge.drained(engine, draining=False)
     return answer
@@ -123,14 +123,14 @@ async def resume(server: Server, call: Call[None]) -> Response:
 
 async def is_paused(server: Server, call: Call[None]) -> Response:
     """Whether the engine is paused."""
-    paused = [one.stats is not None and one.stats.paused for _, one in await _asked(server, call, GetState())]
+    paused = [one.stats is not None and one.stats.paused for _, one in await _answers_to(server, call, GetState())]
     return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
 async def is_sleeping(server: Server, call: Call[None]) -> Response:
     """Whether the engine's memory, or part of it, is released."""
-    asked = await _asked(server, call, GetState())
-    sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in asked]
+    states = await _answers_to(server, call, GetState())
+    sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in states]
     return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
 
 
@@ -138,25 +138,25 @@ async def drain(server: Server, call: Call[None]) -> Response:
     """Take no more requests; answered once all accepted requests have ended."""
     for engine in _chosen(server, call):
         server.bridge.drained(engine, draining=True)
-    return await _told(server, call, Drain())
+    return await _control(server, call, Drain())
 
 
 async def abort_all(server: Server, call: Call[None]) -> Response:
     """Cancel all requests."""
-    return await _told(server, call, CancelAll())
+    return await _control(server, call, CancelAll())
 
 
 async def server_info(server: Server, call: Call[None]) -> Response:
     """Settings, and the state of the engine."""
-    answered = await _asked(server, call, GetState())
-    said = {
+    answered = await _answers_to(server, call, GetState())
+    result = {
         "version": version_of("lockstep-api"),
         "settings": msgspec.to_builtins(server.settings),
-        "scheduler": server.about().settings,
+        "scheduler": server.info().settings,
         "weight_version": weight_version(server),
     }
     states = [{"engine": engine.number, "state": msgspec.to_builtins(one.stats)} for engine, one in answered]
-    return JsonResponse(said | ({"engines": states} if len(states) > 1 else {"state": states[0]["state"]}))
+    return JsonResponse(result | ({"engines": states} if len(states) > 1 else {"state": states[0]["state"]}))
 
 
 def weight_version(server: Server) -> str:
@@ -167,18 +167,18 @@ def weight_version(server: Server) -> str:
 async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
     """Change settings of the scheduler, one after another, up to the first that is refused."""
     for name, value in call.body.server_args.items():
-        await _told(server, call, SetState(name, value))
+        await _control(server, call, SetState(name, value))
     return JsonResponse({"updated": True, "server_args": call.body.server_args})
 
 
 async def slow_down(server: Server, call: Call[SlowDownBody]) -> Response:
     """Leave at least this many seconds between two launches, for tests; null or 0 ends it."""
-    return await _told(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
+    return await _control(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
 
 
 async def freeze_gc(server: Server, call: Call[None]) -> Response:
     """Exclude the engine's current objects from garbage collection."""
-    return await _told(server, call, FreezeGc())
+    return await _control(server, call, FreezeGc())
 
 
 async def start_profile(server: Server, call: Call[ProfileBody]) -> Response:
@@ -214,7 +214,7 @@ async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
     if not body.load_inplace and all(body.lora_name in one.adapters for one in chosen):
         message = f"`lora_name` {body.lora_name[:60]!r} is loaded already; `load_inplace` loads a newer version of it"
         raise ApiError(400, message, "lora_name")
-    if server.about().kind != "emulated" and not Path(body.lora_path).is_absolute():
+    if server.info().kind != "emulated" and not Path(body.lora_path).is_absolute():
         raise ApiError(400, f"`lora_path` must begin with /, got {body.lora_path[:200]!r}", "lora_path")
 
     def load(engine: Bridge) -> Awaitable[Answered]:
@@ -232,15 +232,15 @@ async def unload_adapter(server: Server, call: Call[UnloadLoraBody]) -> Response
 
 
 def _loaded(server: Server, answered: list[tuple[Bridge, Answered]]) -> Response:
-    said = _answer(answered)
-    told = msgspec.json.decode(bytes(said.body))
-    return JsonResponse(told | {"loaded_adapters": server.bridge.adapters})
+    response = _answer(answered)
+    fields = msgspec.json.decode(bytes(response.body))
+    return JsonResponse(fields | {"loaded_adapters": server.bridge.adapters})
 
 
 async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBody]) -> Response:
     """Load the weights of another folder of the same model into the running engine."""
     path = call.body.model_path
-    if server.about().kind == "emulated":  # an emulated engine reads nothing
+    if server.info().kind == "emulated":  # an emulated engine reads nothing
         return await _update(server, call, Folder(path))
     if not Path(path).is_absolute():
         raise ApiError(400, f"`model_path` must begin with /, got {path[:200]!r}", "model_path")
@@ -289,14 +289,14 @@ async def leave_group(server: Server, call: Call[LeaveGroupBody]) -> Response:
 
 
 def _needs_weights(server: Server) -> None:
-    if server.about().kind == "emulated":
+    if server.info().kind == "emulated":
         raise ApiError(501, "an emulated engine has no weights")
 
 
 async def _update(server: Server, call: Call[Any], source: Source) -> Response:
     """Update the selected engines to one version; requests that run meanwhile are handled by each engine separately."""
     body: WeightsBody = call.body
-    states = [(engine, one.stats) for engine, one in await _asked(server, call, GetState())]
+    states = [(engine, one.stats) for engine, one in await _answers_to(server, call, GetState())]
     newest = max(0 if stats is None else stats.weights_version for _, stats in states)
     version = newest + 1 if body.weight_version is None else int(body.weight_version)
     paused = {engine.number for engine, stats in states if stats is not None and stats.paused}
@@ -322,12 +322,12 @@ async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> 
 
 async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:
     """Release the memory of weights and KV cache, or of what `tags` names, once nothing runs. Requests then wait."""
-    return await _told(server, call, ReleaseMemory(_tags(call)))
+    return await _control(server, call, ReleaseMemory(_tags(call)))
 
 
 async def resume_memory(server: Server, call: Call[MemoryBody]) -> Response:
     """Allocate released memory again; requests continue."""
-    return await _told(server, call, ResumeMemory(_tags(call)))
+    return await _control(server, call, ResumeMemory(_tags(call)))
 
 
 def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
@@ -335,11 +335,11 @@ def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
     level = call.request.query_params.get("level", "1")
     if level != "1":
         raise ApiError(400, f"`level` must be 1, which keeps the weights in other memory, got {level[:20]!r}", "level")
-    asked = tuple(call.body.tags or call.request.query_params.getlist("tags")) or MEMORY_TAGS
-    for tag in asked:
+    requested = tuple(call.body.tags or call.request.query_params.getlist("tags")) or MEMORY_TAGS
+    for tag in requested:
         if tag not in MEMORY_TAGS:
             raise ApiError(400, f"`tags` has {tag[:60]!r}; known are {', '.join(MEMORY_TAGS)}", "tags")
-    return asked
+    return requested
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
@@ -347,7 +347,7 @@ def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
 
 def _needs(server: Server, ability: str, otherwise: str) -> None:
     """Raise ApiError if this engine was started without an ability."""
-    if ability not in server.about().able:
+    if ability not in server.info().able:
         raise ApiError(501, f"this engine was started without: {otherwise}")
 
 
@@ -361,12 +361,12 @@ def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
     return [engines[int(named)]]
 
 
-async def _told(server: Server, call: Call[Any], control: Control) -> Response:
+async def _control(server: Server, call: Call[Any], control: Control) -> Response:
     """Send a control request to the selected engines. Raises ApiError if one refuses it."""
-    return _answer(await _asked(server, call, control))
+    return _answer(await _answers_to(server, call, control))
 
 
-async def _asked(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
+async def _answers_to(server: Server, call: Call[Any], control: Control) -> list[tuple[Bridge, Answered]]:
     return await _of_each(server, call, lambda engine: engine.ask(control))
 
 
@@ -400,12 +400,12 @@ async def _waited(answer: Awaitable[Awaited]) -> Awaited:
 
 def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
     """The answers of several engines as one. Raises ApiError if one refused; the others have done as requested."""
-    said = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
-    shown = [(engine, ok, message) for engine, ok, message in said if not ok] or said
+    answers = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
+    shown = [(engine, ok, message) for engine, ok, message in answers if not ok] or answers
     messages = [message for _, _, message in shown]
-    if len(said) > 1 and (len(set(messages)) > 1 or len(shown) < len(said)):
+    if len(answers) > 1 and (len(set(messages)) > 1 or len(shown) < len(answers)):
         messages = [f"engine {engine.number}: {message}" for engine, _, message in shown]
     message = "; ".join(dict.fromkeys(messages))
-    if not all(ok for _, ok, _ in said):
+    if not all(ok for _, ok, _ in answers):
         raise ApiError(400, message)
     return JsonResponse({"success": True, "message": message})

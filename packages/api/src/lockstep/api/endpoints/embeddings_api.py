@@ -22,11 +22,11 @@ NOTHING = Sampling()
 
 async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
     """Vectors for texts."""
-    body, about = call.body, server.about()
+    body, info = call.body, server.info()
     name = server.model(body.model)
-    if not about.vector_size:
+    if not info.vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, and so no embeddings", "model")
-    check_dimensions(body.dimensions, about)
+    check_dimensions(body.dimensions, info)
     given = prompts_of(body.input, "input")
     check_answers(len(given), 1, server.limits, "input")
     prompts = [await prompt_of(server, one, "input", special=body.add_special_tokens) for one in given]
@@ -57,7 +57,7 @@ async def pooled(
         field: the client's name of the prompts, for errors.
     Raises: ApiError for the first that fails, ClientLeft.
     """
-    wanted = GenerationRequest(
+    parameters = GenerationRequest(
         sampling=NOTHING,
         max_tokens=0,
         kind=kind,
@@ -65,7 +65,7 @@ async def pooled(
         tenant=call.tenant,
         priority=call.body.priority,
     )
-    generation = server.generate(call, wanted, prompts)
+    generation = server.generate(call, parameters, prompts)
     try:
         await unless_left(call.request, generation.whole())
     finally:
@@ -82,16 +82,16 @@ async def pooled(
     return found, generation.usage().prompt_tokens
 
 
-def check_dimensions(asked: int | None, about: EngineInfo) -> None:
+def check_dimensions(requested: int | None, info: EngineInfo) -> None:
     """Refuse a size other than that of the model's vectors, unless the model was trained for it. Raises ApiError."""
-    if asked in (None, about.vector_size):
+    if requested in (None, info.vector_size):
         return
-    if about.matryoshka is None:
-        message = f"`dimensions` is {asked}, but this model's vectors have {about.vector_size} and cannot be cut"
+    if info.matryoshka is None:
+        message = f"`dimensions` is {requested}, but this model's vectors have {info.vector_size} and cannot be cut"
         raise ApiError(400, f"{message}: its config.json names no `matryoshka_dimensions`", "dimensions")
-    if asked not in about.matryoshka if about.matryoshka else asked > about.vector_size:
-        sizes = ", ".join(map(str, about.matryoshka)) or f"1 to {about.vector_size}"
-        raise ApiError(400, f"`dimensions` is {asked}, but this model's vectors can have {sizes}", "dimensions")
+    if requested not in info.matryoshka if info.matryoshka else requested > info.vector_size:
+        sizes = ", ".join(map(str, info.matryoshka)) or f"1 to {info.vector_size}"
+        raise ApiError(400, f"`dimensions` is {requested}, but this model's vectors can have {sizes}", "dimensions")
 
 
 def shortened(vector: Float32s, dimensions: int | None) -> Float32s:

@@ -93,7 +93,7 @@ FAILED = {
 SENTENCES = {
     "timeout": "the request ran out of time",
     "error": "the model failed",
-    "invalid": "the model's logits were no numbers, or nothing was allowed to be said",
+    "invalid": "the model's logits were not finite, or no token was allowed",
     "out_of_kv": "the request does not fit into the engine's memory",
     "transfer": "a transfer between engines failed",
 }

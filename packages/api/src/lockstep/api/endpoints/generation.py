@@ -35,7 +35,7 @@ AT_ONCE_CHARACTERS = 4096
 """Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
 
 REFUSED_WITHIN_S = 0.5
-"""The engine refuses within a step; a stream whose first token takes longer than this begins without it."""
+"""The engine refuses within a step; a stream begins without its first token if that takes longer."""
 
 COMPILED_WITHIN_S = 5.0
 """The same limit for a stream with a grammar, which is refused only after the grammar was compiled."""
@@ -100,7 +100,7 @@ def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]
     return given
 
 
-def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
+def check_sampling(sampling: Sampling, info: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
     """Refuse parameters beyond the limits, before anything is made of them. Raises ApiError."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     _at_most(stop_field, "texts", len(stops), limits.stops_max)
@@ -108,35 +108,35 @@ def check_sampling(sampling: Sampling, about: EngineInfo, limits: Limits, *, sto
     _at_most("stop_token_ids", "ids", len(sampling.stop_token_ids or ()), STOP_TOKENS_MAX)
     _at_most("logit_bias", "entries", len(sampling.logit_bias or ()), limits.logit_bias_max)
     for token in sampling.stop_token_ids or ():
-        if token >= about.vocabulary:
-            message = f"`stop_token_ids` holds {token}, but the model has {about.vocabulary} tokens"
+        if token >= info.vocabulary:
+            message = f"`stop_token_ids` holds {token}, but the model has {info.vocabulary} tokens"
             raise ApiError(400, message, "stop_token_ids")
     for name in sampling.logit_bias or ():
-        if not (name.isascii() and name.isdigit() and int(name[:12]) < about.vocabulary):
-            message = f"`logit_bias` holds {name[:20]!r}, which is no token id (0 to {about.vocabulary - 1})"
+        if not (name.isascii() and name.isdigit() and int(name[:12]) < info.vocabulary):
+            message = f"`logit_bias` holds {name[:20]!r}, which is no token id (0 to {info.vocabulary - 1})"
             raise ApiError(400, message, "logit_bias")
 
-    _check_draws(sampling, about, limits)
+    _check_draws(sampling, info, limits)
 
 
-def _check_draws(sampling: Sampling, about: EngineInfo, limits: Limits) -> None:
+def _check_draws(sampling: Sampling, info: EngineInfo, limits: Limits) -> None:
     """Check the fields that restrict or bias the tokens to draw. Raises ApiError."""
-    allowed, asked = sampling.allowed_token_ids, sampling.logit_processors
-    for name, value in (("allowed_token_ids", allowed), ("logit_processors", asked)):
-        if value and not about.logprobs:
+    allowed, requested = sampling.allowed_token_ids, sampling.logit_processors
+    for name, value in (("allowed_token_ids", allowed), ("logit_processors", requested)):
+        if value and not info.logprobs:
             raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
     if allowed is not None:
         if not allowed:
-            message = "`allowed_token_ids` is empty, so that nothing could be said; leave it out to allow every token"
+            message = "`allowed_token_ids` is empty, so no token is allowed; leave it out to allow every token"
             raise ApiError(400, message, "allowed_token_ids")
         _at_most("allowed_token_ids", "ids", len(allowed), limits.allowed_tokens_max)
-        if max(allowed) >= about.vocabulary:
-            message = f"`allowed_token_ids` holds {max(allowed)}, but the model has {about.vocabulary} tokens"
+        if max(allowed) >= info.vocabulary:
+            message = f"`allowed_token_ids` holds {max(allowed)}, but the model has {info.vocabulary} tokens"
             raise ApiError(400, message, "allowed_token_ids")
-    _at_most("logit_processors", "names", len(asked or ()), limits.processors_max)
-    for name in asked or ():
-        if name not in about.logit_processors:
-            enabled = ", ".join(about.logit_processors) or "none"
+    _at_most("logit_processors", "names", len(requested or ()), limits.processors_max)
+    for name in requested or ():
+        if name not in info.logit_processors:
+            enabled = ", ".join(info.logit_processors) or "none"
             message = f"`logit_processors` names {name[:60]!r}, which is not enabled here; enabled: {enabled}"
             raise ApiError(400, message, "logit_processors")
 
@@ -162,65 +162,67 @@ def check_answers(
         raise ApiError(400, message, samples_field)
 
 
-def check_logprobs(tops: int, name: str, about: EngineInfo, limits: Limits) -> None:
+def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
     """Refuse logprobs that the engine does not support, or too many. Raises ApiError."""
-    if not about.logprobs:
+    if not info.logprobs:
         raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
     if tops > limits.logprobs_max:
         raise ApiError(400, f"`{name}` is {tops}, at most {limits.logprobs_max} are allowed", name)
 
 
-def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> RequestArrived:
+def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) -> RequestArrived:
     """The engine's request for one prompt. Raises ApiError for a request that can never run."""
-    ids, length, prompt_field = prompt.ids, len(prompt.ids), wanted.prompt_field
-    if wanted.kind == "generate" and not about.generates:
-        raise ApiError(400, "this model gives vectors, by /v1/embeddings, and has no head that says tokens", "model")
+    ids, length, prompt_field = prompt.ids, len(prompt.ids), parameters.prompt_field
+    if parameters.kind == "generate" and not info.generates:
+        raise ApiError(
+            400, "this model serves vectors, by /v1/embeddings, and has no head that generates tokens", "model"
+        )
     if not length:
         raise ApiError(400, f"`{prompt_field}` is empty; it must have at least one token", prompt_field)
-    if max(ids) >= about.vocabulary:
-        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {about.vocabulary} tokens"
+    if max(ids) >= info.vocabulary:
+        message = f"`{prompt_field}` holds token {max(ids)}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, prompt_field)
-    most = wanted.max_tokens
-    room = about.request_tokens_max - length
-    if length > about.prompt_tokens_max or (most is not None and most > room):
-        asked = f" and {most} in the answer ({wanted.max_tokens_field})" if most else ""
+    most = parameters.max_tokens
+    room = info.request_tokens_max - length
+    if length > info.prompt_tokens_max or (most is not None and most > room):
+        requested = f" and {most} in the answer ({parameters.max_tokens_field})" if most else ""
         raise ApiError(
             400,
-            f"This model's maximum context length is {about.request_tokens_max} tokens. However, you requested "
-            f"{length} tokens in the prompt{asked}. Please reduce the length of either.",
-            prompt_field if length > about.prompt_tokens_max else wanted.max_tokens_field,
+            f"This model's maximum context length is {info.request_tokens_max} tokens. However, you requested "
+            f"{length} tokens in the prompt{requested}. Please reduce the length of either.",
+            prompt_field if length > info.prompt_tokens_max else parameters.max_tokens_field,
         )
     max_tokens = room if most is None else most
-    if wanted.min_tokens > max_tokens:
-        message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {wanted.min_tokens}"
+    if parameters.min_tokens > max_tokens:
+        message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {parameters.min_tokens}"
         raise ApiError(400, message, "min_tokens")
-    if not max_tokens and wanted.samples > 1:
-        message = f"`n` is {wanted.samples}, but {wanted.max_tokens_field} 0 leaves one answer, which is empty"
+    if not max_tokens and parameters.samples > 1:
+        message = f"`n` is {parameters.samples}, but {parameters.max_tokens_field} 0 leaves one answer, which is empty"
         raise ApiError(400, message, "n")
-    if wanted.grammar is not None:
-        _check_grammar(wanted, about, max_tokens)
-    sampling = wanted.sampling
-    logprob_start = wanted.prompt_logprobs_from
-    if logprob_start is None and wanted.tops is not None:
+    if parameters.grammar is not None:
+        _check_grammar(parameters, info, max_tokens)
+    sampling = parameters.sampling
+    logprob_start = parameters.prompt_logprobs_from
+    if logprob_start is None and parameters.tops is not None:
         logprob_start = length
     return RequestArrived(
         0,
         request_id=-1,
         prompt=TokenIds(np.array(ids, "<i4").tobytes()),
         max_new_tokens=max_tokens,
-        min_new_tokens=wanted.min_tokens,
+        min_new_tokens=parameters.min_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids or ()),
         ignore_eos=bool(sampling.ignore_eos),
-        stream=wanted.stream,
-        label=wanted.label,
-        tenant=wanted.tenant,
-        priority=wanted.priority,
-        kind=wanted.kind,
-        session=wanted.session,
-        session_start=wanted.session_start,
-        namespace=sha256(wanted.salt.encode()).hexdigest() if wanted.salt else "",
-        grammar=wanted.grammar,
-        adapter=wanted.adapter,
+        stream=parameters.stream,
+        label=parameters.label,
+        tenant=parameters.tenant,
+        priority=parameters.priority,
+        kind=parameters.kind,
+        session=parameters.session,
+        session_start=parameters.session_start,
+        namespace=sha256(parameters.salt.encode()).hexdigest() if parameters.salt else "",
+        grammar=parameters.grammar,
+        adapter=parameters.adapter,
         sampling=SamplingParams(
             temperature=1.0 if sampling.temperature is None else sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
@@ -229,26 +231,26 @@ def request_of(prompt: Prompt, wanted: GenerationRequest, about: EngineInfo) -> 
             frequency_penalty=sampling.frequency_penalty or 0.0,
             presence_penalty=sampling.presence_penalty or 0.0,
             repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
-            seed=fresh_seed() if wanted.seed is None else wanted.seed,
+            seed=fresh_seed() if parameters.seed is None else parameters.seed,
             logit_bias=tuple(sorted((int(name), bias) for name, bias in (sampling.logit_bias or {}).items())),
-            top_logprobs=wanted.tops or 0,
+            top_logprobs=parameters.tops or 0,
             allowed_token_ids=tuple(sorted(set(sampling.allowed_token_ids or ()))),
             logit_processors=_processors(sampling),
-            prompt_top_logprobs=wanted.prompt_tops,
+            prompt_top_logprobs=parameters.prompt_tops,
         ),
-        stop_texts=wanted.stops,
-        parallel_samples=wanted.samples,
+        stop_texts=parameters.stops,
+        parallel_samples=parameters.samples,
         logprob_start=logprob_start,
     )
 
 
-def _check_grammar(wanted: GenerationRequest, about: EngineInfo, max_tokens: int) -> None:
+def _check_grammar(parameters: GenerationRequest, info: EngineInfo, max_tokens: int) -> None:
     """Refuse structured output that the engine does not support. Raises ApiError."""
-    name = wanted.grammar_field
-    if not about.grammars:
-        raise ApiError(400, f"`{name}` asks for structured output: {about.no_grammars}", name)
+    name = parameters.grammar_field
+    if not info.grammars:
+        raise ApiError(400, f"`{name}` asks for structured output: {info.no_grammars}", name)
     if not max_tokens:
-        raise ApiError(400, f"`{name}` is of the answer, and {wanted.max_tokens_field} 0 leaves none", name)
+        raise ApiError(400, f"`{name}` is of the answer, and {parameters.max_tokens_field} 0 leaves none", name)
 
 
 def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
@@ -307,15 +309,15 @@ class Usage:
 
     def as_json(self) -> dict[str, object]:
         """The counts as OpenAI's JSON object."""
-        said: dict[str, object] = {
+        result: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
         if self.thought_tokens is not None:
-            said["completion_tokens_details"] = {"reasoning_tokens": self.thought_tokens}
-        return said
+            result["completion_tokens_details"] = {"reasoning_tokens": self.thought_tokens}
+        return result
 
 
 @dataclass
@@ -331,7 +333,7 @@ class Generation:
 
     bridge: Engines
     metrics: Metrics
-    wanted: GenerationRequest
+    parameters: GenerationRequest
     came_s: float
     start_by_s: float | None = None
     finish_by_s: float | None = None
@@ -356,11 +358,11 @@ class Generation:
             admit: called last with the numbers of prompt tokens and answers; raises or returns `over`.
         Raises: ApiError, with nothing running.
         """
-        if self.bridge.about is None:
+        if self.bridge.info is None:
             raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
         self._prompts = list(prompts)
-        requests = [request_of(prompt, self.wanted, self.bridge.about) for prompt in self._prompts]
-        if self.wanted.stops and text is None:
+        requests = [request_of(prompt, self.parameters, self.bridge.info) for prompt in self._prompts]
+        if self.parameters.stops and text is None:
             raise ApiError(400, "`stop` needs a tokenizer, and this model came without", "stop")
         coming = sum(request.parallel_samples for request in requests)
         if self.bridge.open_answers + coming > limits.requests_max:
@@ -382,8 +384,8 @@ class Generation:
                     answer = AnswerText(
                         text,
                         prompt.ids,
-                        self.wanted.stops,
-                        include_stop=bool(self.wanted.sampling.include_stop_str_in_output),
+                        self.parameters.stops,
+                        include_stop=bool(self.parameters.sampling.include_stop_str_in_output),
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )
@@ -400,7 +402,7 @@ class Generation:
         Raises: ApiError if the request was refused.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REFUSED_WITHIN_S if self.wanted.grammar is None else COMPILED_WITHIN_S):
+            async with asyncio.timeout(REFUSED_WITHIN_S if self.parameters.grammar is None else COMPILED_WITHIN_S):
                 await self._changed.wait()
         for choice in self.choices:
             ended = choice.reply.ended
@@ -450,7 +452,7 @@ class Generation:
     def usage(self) -> Usage:
         """Token counts so far. A prompt counts once, however many samples it has."""
         firsts = [ticket.replies[0].ended for ticket in self._tickets]
-        in_session = [ended.prompt_tokens for ended in firsts if self.wanted.session and ended is not None]
+        in_session = [ended.prompt_tokens for ended in firsts if self.parameters.session and ended is not None]
         return Usage(
             sum(in_session) or sum(len(prompt.ids) for prompt in self._prompts),
             sum(len(choice.reply.tokens) for choice in self.choices),
@@ -460,9 +462,9 @@ class Generation:
     def _failure(self, ended: SampleEnded) -> ApiError | None:
         """The error of an answer that ended; a grammar is named by the field that the client used."""
         error, mark = failure(ended), "`grammar` "
-        if error is None or self.wanted.grammar is None or not error.message.startswith(mark):
+        if error is None or self.parameters.grammar is None or not error.message.startswith(mark):
             return error
-        name = self.wanted.grammar_field
+        name = self.parameters.grammar_field
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def weights(self) -> dict[str, Any]:
@@ -494,11 +496,11 @@ def weights_of(ended: SampleEnded) -> dict[str, Any]:
     """The weights version at the end of an answer and, if it began with another, the tokens drawn by each version."""
     if not ended.weights:
         return {}
-    said: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
+    result: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
     if len(ended.weights) > 1:
         spans = [{"first_token": first, "weight_version": str(version)} for first, version in ended.weights]
-        said["weight_versions"] = spans
-    return said
+        result["weight_versions"] = spans
+    return result
 
 
 def finish_reason(ended: SampleEnded) -> str:

@@ -63,7 +63,7 @@ async def read_body(
         async with asyncio.timeout(seconds):
             raw = await _read(request, bytes_max)
     except TimeoutError:
-        raise ApiError(408, f"the body took longer than the {seconds:g} s that are given to it") from None
+        raise ApiError(408, f"the body took longer than its limit of {seconds:g} s") from None
     try:
         given = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -80,8 +80,8 @@ async def read_body(
 
 async def _read(request: Request, bytes_max: int) -> bytes:
     too_large = ApiError(413, f"the body is larger than the {bytes_max} bytes that are taken")
-    said = request.headers.get("content-length", "")
-    if said.isdigit() and int(said[:20]) > bytes_max:
+    given = request.headers.get("content-length", "")
+    if given.isdigit() and int(given[:20]) > bytes_max:
         raise too_large
     parts, size = [], 0
     try:
@@ -108,12 +108,12 @@ def _bad_body(error: ValidationError) -> ApiError:
         short = isinstance(given, int | float | None) or (isinstance(given, str) and len(given) <= 60) or not given
         written = repr(given) if short else ""
         got = f", got {written}" if where and 0 < len(written) <= 60 and problem["type"] != "missing" else ""
-        said = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
-        problems.append(f"`{where}`: {said}{got}" if where else said)
+        message = OBJECT_EXPECTED.sub("a JSON object", problem["msg"].removeprefix("Value error, "))
+        problems.append(f"`{where}`: {message}{got}" if where else message)
     return ApiError(400, "; ".join(dict.fromkeys(problems)), param)
 
 
-def _says_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
     """Whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
     if value is None or value in harmless:
         return True
@@ -126,7 +126,7 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
         known = type(body).REFUSED.get(name)
         where = f"{inside}{name[:60]}"
         if known is not None:
-            if not _says_nothing(value, known):
+            if not _is_harmless(value, known):
                 why = WHY.get(name, "is not supported by this server; leave it out")
                 raise ApiError(400, f"`{where}` {why}", where)
         elif strict:
@@ -225,7 +225,7 @@ class EventStream(Response):
         """Whether the client has read nothing for too long."""
         if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
             return False
-        log.warning("a client took nothing for %g s and is given up", self._slow_s)
+        log.warning("a client read nothing for %g s and is disconnected", self._slow_s)
         return True
 
     async def _send(self, send: Send) -> None:

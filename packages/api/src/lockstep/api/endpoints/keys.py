@@ -161,12 +161,12 @@ def _read(path: Path) -> list[Key]:
             value = getattr(one, name)
             if value is not None and not 0 < value < 1e15:
                 raise ConfigError(f"`api_keys`: `{name}` of key {number} of {path} must be above 0, got `{value}`")
-    said: dict[str, Allowance] = {}
+    limits: dict[str, Allowance] = {}
     for number, one in enumerate(file.keys, 1):
-        if one.allowance != UNLIMITED and said.setdefault(one.tenant, one.allowance) != one.allowance:
+        if one.allowance != UNLIMITED and limits.setdefault(one.tenant, one.allowance) != one.allowance:
             raise ConfigError(
-                f"`api_keys`: key {number} of {path} gives its tenant other limits than a key before\n"
-                "hint: they hold for the tenant; say them once"
+                f"`api_keys`: key {number} of {path} gives its tenant other limits than an earlier key\n"
+                "hint: limits hold for the tenant; set them once"
             )
     return file.keys
 

@@ -38,10 +38,10 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
     body = call.body
     name = server.model(body.model)
     sampling = Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k, stop=body.stop_sequences)
-    check_sampling(sampling, server.about(), server.limits, stop_field="stop_sequences")
+    check_sampling(sampling, server.info(), server.limits, stop_field="stop_sequences")
     tools = _tools(body)
     prompt = await _prompt(server, body, tools)
-    wanted = GenerationRequest(
+    parameters = GenerationRequest(
         sampling=sampling,
         max_tokens=body.max_tokens,
         prompt_field="messages",
@@ -50,16 +50,16 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
         tenant=call.tenant,
         **tools.grammar(server.limits),
     )
-    generation = server.generate(call, wanted, [prompt])
+    generation = server.generate(call, parameters, [prompt])
     reading = reading_of(
         server.formats,
         tools,
         prompt.text,
         going_on=body.messages[-1].role == "assistant",
-        grammar=wanted.grammar,
+        grammar=parameters.grammar,
         id_prefix="toolu_",
     )
-    shape = MessageShape(name, wanted.label, reading)
+    shape = MessageShape(name, parameters.label, reading)
     if body.stream:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
@@ -92,30 +92,30 @@ def _tools(body: CountBody) -> Tools:
     choice = body.tool_choice
     if choice is None:
         return chosen(given, None)
-    words = {"auto": "auto", "none": "none", "any": "required"}
+    choices = {"auto": "auto", "none": "none", "any": "required"}
     named = {"type": "function", "name": choice.name}
-    return chosen(given, words.get(choice.type, named), parallel=not choice.disable_parallel_tool_use)
+    return chosen(given, choices.get(choice.type, named), parallel=not choice.disable_parallel_tool_use)
 
 
 async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
     """The conversation in tokens; if the last message is the assistant's, the answer continues it."""
-    told = []
+    converted = []
     if body.system:
-        told.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
+        converted.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
     for i, one in enumerate(body.messages):
-        told += _told(one, f"messages.{i}.content")
-    go_on = told[-1].role == "assistant"
-    if go_on and told[-1].tool_calls:
-        raise ApiError(400, "`messages` end with a call of a tool; send what came of it", "messages")
+        converted += _converted(one, f"messages.{i}.content")
+    go_on = converted[-1].role == "assistant"
+    if go_on and converted[-1].tool_calls:
+        raise ApiError(400, "`messages` end with a tool call; send its result", "messages")
     options = _template_options(server, body)
-    return await conversation(server, told, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options)
+    return await conversation(server, converted, tools.shown, generation_prompt=not go_on, go_on=go_on, options=options)
 
 
-def _told(message: MessageItem, where: str) -> list[ChatMessage]:
+def _converted(message: MessageItem, where: str) -> list[ChatMessage]:
     """A message in the form of chat completions; tool results become messages of their own. Raises ApiError."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
-    told: list[ChatMessage] = []
+    converted: list[ChatMessage] = []
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
@@ -136,17 +136,19 @@ def _told(message: MessageItem, where: str) -> list[ChatMessage]:
                 calls.append({"id": _field(part, "id", at, str), "type": "function", "function": function})
             case "tool_result":
                 if texts:
-                    told.append(ChatMessage(role=message.role, content="\n".join(texts)))
+                    converted.append(ChatMessage(role=message.role, content="\n".join(texts)))
                     texts = []
                 inside = text_parts(part.get("content") or "", f"{at}.content", ("text",))
                 of = _field(part, "tool_use_id", at, str)
-                told.append(ChatMessage(role="tool", tool_call_id=of, content=inside))
+                converted.append(ChatMessage(role="tool", tool_call_id=of, content=inside))
     more: dict[str, Any] = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     if calls:
         more["tool_calls"] = calls
-    if texts or more or not told:
-        told.append(ChatMessage(role=message.role, content="\n".join(texts) if texts or not more else None, **more))
-    return told
+    if texts or more or not converted:
+        converted.append(
+            ChatMessage(role=message.role, content="\n".join(texts) if texts or not more else None, **more)
+        )
+    return converted
 
 
 def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:
@@ -162,11 +164,11 @@ def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
     if body.thinking is None:
         return {}
     template = (None if server.text is None else server.text.chat_template) or ""
-    wanted = body.thinking.type != "disabled"
-    options: dict[str, Any] = {name: wanted for name in ("enable_thinking", "thinking") if reads(template, name)}
-    if wanted and not options and server.formats.thoughts is None:
-        raise ApiError(400, "`thinking` is asked for, and nothing says that this model thinks", "thinking")
-    if wanted and body.thinking.budget_tokens and reads(template, "thinking_budget"):
+    thinks = body.thinking.type != "disabled"
+    options: dict[str, Any] = {name: thinks for name in ("enable_thinking", "thinking") if reads(template, name)}
+    if thinks and not options and server.formats.thoughts is None:
+        raise ApiError(400, "`thinking` is enabled, but this model is not known to think", "thinking")
+    if thinks and body.thinking.budget_tokens and reads(template, "thinking_budget"):
         options["thinking_budget"] = body.thinking.budget_tokens
     return options
 
@@ -176,8 +178,8 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
     yield named_event({"type": "message_start", "message": shape.message(generation.usage())})
     blocks = Blocks(shape.reading, first=shape.reading.form is None)
     for step in blocks.begin():
-        for told in shape.told(*step):
-            yield named_event(told)
+        for one in shape.events(*step):
+            yield named_event(one)
     yield named_event({"type": "ping"})
     async for new in generation.pieces():
         for piece in new:
@@ -185,8 +187,8 @@ async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator
                 yield named_event(error.anthropic())
                 return
             for step in blocks.take(piece.text, over=piece.ended is not None):
-                for told in shape.told(*step):
-                    yield named_event(told)
+                for one in shape.events(*step):
+                    yield named_event(one)
             if piece.ended is None:
                 continue
             stopped, usage = shape.stopped(piece.choice), shape.usage(generation.usage())
@@ -228,7 +230,7 @@ class MessageShape:
             return {"type": "thinking", "thinking": text, "signature": ""}
         return {"type": "text", "text": text}
 
-    def told(self, step: Literal["open", "more", "close"], block: Block, text: str) -> list[dict[str, Any]]:
+    def events(self, step: Literal["open", "more", "close"], block: Block, text: str) -> list[dict[str, Any]]:
         """The events of one step of a stream."""
         at = {"index": block.number}
         if step == "open":

@@ -34,7 +34,7 @@ from lockstep.api.endpoints.http import DONE, JsonResponse, event, unless_left
 from lockstep.api.endpoints.openai_api import chat_prompt, prompt_logprobs, prompt_top_logprobs, streamed
 from lockstep.api.endpoints.schemas import AbortBody, AnyBody, DetokenizeBody, GenerateBody, Sampling, TokenizeBody
 from lockstep.api.endpoints.server import Call, Server
-from lockstep.api.endpoints.structured_output import grammar_asked
+from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.core.contract.events import RequestKind
@@ -50,15 +50,15 @@ OF_A_CONVERSATION = ("tools", "chat_template_kwargs", "reasoning_effort", "conti
 
 async def generate(server: Server, call: Call[GenerateBody]) -> Response:
     """Continue prompts, text or token ids."""
-    body, about, limits = call.body, server.about(), server.limits
+    body, info, limits = call.body, server.info(), server.limits
     params = body.sampling_params
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give either `text` or `input_ids`", "text")
     given, several = _prompts(body)
     check_answers(len(given), params.n, limits)
-    check_sampling(params, about, limits)
+    check_sampling(params, info, limits)
     if body.return_logprob:
-        check_logprobs(body.top_logprobs_num, "return_logprob", about, limits)
+        check_logprobs(body.top_logprobs_num, "return_logprob", info, limits)
     elif body.top_logprobs_num or body.logprob_start_len is not None:
         name = "top_logprobs_num" if body.top_logprobs_num else "logprob_start_len"
         raise ApiError(400, f"`{name}` needs `return_logprob` to be true", name)
@@ -71,8 +71,8 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
     if start is not None and start >= 0 and (shortest := min(len(one.ids) for one in prompts)) < start:
         raise ApiError(400, f"`logprob_start_len` is {start}, but a prompt has {shortest} tokens", "logprob_start_len")
     seed = params.sampling_seed if params.sampling_seed is not None else params.seed
-    asked = grammar_asked(vars(params), limits, inside="sampling_params.")
-    wanted = GenerationRequest(
+    requested = requested_grammar(vars(params), limits, inside="sampling_params.")
+    parameters = GenerationRequest(
         sampling=params,
         max_tokens=params.max_new_tokens,
         max_tokens_field="max_new_tokens",
@@ -88,10 +88,10 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         label=body.rid or secrets.token_hex(16),
         tenant=call.tenant,
         priority=body.priority,
-        grammar=None if asked is None else asked.grammar,
-        grammar_field="" if asked is None else asked.field,
+        grammar=None if requested is None else requested.grammar,
+        grammar_field="" if requested is None else requested.field,
     )
-    generation = server.generate(call, wanted, prompts)
+    generation = server.generate(call, parameters, prompts)
     several = several or params.n > 1
     if body.stream:
         return await streamed(server, call, generation, _stream(generation, body, several))
@@ -99,12 +99,12 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
         texts = await unless_left(call.request, generation.whole())
     finally:
         generation.cancel()
-    said = [_said(generation, body, choice, text) for choice, text in texts]
-    return JsonResponse(said if several else said[0])
+    result = [_answer(generation, body, choice, text) for choice, text in texts]
+    return JsonResponse(result if several else result[0])
 
 
 def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
-    """The session whose next turn this is, if any, and the number of its tokens that stay. Raises ApiError."""
+    """The session that the request continues, if any, and the number of its tokens that stay. Raises ApiError."""
     params = body.session_params
     if params is None:
         return "", None
@@ -112,7 +112,7 @@ def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
     if body.sampling_params.n > 1 or (several and len(_prompts(body)[0]) > 1):
         raise ApiError(400, "`session_params`: a turn of a session has one prompt and one answer", "session_params")
     if body.logprob_start_len not in (None, -1):
-        message = "`logprob_start_len` counts from the front of the session, whose tokens are not sent; leave it out"
+        message = "`logprob_start_len` counts from the front of the session, and its tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
@@ -139,44 +139,44 @@ async def _stream(generation: Generation, body: GenerateBody, several: bool) -> 
                 yield event(error.body())
                 yield DONE
                 return
-            said = _said(generation, body, piece.choice, texts[index])
-            yield event(said | {"index": index} if several else said)
+            result = _answer(generation, body, piece.choice, texts[index])
+            yield event(result | {"index": index} if several else result)
     yield DONE
 
 
-def _said(generation: Generation, body: GenerateBody, choice: Choice, text: str) -> dict[str, Any]:
+def _answer(generation: Generation, body: GenerateBody, choice: Choice, text: str) -> dict[str, Any]:
     """An answer as far as it came."""
     reply, ended = choice.reply, choice.reply.ended
-    about: dict[str, Any] = {
-        "id": generation.wanted.label,
+    meta: dict[str, Any] = {
+        "id": generation.parameters.label,
         "prompt_tokens": len(choice.prompt.ids) if ended is None or ended.rejected else ended.prompt_tokens,
         "completion_tokens": choice.taken,
         "cached_tokens": ended.cached_tokens if ended is not None else 0,
         "finish_reason": None,
     }
     if ended is not None:
-        about["finish_reason"] = _finish(choice)
-        about["e2e_latency"] = time.monotonic() - generation.came_s
-        about |= weights_of(ended)
+        meta["finish_reason"] = _finish(choice)
+        meta["e2e_latency"] = time.monotonic() - generation.came_s
+        meta |= weights_of(ended)
     if body.return_logprob:
         tokens = reply.tokens[: choice.taken]
-        about["output_token_logprobs"] = [
+        meta["output_token_logprobs"] = [
             [value, token, None] for value, token in zip(reply.logprobs, tokens, strict=False)
         ]
         if body.top_logprobs_num:
             most = body.top_logprobs_num
-            about["output_top_logprobs"] = [
+            meta["output_top_logprobs"] = [
                 [[value, token, None] for token, value in tops[:most]] for tops in reply.tops[: choice.taken]
             ]
-        if ended is not None and generation.wanted.prompt_logprobs_from is not None:
+        if ended is not None and generation.parameters.prompt_logprobs_from is not None:
             pairs = zip(prompt_logprobs(choice), choice.prompt.ids, strict=True)
-            front = generation.wanted.prompt_logprobs_from
-            about["input_token_logprobs"] = [[value, token, None] for value, token in pairs][front:]
+            front = generation.parameters.prompt_logprobs_from
+            meta["input_token_logprobs"] = [[value, token, None] for value, token in pairs][front:]
             if body.top_logprobs_num:
-                about["input_top_logprobs"] = [
+                meta["input_top_logprobs"] = [
                     [[value, token, None] for token, value in tops] or None for tops in prompt_top_logprobs(choice)
                 ][front:]
-    return {"text": text, "output_ids": reply.tokens[: choice.taken], "meta_info": about}
+    return {"text": text, "output_ids": reply.tokens[: choice.taken], "meta_info": meta}
 
 
 def _finish(choice: Choice) -> dict[str, Any]:
@@ -221,18 +221,18 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
             message = "`add_special_tokens` is of a `prompt`; those of a conversation are its template's"
             raise ApiError(400, message, "add_special_tokens")
         ids = (await chat_prompt(server, body, tools_of(body.tools or (), None, parallel=None))).ids
-    said = {"tokens": ids, "count": len(ids), "max_model_len": server.about().request_tokens_max}
+    result = {"tokens": ids, "count": len(ids), "max_model_len": server.info().request_tokens_max}
     if body.return_token_strs:
-        said["token_strs"] = [server.names.of(token)[0] for token in ids]
-    return JsonResponse(said)
+        result["token_strs"] = [server.names.of(token)[0] for token in ids]
+    return JsonResponse(result)
 
 
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
     """The text of tokens, without special ones. Served under the names of two other servers."""
     server.model(call.body.model)
-    about, tokens = server.about(), call.body.tokens
-    if max(tokens, default=0) >= about.vocabulary:
-        raise ApiError(400, f"`tokens` holds {max(tokens)}, but the model has {about.vocabulary} tokens", "tokens")
+    info, tokens = server.info(), call.body.tokens
+    if max(tokens, default=0) >= info.vocabulary:
+        raise ApiError(400, f"`tokens` holds {max(tokens)}, but the model has {info.vocabulary} tokens", "tokens")
     text = server.needs_text("detokenisation").decode(tokens)
     return JsonResponse({"prompt": text, "text": text})
 
@@ -242,13 +242,13 @@ async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
 
 async def health(server: Server, call: Call[None]) -> Response:
     """200 while the engine exists and makes progress; sends nothing to the engine, so the answer is immediate."""
-    well = not (server.bridge.gone or server.bridge.about is None or server.bridge.stalled(server.settings.stalled_s))
+    well = not (server.bridge.gone or server.bridge.info is None or server.bridge.stalled(server.settings.stalled_s))
     return Response(status_code=200 if well else 503)
 
 
 async def ready(server: Server, call: Call[None]) -> Response:
     """200 while requests are taken."""
-    able = server.bridge.about is not None and not (server.bridge.gone or server.draining)
+    able = server.bridge.info is not None and not (server.bridge.gone or server.draining)
     able = able and any(_takes(one) for one in server.bridge.engines)
     return Response(status_code=200 if able else 503)
 
@@ -261,10 +261,10 @@ def _takes(engine: Bridge) -> bool:
 async def health_generate(server: Server, call: Call[None]) -> Response:
     """200 when each engine generated a token. A busy engine is judged by its answers, without a probe.
 
-    Concurrent calls share one probe, whose result is valid for a second.
+    Concurrent calls share one probe; its result is valid for a second.
     """
     bridge = server.bridge
-    if bridge.gone or bridge.about is None or all(one.tickets or one.gone for one in bridge.engines):
+    if bridge.gone or bridge.info is None or all(one.tickets or one.gone for one in bridge.engines):
         return await health(server, call)
     if server.probe is None or (server.probe.done() and time.monotonic() - server.probed_s > PROBE_HOLDS_S):
         server.probe = asyncio.ensure_future(_probe(server))
@@ -273,20 +273,20 @@ async def health_generate(server: Server, call: Call[None]) -> Response:
 
 async def _probe(server: Server) -> bool:
     """Whether every idle engine generates a token."""
-    asked = [one for one in server.bridge.engines if not (one.tickets or one.gone)]
+    idle = [one for one in server.bridge.engines if not (one.tickets or one.gone)]
     try:
-        return all(await asyncio.gather(*(_probe_one(server, one) for one in asked)))
+        return all(await asyncio.gather(*(_probe_one(server, one) for one in idle)))
     finally:
         server.probed_s = time.monotonic()
 
 
 async def _probe_one(server: Server, engine: Bridge) -> bool:
-    about = server.about()
-    kind: RequestKind = "generate" if about.generates else "embed"
-    wanted = GenerationRequest(
-        sampling=Sampling(ignore_eos=True), max_tokens=int(about.generates), kind=kind, label="health"
+    info = server.info()
+    kind: RequestKind = "generate" if info.generates else "embed"
+    parameters = GenerationRequest(
+        sampling=Sampling(ignore_eos=True), max_tokens=int(info.generates), kind=kind, label="health"
     )
-    generation = Generation(engine, server.metrics, wanted, time.monotonic())
+    generation = Generation(engine, server.metrics, parameters, time.monotonic())
     try:
         generation.start([Prompt([0])], None, server.limits)
         async with asyncio.timeout(PROBE_S):
@@ -300,30 +300,30 @@ async def _probe_one(server: Server, engine: Bridge) -> bool:
 
 async def load(server: Server, call: Call[None]) -> Response:
     """The load of the engines as last reported; sends nothing to them."""
-    said = _load(server.bridge)
+    result = _load(server.bridge)
     if len(server.bridge.engines) > 1:
         loads = [_load(one) for one in server.bridge.engines]
-        said |= {name: sum(one.get(name, 0) for one in loads) for name in ("num_reqs", "num_waiting_reqs")}
+        result |= {name: sum(one.get(name, 0) for one in loads) for name in ("num_reqs", "num_waiting_reqs")}
         rows = zip(server.bridge.engines, loads, strict=True)
         return JsonResponse(
-            {**said, "engines": [{"engine": one.number, "state": _state(one), **load} for one, load in rows]}
+            {**result, "engines": [{"engine": one.number, "state": _state(one), **load} for one, load in rows]}
         )
-    return JsonResponse(said)
+    return JsonResponse(result)
 
 
 def _load(bridge: Engines) -> dict[str, int]:
-    said = {"server_load": bridge.open_answers, "waiting_prompt_tokens": bridge.waiting_tokens}
-    said["waiting_answers"] = bridge.waiting_answers
+    result = {"server_load": bridge.open_answers, "waiting_prompt_tokens": bridge.waiting_tokens}
+    result["waiting_answers"] = bridge.waiting_answers
     if isinstance(bridge, Bridge) and (gauges := bridge.gauges) is not None:
-        said |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
-    return said
+        result |= {"num_reqs": gauges.running + gauges.waiting, "num_waiting_reqs": gauges.waiting}
+    return result
 
 
 def _state(engine: Bridge) -> str:
     """The state of an engine in the router's terms."""
     if engine.gone:
         return "down"
-    if engine.restarting or engine.about is None:
+    if engine.restarting or engine.info is None:
         return "recovering"
     return "up" if _takes(engine) else "draining"
 
@@ -331,7 +331,7 @@ def _state(engine: Bridge) -> str:
 async def usage(server: Server, call: Call[None]) -> Response:
     """Usage and limits of this key's tenant."""
     if server.usage is None or server.keys is None:
-        raise ApiError(404, "this server has no keys, so nobody's tokens are counted apart; see /metrics")
+        raise ApiError(404, "this server has no keys, so tokens are not counted by tenant; see /metrics")
     allowance = server.keys.allowance(call.tenant)
     used = server.usage.read(call.tenant, allowance)
     return JsonResponse(
@@ -354,29 +354,29 @@ async def not_here(server: Server, call: Call[AnyBody]) -> Response:
 async def metrics(server: Server, call: Call[None]) -> Response:
     """Figures for Prometheus."""
     engines = server.bridge.engines
-    up = [_state(one) == "up" for one in engines] if server.bridge.about is not None else []
+    up = [_state(one) == "up" for one in engines] if server.bridge.info is not None else []
     text = server.metrics.exposition(*(one.gauges for one in engines), up=up)
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
-async def about_server(server: Server, call: Call[None]) -> Response:
+async def server_version(server: Server, call: Call[None]) -> Response:
     """The version of the server."""
     return JsonResponse({"version": version("lockstep-api")})
 
 
 async def model_info(server: Server, call: Call[None]) -> Response:
     """The served model."""
-    about = server.about()
+    info = server.info()
     return JsonResponse(
         {
-            "model_path": about.model,
+            "model_path": info.model,
             "served_model_name": server.models()[0],
             "is_generation": True,
-            "max_model_len": about.request_tokens_max,
-            "vocab_size": about.vocabulary,
-            "eos_token_ids": about.eos_token_ids,
-            "engine": about.kind,
-            "device": about.device,
+            "max_model_len": info.request_tokens_max,
+            "vocab_size": info.vocabulary,
+            "eos_token_ids": info.eos_token_ids,
+            "engine": info.kind,
+            "device": info.device,
             "weight_version": weight_version(server),
         }
     )

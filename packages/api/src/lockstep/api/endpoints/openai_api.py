@@ -41,7 +41,7 @@ from lockstep.api.endpoints.generation import (
 from lockstep.api.endpoints.http import DONE, EventStream, JsonResponse, event, unless_left
 from lockstep.api.endpoints.schemas import ChatBody, ChatMessage, CompletionBody, OpenAI, TokenizeBody
 from lockstep.api.endpoints.server import Call, Server
-from lockstep.api.endpoints.structured_output import grammar_asked
+from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.wire import EngineInfo
 from lockstep.api.settings import Limits
 from lockstep.api.text.chat_formats.driver import (
@@ -61,7 +61,7 @@ Shaped = TypeVar("Shaped")
 SHAPED_AT_ONCE_CHARACTERS = 16384
 """Whole answers up to this length are parsed in the event loop, in some milliseconds."""
 
-ASKS_FOR_NONE = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
+NEEDS_NONE_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
 """Matches a chat template that recognises a call by its empty content; other templates would write `None`, or fail."""
 
 AT_ONCE_MESSAGES = 64
@@ -91,9 +91,9 @@ def _model(server: Server, name: str) -> dict[str, Any]:
         "object": "model",
         "created": server.started_s,
         "owned_by": "lockstep",
-        "root": Path(server.bridge.adapters[adapter]).name if adapter else server.about().model,
+        "root": Path(server.bridge.adapters[adapter]).name if adapter else server.info().model,
         "parent": server.models()[0] if adapter else None,
-        "max_model_len": server.about().request_tokens_max,
+        "max_model_len": server.info().request_tokens_max,
     }
 
 
@@ -102,24 +102,24 @@ def _model(server: Server, name: str) -> dict[str, Any]:
 
 async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     """Continue prompts."""
-    body, about, limits = call.body, server.about(), server.limits
+    body, info, limits = call.body, server.info(), server.limits
     name = server.model(body.model)
     samples = body.n or 1
     drawn = samples if body.best_of is None else body.best_of
     given = prompts_of(body.prompt, "prompt")
     check_answers(len(given), drawn, limits, samples_field="n" if drawn == samples else "best_of")
-    check_best_of(body, samples, about)
-    check_sampling(body, about, limits)
+    check_best_of(body, samples, info)
+    check_sampling(body, info, limits)
     if body.logprobs is not None:
-        check_logprobs(body.logprobs, "logprobs", about, limits)
+        check_logprobs(body.logprobs, "logprobs", info, limits)
     if body.echo and body.logprobs is not None and body.stream:
         raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
-    check_prompt_logprobs(body, about, limits)
+    check_prompt_logprobs(body, info, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
         raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
     judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
-    wanted = _wanted(
+    parameters = _parameters(
         server,
         body,
         call.tenant,
@@ -131,12 +131,12 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
         prompt_tops=max(body.prompt_logprobs or 0, (body.logprobs or 0) if body.echo else 0),
     )
     prompts = [await _prompt(server, one, special=body.add_special_tokens, echo=bool(body.echo)) for one in given]
-    generation = server.generate(call, wanted, prompts)
-    shape = CompletionShape(server, body, name, wanted.label, best=(samples, drawn))
+    generation = server.generate(call, parameters, prompts)
+    shape = CompletionShape(server, body, name, parameters.label, best=(samples, drawn))
     return await _answer(server, call, generation, shape)
 
 
-def check_best_of(body: CompletionBody, samples: int, about: EngineInfo) -> None:
+def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
     """Refuse `best_of` below `n`, and `best_of` that is not supported. Raises ApiError."""
     if body.best_of is None or body.best_of == samples:
         return
@@ -144,7 +144,7 @@ def check_best_of(body: CompletionBody, samples: int, about: EngineInfo) -> None
         raise ApiError(400, f"`best_of` is {body.best_of}, but must be at least `n`, which is {samples}", "best_of")
     if body.stream:
         raise ApiError(400, "`best_of` is known at the end, so not in a `stream`", "best_of")
-    if not about.logprobs:
+    if not info.logprobs:
         raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to choose by", "best_of")
 
 
@@ -160,20 +160,20 @@ async def _prompt(server: Server, given: str | list[int], *, special: bool, echo
 
 async def chat(server: Server, call: Call[ChatBody]) -> Response:
     """Answer a conversation."""
-    body, about, limits = call.body, server.about(), server.limits
+    body, info, limits = call.body, server.info(), server.limits
     name = server.model(body.model)
     samples = body.n or 1
     check_answers(1, samples, limits)
-    check_sampling(body, about, limits)
+    check_sampling(body, info, limits)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs` to be true", "top_logprobs")
     if body.logprobs:
-        check_logprobs(body.top_logprobs or 0, "top_logprobs" if body.top_logprobs else "logprobs", about, limits)
-    check_prompt_logprobs(body, about, limits)
+        check_logprobs(body.top_logprobs or 0, "top_logprobs" if body.top_logprobs else "logprobs", info, limits)
+    check_prompt_logprobs(body, info, limits)
     tools = tools_of(body.tools or (), body.tool_choice, parallel=body.parallel_tool_calls)
     prompt = await chat_prompt(server, body, tools)
     completion = body.max_completion_tokens
-    wanted = _wanted(
+    parameters = _parameters(
         server,
         body,
         call.tenant,
@@ -186,18 +186,18 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
         prompt_tops=body.prompt_logprobs or 0,
         **tools.grammar(limits),
     )
-    if wanted.max_tokens == 0:
-        raise ApiError(400, f"`{wanted.max_tokens_field}` must be at least 1, got 0", wanted.max_tokens_field)
+    if parameters.max_tokens == 0:
+        raise ApiError(400, f"`{parameters.max_tokens_field}` must be at least 1, got 0", parameters.max_tokens_field)
     reading = reading_of(
         server.formats,
         tools,
         prompt.text,
         separate=body.separate_reasoning is not False,
         going_on=body.continue_final_message,
-        grammar=wanted.grammar,
+        grammar=parameters.grammar,
     )
-    generation = server.generate(call, wanted, [prompt])
-    return await _answer(server, call, generation, ChatShape(server, body, name, wanted.label, reading))
+    generation = server.generate(call, parameters, [prompt])
+    return await _answer(server, call, generation, ChatShape(server, body, name, parameters.label, reading))
 
 
 async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tools) -> Prompt:
@@ -238,20 +238,20 @@ async def conversation(
         message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
-    none = ASKS_FOR_NONE.search(text.chat_template or "") is not None
+    none = NEEDS_NONE_CONTENT.search(text.chat_template or "") is not None
     messages = [_message(one, i, field, None if none else "") for i, one in enumerate(given)]
     characters = sum(len(str(one.get("content") or "")) for one in messages)
     server.check_length(f"`{field}`", characters)
-    told: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
-    told |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
+    variables: dict[str, Any] = {**(options or {}), "tools": tools, "add_generation_prompt": generation_prompt}
+    variables |= {"seconds": server.limits.template_s, "characters_max": server.characters_max()}
     if characters <= AT_ONCE_CHARACTERS and len(messages) + len(tools or ()) <= AT_ONCE_MESSAGES:
-        return _written(text, messages, told, go_on)
-    return await asyncio.to_thread(_written, text, messages, told, go_on)
+        return _written(text, messages, variables, go_on)
+    return await asyncio.to_thread(_written, text, messages, variables, go_on)
 
 
-def _written(text: Texts, messages: list[dict[str, Any]], told: dict[str, Any], go_on: bool) -> Prompt:
+def _written(text: Texts, messages: list[dict[str, Any]], variables: dict[str, Any], go_on: bool) -> Prompt:
     try:
-        written = text.chat(messages, **told)
+        written = text.chat(messages, **variables)
     except ConfigError as error:
         raise ApiError(400, str(error).partition("\nhint: ")[0], "messages") from error
     if go_on:
@@ -270,11 +270,11 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
     Args:
         nothing: content of a message that has calls, or thoughts, and no content.
     """
-    said: dict[str, Any] = message.model_dump(exclude_unset=True)
+    result: dict[str, Any] = message.model_dump(exclude_unset=True)
     if message.content is None:
-        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in said):
+        if message.role != "assistant" or not (message.tool_calls or "reasoning_content" in result):
             raise ApiError(400, f"`{field}.{index}.content` is missing", f"{field}.{index}.content")
-        said["content"] = nothing
+        result["content"] = nothing
     if isinstance(message.content, list):
         parts = []
         for i, part in enumerate(message.content):
@@ -282,7 +282,7 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
                 where = f"messages.{index}.content.{i}.type"
                 raise ApiError(400, f"`{where}` must be text, got {str(part.get('type'))[:40]!r}", where)
             parts.append(part["text"])
-        said["content"] = "\n".join(parts)
+        result["content"] = "\n".join(parts)
     calls = []
     for call in message.tool_calls or ():
         function = call.get("function")
@@ -294,18 +294,18 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
                 raise ApiError(400, f"`{where}` has arguments that are no JSON", where) from None
         calls.append(call)
     if calls:
-        said["tool_calls"] = calls
-    return said
+        result["tool_calls"] = calls
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------------- shared
 
 
-def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> None:
+def check_prompt_logprobs(body: OpenAI, info: EngineInfo, limits: Limits) -> None:
     """Refuse `prompt_logprobs` that are not supported, or too many. Raises ApiError."""
     if body.prompt_logprobs is None:
         return
-    check_logprobs(body.prompt_logprobs, "prompt_logprobs", about, limits)
+    check_logprobs(body.prompt_logprobs, "prompt_logprobs", info, limits)
     if body.stream:
         raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
 
@@ -313,17 +313,17 @@ def check_prompt_logprobs(body: OpenAI, about: EngineInfo, limits: Limits) -> No
 def label_of(body: OpenAI, kind: str) -> str:
     """The id of an answer, chosen by the client or fresh. Raises ApiError."""
     if body.rid and body.request_id:
-        raise ApiError(400, "`rid` and `request_id` both say what the request is called; give one of them", "rid")
+        raise ApiError(400, "`rid` and `request_id` both set the id of the request; give one of them", "rid")
     return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
 
 
-def _wanted(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
-    asked = grammar_asked(vars(body), server.limits)
-    if asked is not None and "grammar" in more:
-        message = f"`{asked.field}` and `{more['grammar_field']}` both say what the answer must be; give one of them"
-        raise ApiError(400, message, asked.field)
-    if asked is not None:
-        more |= {"grammar": asked.grammar, "grammar_field": asked.field}
+def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: Any) -> GenerationRequest:
+    requested = requested_grammar(vars(body), server.limits)
+    if requested is not None and "grammar" in more:
+        message = f"`{requested.field}` and `{more['grammar_field']}` both constrain the answer; give one of them"
+        raise ApiError(400, message, requested.field)
+    if requested is not None:
+        more |= {"grammar": requested.grammar, "grammar_field": requested.field}
     return GenerationRequest(
         sampling=body,
         min_tokens=body.min_tokens or 0,
@@ -393,15 +393,15 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
                 yield event(error.body())
                 yield DONE
                 return
-            for said in shape.deltas(piece):
-                yield chunk([said])
+            for result in shape.deltas(piece):
+                yield chunk([result])
     if include_usage:
         yield event({**shape.chunk([]), "usage": shape.usage(generation)})
     yield DONE
 
 
 def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
-    """Of each `drawn` answers to one prompt, the `kept` whose tokens have the highest mean logprob."""
+    """Of each `drawn` answers to one prompt, the `kept` with the highest mean logprob of their tokens."""
     if kept == drawn:
         return texts
 
@@ -437,9 +437,9 @@ class CompletionShape:
         """The event of a piece that is only text, from a template that is encoded once per choice."""
         around = self._plain.get(piece.choice.index)
         if around is None:
-            said = self.delta(replace(piece, text=MARK))
-            assert said is not None
-            before, _, behind = chunk([said]).partition(msgspec.json.encode(MARK))
+            result = self.delta(replace(piece, text=MARK))
+            assert result is not None
+            before, _, behind = chunk([result]).partition(msgspec.json.encode(MARK))
             around = self._plain[piece.choice.index] = before, behind
         return around[0] + msgspec.json.encode(piece.text) + around[1]
 
@@ -463,8 +463,8 @@ class CompletionShape:
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         """A piece of an answer in a stream, as one or more chunks."""
-        said = self.delta(piece)
-        return [] if said is None else [said]
+        result = self.delta(piece)
+        return [] if result is None else [result]
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A chunk of a stream."""
@@ -479,38 +479,38 @@ class CompletionShape:
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """One whole answer."""
         echoed = choice.prompt.text or "" if self.body.echo else ""
-        said = self._end(choice) | {"index": choice.index, "text": echoed + text}
+        result = self._end(choice) | {"index": choice.index, "text": echoed + text}
         tokens = choice.reply.tokens
-        said["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
+        result["logprobs"] = self.logprobs(choice, 0, len(tokens), echo=self.body.echo)
         if self.body.return_token_ids:
-            said |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
+            result |= {"token_ids": tokens, "prompt_token_ids": choice.prompt.ids}
         if self.body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = self.likeliest_of_prompt(choice)
-        return said
+            result["prompt_logprobs"] = self.likeliest_of_prompt(choice)
+        return result
 
     def likeliest_of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
         """For each prompt token its logprob and those of the likeliest tokens at its position, by id, as in vLLM.
 
         `rank` is 1 for the likeliest, and null for a token that is not among the requested ones.
         """
-        said: list[dict[str, Any] | None] = []
+        result: list[dict[str, Any] | None] = []
         for token, value, tops in zip(
             choice.prompt.ids, prompt_logprobs(choice), prompt_top_logprobs(choice), strict=True
         ):
             if value is None:
-                said.append(None)
+                result.append(None)
                 continue
             found: dict[int, tuple[float, int | None]]
-            asked = tops[: self.body.prompt_logprobs]
-            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(asked, 1)}
+            requested = tops[: self.body.prompt_logprobs]
+            found = {one: (logprob, rank) for rank, (one, logprob) in enumerate(requested, 1)}
             found.setdefault(token, (value, None))
-            said.append(
+            result.append(
                 {
                     str(one): {"logprob": logprob, "rank": rank, "decoded_token": self.names.of(one)[0]}
                     for one, (logprob, rank) in found.items()
                 }
             )
-        return said
+        return result
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The first event of a stream for one answer; None for no event."""
@@ -522,9 +522,9 @@ class CompletionShape:
         """A piece of an answer in a stream; None for a piece without visible content."""
         if not self._shows(piece):
             return None
-        said = self._piece(piece) | {"text": piece.text}
-        said["logprobs"] = self.logprobs(piece.choice, piece.first, piece.stop, echo=False)
-        return said
+        result = self._piece(piece) | {"text": piece.text}
+        result["logprobs"] = self.logprobs(piece.choice, piece.first, piece.stop, echo=False)
+        return result
 
     def logprobs(self, choice: Choice, first: int, stop: int, *, echo: bool) -> dict[str, Any] | None:
         """Logprobs of output tokens [first:stop), with `echo` preceded by those of the prompt."""
@@ -561,13 +561,15 @@ class CompletionShape:
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs is not None)
 
     def _piece(self, piece: ChoiceDelta) -> dict[str, Any]:
-        said: dict[str, Any]
-        said = {"index": piece.choice.index, "finish_reason": None} if piece.ended is None else self._end(piece.choice)
+        result: dict[str, Any]
+        result = (
+            {"index": piece.choice.index, "finish_reason": None} if piece.ended is None else self._end(piece.choice)
+        )
         if self.body.return_token_ids:
-            said["token_ids"] = tokens_of(piece)
+            result["token_ids"] = tokens_of(piece)
             if not piece.first:
-                said["prompt_token_ids"] = piece.choice.prompt.ids
-        return said
+                result["prompt_token_ids"] = piece.choice.prompt.ids
+        return result
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         assert choice.reply.ended is not None
@@ -604,42 +606,42 @@ class ChatShape(CompletionShape):
 
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
         """The answer as one object. The logprobs of the prompt stand beside the choices, which share it."""
-        said = super().whole(generation, texts)
+        result = super().whole(generation, texts)
         if self.body.prompt_logprobs is not None:
-            said["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
-        return said
+            result["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
+        return result
 
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
         """One whole answer."""
-        said: dict[str, Any] = {"message": self._message(choice, text)}
-        said |= self._end(choice)
-        said["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
+        result: dict[str, Any] = {"message": self._message(choice, text)}
+        result |= self._end(choice)
+        result["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
         if self.body.return_token_ids:
-            said |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
-        return said
+            result |= {"token_ids": choice.reply.tokens, "prompt_token_ids": choice.prompt.ids}
+        return result
 
     def _message(self, choice: Choice, text: str) -> dict[str, Any]:
         answer = self._reading.whole(choice.index, text)
         instead = answer.calls or answer.thought
-        said: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if instead else "")}
+        result: dict[str, Any] = {"role": "assistant", "content": answer.content or (None if instead else "")}
         if self._reading.thinks:
-            said["reasoning_content"] = answer.thought if answer.thought and self._tells_thoughts else None
+            result["reasoning_content"] = answer.thought if answer.thought and self._shows_thoughts else None
         if answer.calls:
-            said["tool_calls"] = [
+            result["tool_calls"] = [
                 {"id": one.call_id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
                 for one in answer.calls
             ]
-        return said
+        return result
 
     @property
-    def _tells_thoughts(self) -> bool:
+    def _shows_thoughts(self) -> bool:
         return self.body.include_reasoning is not False
 
     def _end(self, choice: Choice) -> dict[str, Any]:
-        said = super()._end(choice)
-        if said["finish_reason"] == "stop" and self._reading.called(choice.index):
-            said["finish_reason"] = "tool_calls"
-        return said
+        result = super()._end(choice)
+        if result["finish_reason"] == "stop" and self._reading.called(choice.index):
+            result["finish_reason"] = "tool_calls"
+        return result
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
         """A piece of an answer in a stream as chunks: one per parsed event; the last chunk has the finish reason."""
@@ -648,7 +650,7 @@ class ChatShape(CompletionShape):
         index = piece.choice.index
         parser = self._reading.parser(index)
         events = parser.feed(piece.text) + (parser.finish() if piece.ended is not None else [])
-        deltas = [said for one in events for said in self._meant(index, one)]
+        deltas = [result for one in events for result in self._meant(index, one)]
         if piece.ended is not None:
             deltas += [*self._kept_thoughts(index), {}]
         if not deltas and (self.body.return_token_ids or self.body.logprobs):
@@ -660,26 +662,26 @@ class ChatShape(CompletionShape):
             chunks[-1]["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
         return chunks
 
-    def _meant(self, index: int, said: Event) -> list[dict[str, Any]]:
+    def _meant(self, index: int, parsed: Event) -> list[dict[str, Any]]:
         """A parsed event as deltas."""
-        match said:
+        match parsed:
             case Thought():
-                if not self._tells_thoughts:
+                if not self._shows_thoughts:
                     return []
                 if self.body.stream_reasoning is False:
-                    self._thoughts.setdefault(index, []).append(said.text)
+                    self._thoughts.setdefault(index, []).append(parsed.text)
                     return []
-                return [{"reasoning_content": said.text}]
+                return [{"reasoning_content": parsed.text}]
             case ContentDelta():
-                return [*self._kept_thoughts(index), {"content": said.text}]
+                return [*self._kept_thoughts(index), {"content": parsed.text}]
             case CallBegan():
-                function = {"name": said.name, "arguments": ""}
-                began = {"index": said.index, "id": said.call_id, "type": "function", "function": function}
+                function = {"name": parsed.name, "arguments": ""}
+                began = {"index": parsed.index, "id": parsed.call_id, "type": "function", "function": function}
                 return [*self._kept_thoughts(index), {"tool_calls": [began]}]
             case CallArguments():
-                return [{"tool_calls": [{"index": said.index, "function": {"arguments": said.text}}]}]
+                return [{"tool_calls": [{"index": parsed.index, "function": {"arguments": parsed.text}}]}]
             case CallBroken():
-                return [{"content": said.rest}] if said.rest else []
+                return [{"content": parsed.rest}] if parsed.rest else []
             case CallEnded():
                 return []
 
@@ -696,9 +698,9 @@ class ChatShape(CompletionShape):
         """A piece of an answer in a stream; None for a piece without visible content."""
         if not (self._shows(piece) or self.body.logprobs):
             return None
-        said = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
-        said["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
-        return said
+        result = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
+        result["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
+        return result
 
     def _shows(self, piece: ChoiceDelta) -> bool:
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)

@@ -52,7 +52,7 @@ from lockstep.api.endpoints.openai_api import conversation, shaped, streamed
 from lockstep.api.endpoints.schemas import ChatMessage, InputItem, ResponseBody
 from lockstep.api.endpoints.server import Call, Server
 from lockstep.api.endpoints.stored_responses import StoredResponse, StoredResponses
-from lockstep.api.endpoints.structured_output import grammar_asked
+from lockstep.api.endpoints.structured_output import requested_grammar
 from lockstep.api.processes.bridge import EngineUnavailable
 
 log = logging.getLogger("lockstep.worker")
@@ -73,19 +73,19 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
     """Answer an input."""
     body = call.body
     name = server.model(body.model)
-    check_sampling(body, server.about(), server.limits)
-    asked = None if body.text is None else grammar_asked(vars(body.text), server.limits, inside="text.")
+    check_sampling(body, server.info(), server.limits)
+    requested = None if body.text is None else requested_grammar(vars(body.text), server.limits, inside="text.")
     tools = _tools(body)
     obliged = tools.grammar(server.limits)
-    if asked is not None:
+    if requested is not None:
         if obliged:
-            message = f"`{asked.field}` and `tool_choice` both say what the answer must be; give one of them"
-            raise ApiError(400, message, asked.field)
-        obliged = {"grammar": asked.grammar, "grammar_field": asked.field}
+            message = f"`{requested.field}` and `tool_choice` both constrain the answer; give one of them"
+            raise ApiError(400, message, requested.field)
+        obliged = {"grammar": requested.grammar, "grammar_field": requested.field}
     kept = _kept(server, body)
     before = _before(server, call)
     prompt = await _prompt(server, body, tools, before)
-    wanted = GenerationRequest(
+    parameters = GenerationRequest(
         sampling=body,
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
@@ -99,22 +99,22 @@ async def responses(server: Server, call: Call[ResponseBody]) -> Response:
         priority=body.priority,
         **obliged,
     )
-    generation = server.generate(call, wanted, [prompt])
-    reading = reading_of(server.formats, tools, prompt.text, grammar=wanted.grammar)
-    shape = ResponseShape(body, name, wanted.label, reading, kept=kept)
+    generation = server.generate(call, parameters, [prompt])
+    reading = reading_of(server.formats, tools, prompt.text, grammar=parameters.grammar)
+    shape = ResponseShape(body, name, parameters.label, reading, kept=kept)
     if body.background:
         return await _begun(server, call, generation, shape, before)
 
-    def keep(said: dict[str, Any]) -> None:
+    def keep(result: dict[str, Any]) -> None:
         if kept and server.responses is not None:
-            said["store"] = not server.responses.put(call.tenant, said, _items(body, before), over=True)
+            result["store"] = not server.responses.put(call.tenant, result, _items(body, before), over=True)
 
     if body.stream:
         return await streamed(server, call, generation, _stream(generation, shape, keep))
     try:
-        said = await unless_left(call.request, _whole(generation, shape))
-        keep(said)
-        return JsonResponse(said)
+        result = await unless_left(call.request, _whole(generation, shape))
+        keep(result)
+        return JsonResponse(result)
     finally:
         generation.cancel()
 
@@ -150,12 +150,13 @@ def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
         return []
     stored = None if server.responses is None else server.responses.get(call.tenant, name)
     if stored is None:
-        message = f"`previous_response_id`: there is no response {name[:80]!r} here, or not any more"
+        message = f"`previous_response_id`: there is no response {name[:80]!r} here, or it has expired"
         raise ApiError(400, message, "previous_response_id")
-    if stored.said["status"] not in ("completed", "incomplete"):
-        message = f"`previous_response_id`: response {name[:80]!r} is {stored.said['status']}; only an answer goes on"
+    if stored.response["status"] not in ("completed", "incomplete"):
+        status = stored.response["status"]
+        message = f"`previous_response_id`: response {name[:80]!r} is {status}; only an answer can be continued"
         raise ApiError(400, message, "previous_response_id")
-    return [*stored.input, *stored.said["output"]]
+    return [*stored.input, *stored.response["output"]]
 
 
 def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,8 +181,8 @@ async def _begun(
     assert store is not None
     try:
         await unless_left(call.request, generation.accepted())
-        said = shape.response("queued")
-        if why := store.put(call.tenant, said, _items(call.body, before), over=False):
+        result = shape.response("queued")
+        if why := store.put(call.tenant, result, _items(call.body, before), over=False):
             raise ApiError(503, f"`background`: the answer could not be stored: {why}", "background")
     except BaseException:
         generation.cancel()
@@ -189,7 +190,7 @@ async def _begun(
     task = asyncio.ensure_future(_in_background(store, call.tenant, generation, shape))
     server.background.add(task)
     task.add_done_callback(server.background.discard)
-    return JsonResponse(said)
+    return JsonResponse(result)
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
@@ -197,13 +198,13 @@ async def _in_background(store: StoredResponses, tenant: str, generation: Genera
     try:
         await generation.began()
         store.change(tenant, shape.response("in_progress"), over=False)
-        said = await _whole(generation, shape)
-        store.change(tenant, said, over=True)
+        result = await _whole(generation, shape)
+        store.change(tenant, result, over=True)
     except ApiError as error:
         store.change(tenant, shape.failed(error.message), over=True)
     except Exception:  # an error of one request; other requests go on
         log.exception("a response in the background failed")
-        store.change(tenant, shape.failed("the server failed; its log says how"), over=True)
+        store.change(tenant, shape.failed("the server failed; its log has the cause"), over=True)
     finally:
         generation.cancel()
 
@@ -215,16 +216,18 @@ def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stor
         raise ApiError(404, NONE_STORED)
     stored = server.responses.get(call.tenant, name)
     if stored is None:
-        raise ApiError(404, f"there is no response {name[:80]!r} here, or not any more")
+        raise ApiError(404, f"there is no response {name[:80]!r} here, or it has expired")
     return server.responses, name, stored
 
 
 async def response(server: Server, call: Call[None]) -> Response:
     """A stored answer, as far as it came."""
-    asked = call.request.query_params
-    if asked.get("stream", "false").lower() not in ("false", "0", ""):
-        raise ApiError(400, "`stream`: a stored response comes whole; ask again until it is over", "stream")
-    return JsonResponse(_found(server, call)[2].said)
+    query = call.request.query_params
+    if query.get("stream", "false").lower() not in ("false", "0", ""):
+        raise ApiError(
+            400, "`stream`: a stored response is returned whole; repeat the request until it has ended", "stream"
+        )
+    return JsonResponse(_found(server, call)[2].response)
 
 
 async def delete_response(server: Server, call: Call[None]) -> Response:
@@ -239,10 +242,10 @@ async def delete_response(server: Server, call: Call[None]) -> Response:
 async def cancel_response(server: Server, call: Call[None]) -> Response:
     """Cancel an answer made in the background, keeping its partial output; an answer that has ended is unchanged."""
     store, name, stored = _found(server, call)
-    if not stored.said["background"]:
+    if not stored.response["background"]:
         raise ApiError(400, f"response {name[:80]!r} is not made in the background; close its connection to end it")
     if stored.over:
-        return JsonResponse(stored.said)
+        return JsonResponse(stored.response)
     _cancel(server, call, name)
     until_s = time.monotonic() + CANCELLED_WITHIN_S
     # stored by the worker that makes the answer, possibly another one
@@ -250,9 +253,9 @@ async def cancel_response(server: Server, call: Call[None]) -> Response:
         await asyncio.sleep(CANCELLED_LOOK_S)
         stored = _found(server, call)[2]
     if not stored.over:
-        store.change(call.tenant, stored.said | {"status": "cancelled"}, over=True)
+        store.change(call.tenant, stored.response | {"status": "cancelled"}, over=True)
         stored = _found(server, call)[2]
-    return JsonResponse(stored.said)
+    return JsonResponse(stored.response)
 
 
 def _cancel(server: Server, call: Call[None], name: str) -> None:
@@ -265,8 +268,8 @@ def _cancel(server: Server, call: Call[None], name: str) -> None:
 async def input_items(server: Server, call: Call[None]) -> Response:
     """The input of an answer, newest first or with `order` asc oldest first; `after` an item, `limit` of them."""
     items = _found(server, call)[2].input
-    asked = call.request.query_params
-    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", str(ITEMS_LISTED))
+    query = call.request.query_params
+    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_LISTED))
     if order not in ("asc", "desc"):
         raise ApiError(400, f"`order` must be asc or desc, got {order[:40]!r}", "order")
     if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_LISTED_MAX):
@@ -395,32 +398,32 @@ async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> A
     """The events of a stream."""
     numbers = count()
 
-    def told(kind: str, **more: Any) -> bytes:
+    def sent(kind: str, **more: Any) -> bytes:
         return named_event({"type": f"response.{kind}", "sequence_number": next(numbers), **more})
 
-    yield told("created", response=shape.response("in_progress"))
-    yield told("in_progress", response=shape.response("in_progress"))
+    yield sent("created", response=shape.response("in_progress"))
+    yield sent("in_progress", response=shape.response("in_progress"))
     blocks = Blocks(shape.reading, first=shape.reading.form is None)
     for first in blocks.begin():
-        for kind, fields in shape.told(*first):
-            yield told(kind, **fields)
+        for kind, fields in shape.events(*first):
+            yield sent(kind, **fields)
     async for new in generation.pieces():
         for piece in new:
             ended = piece.ended
             if ended is not None and (error := failure(ended)) is not None:
                 failed = shape.failed(error.message)
                 keep(failed)
-                yield told("failed", response=failed)
+                yield sent("failed", response=failed)
                 return
             if ended is not None:
                 shape.cut = finish_reason(ended) != "stop"
             for step, block, text in blocks.take(piece.text, over=ended is not None):
-                for kind, fields in shape.told(step, block, text, last=block is blocks.all[-1]):
-                    yield told(kind, **fields)
+                for kind, fields in shape.events(step, block, text, last=block is blocks.all[-1]):
+                    yield sent(kind, **fields)
             if ended is not None:
                 whole = shape.ended(generation, piece.choice, blocks.all)
                 keep(whole)
-                yield told(whole["status"], response=whole)
+                yield sent(whole["status"], response=whole)
 
 
 class ResponseShape:
@@ -471,7 +474,7 @@ class ResponseShape:
         reason = finish_reason(choice.reply.ended)
         status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
         usage, self.cut = generation.usage(), status != "completed"
-        said = self.response(status) | {
+        result = self.response(status) | {
             "output": [self.item(block, last=block is blocks[-1]) for block in blocks],
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -481,14 +484,14 @@ class ResponseShape:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
-        said |= generation.weights()
+        result |= generation.weights()
         if status == "completed":
-            said["completed_at"] = time.time()
+            result["completed_at"] = time.time()
         if reason == "length":
-            said["incomplete_details"] = {"reason": "max_output_tokens"}
-        return said
+            result["incomplete_details"] = {"reason": "max_output_tokens"}
+        return result
 
-    def told(
+    def events(
         self, step: Literal["open", "more", "close"], block: Block, text: str, *, last: bool = False
     ) -> list[tuple[str, dict[str, Any]]]:
         """The events of one step of a stream; `last` if this is the last block so far."""

@@ -34,7 +34,7 @@ ITEMS_MAX = 2**14
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
-"""A list whose first error is the only one reported: reporting a million takes minutes, and gigabytes."""
+"""A list of which only the first error is reported: reporting a million takes minutes, and gigabytes."""
 
 Objects = Items[dict[str, Any]]
 

@@ -35,27 +35,27 @@ async def score(server: Server, call: Call[ScoreBody]) -> Response:
             "give `query`, `items` and `label_token_ids` to judge labels, or `text_1` and `text_2` to compare them"
         )
         raise ApiError(400, message, (labels or BY_LABELS)[0])
-    asked, given = (BY_LABELS, labels) if labels else (BY_VECTORS, vectors)
-    for name in asked:
+    requested, given = (BY_LABELS, labels) if labels else (BY_VECTORS, vectors)
+    for name in requested:
         if name not in given:
             raise ApiError(400, f"`{name}` is missing, which goes with `{given[0]}`", name)
     return await (_labels(server, call) if labels else _nearness(server, call))
 
 
 async def _labels(server: Server, call: Call[ScoreBody]) -> Response:
-    body, about, limits = call.body, server.about(), server.limits
+    body, info, limits = call.body, server.info(), server.limits
     assert body.query is not None
     assert body.items is not None
     name, labels = server.model(body.model), body.label_token_ids or []
-    if not about.logprobs:
+    if not info.logprobs:
         raise ApiError(400, "an emulated engine has no logits, and so no scores", "model")
     if not labels:
         raise ApiError(400, "`label_token_ids` is empty, so that there is nothing to judge", "label_token_ids")
     if len(labels) > limits.allowed_tokens_max:
         message = f"`label_token_ids` has {len(labels)} ids, at most {limits.allowed_tokens_max} are allowed"
         raise ApiError(400, message, "label_token_ids")
-    if max(labels) >= about.vocabulary:
-        message = f"`label_token_ids` holds {max(labels)}, but the model has {about.vocabulary} tokens"
+    if max(labels) >= info.vocabulary:
+        message = f"`label_token_ids` holds {max(labels)}, but the model has {info.vocabulary} tokens"
         raise ApiError(400, message, "label_token_ids")
     items = prompts_of(body.items, "items")
     check_answers(len(items), 1, limits, "items")
@@ -101,8 +101,8 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
     vectors, tokens = await _unit_vectors(server, call, [*left, *right], "text_2")
     near = (vectors[: len(left)] * vectors[len(left) :]).sum(axis=1)
     data = [{"index": number, "object": "score", "score": value} for number, value in enumerate(near.tolist())]
-    said = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
-    return JsonResponse({**said, "data": data, **_used(call, tokens)})
+    result = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
+    return JsonResponse({**result, "data": data, **_used(call, tokens)})
 
 
 async def rerank(server: Server, call: Call[RerankBody]) -> Response:
@@ -120,8 +120,8 @@ async def rerank(server: Server, call: Call[RerankBody]) -> Response:
         | ({"document": {"text": texts[at]}} if body.return_documents else {})
         for at in order.tolist()
     ]
-    said = {"id": f"rerank-{secrets.token_hex(16)}", "model": name, "results": results}
-    return JsonResponse({**said, **_used(call, tokens), "meta": {"billed_units": {"total_tokens": tokens}}})
+    result = {"id": f"rerank-{secrets.token_hex(16)}", "model": name, "results": results}
+    return JsonResponse({**result, **_used(call, tokens), "meta": {"billed_units": {"total_tokens": tokens}}})
 
 
 def _document(given: str | dict[str, Any], number: int) -> str:
@@ -135,7 +135,7 @@ async def _unit_vectors(
     server: Server, call: Call[Any], texts: list[str], field: str
 ) -> tuple[NDArray[np.float64], int]:
     """The texts' vectors [texts, hidden], each of length 1, and their number of tokens. Raises ApiError."""
-    if not server.about().vector_size:
+    if not server.info().vector_size:
         raise ApiError(400, "an emulated engine has no hidden states, and so no vectors to compare", "model")
     check_answers(len(texts), 1, server.limits, field)
     prompts = [await prompt_of(server, text, field) for text in texts]

@@ -61,7 +61,7 @@ class Server:
     responses: StoredResponses | None = None
     background: set[asyncio.Task[None]] = field(default_factory=set)  # answers made in the background
     watchers: list[Watcher] = field(default_factory=list)  # called with every request that was answered
-    told: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
+    on_ready: list[Callable[[], object]] = field(default_factory=list)  # called once, when the engine can take requests
     recent: Recent = field(default_factory=Recent)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -75,43 +75,43 @@ class Server:
         self.watchers.append(self.recent.add)
         self.bridge.welcome = self._welcome
 
-    def _welcome(self, about: EngineInfo) -> None:
-        name = (self.settings.served_model_name or (about.model,))[0]
+    def _welcome(self, info: EngineInfo) -> None:
+        name = (self.settings.served_model_name or (info.model,))[0]
         self.metrics.name_model(name, len(self.bridge.engines))
-        for one in self.told:
+        for one in self.on_ready:
             one()
 
     @property
     def limits(self) -> Limits:
         return self.settings.limits
 
-    def about(self) -> EngineInfo:
+    def info(self) -> EngineInfo:
         """Properties of the engine. Raises ApiError while there is none."""
         if self.bridge.gone:
             raise unavailable(EngineUnavailable(self.bridge.gone))
-        if self.bridge.about is None:
+        if self.bridge.info is None:
             raise unavailable(EngineUnavailable("the engine is starting"))
-        return self.bridge.about
+        return self.bridge.info
 
     def models(self) -> tuple[str, ...]:
         """Names of the model for clients. Raises ApiError while there is no engine."""
-        return self.settings.served_model_name or (self.about().model,)
+        return self.settings.served_model_name or (self.info().model,)
 
-    def model(self, asked: str | None) -> str:
+    def model(self, requested: str | None) -> str:
         """The model name for the answer. Raises ApiError, 404, for a model that is not served."""
         known = self.models()
-        if asked is not None and asked not in known and not self._adapter_named(asked):
+        if requested is not None and requested not in known and not self._adapter_named(requested):
             served = ", ".join((*known, *self.bridge.adapters))
-            raise ApiError(404, f"The model `{asked}` does not exist; this server has {served}.", "model")
-        return known[0] if asked is None else asked
+            raise ApiError(404, f"The model `{requested}` does not exist; this server has {served}.", "model")
+        return known[0] if requested is None else requested
 
-    def _adapter_named(self, asked: str | None) -> str:
+    def _adapter_named(self, requested: str | None) -> str:
         """The adapter that a model name means: its own name, or MODEL:ADAPTER as in SGLang. Empty for none."""
         adapters = self.bridge.adapters
-        if not adapters or asked is None or asked in self.models():
+        if not adapters or requested is None or requested in self.models():
             return ""
-        model, _, name = asked.partition(":")
-        return asked if asked in adapters else name if model in self.models() and name in adapters else ""
+        model, _, name = requested.partition(":")
+        return requested if requested in adapters else name if model in self.models() and name in adapters else ""
 
     def adapter(self, model: str | None, lora_path: str | None = None) -> str:
         """The adapter of a request, empty for the model alone. Raises ApiError for one that is not loaded.
@@ -119,7 +119,7 @@ class Server:
         Args:
             lora_path: SGLang's field for the name of an adapter.
         """
-        self.model(model)  # raises for an adapter that was just unloaded, whose name does not mean the model alone
+        self.model(model)  # raises for an adapter that was just unloaded: its name does not mean the model alone
         named = self._adapter_named(model)
         if not lora_path:
             return named
@@ -146,7 +146,7 @@ class Server:
 
     def characters_max(self) -> int:
         """Number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
-        return max(CHARACTERS_MIN, self.about().prompt_tokens_max * self._token_characters)
+        return max(CHARACTERS_MIN, self.info().prompt_tokens_max * self._token_characters)
 
     def check_length(self, what: str, characters: int) -> None:
         """Refuse text that is certainly too long, before tokens of it cost memory and time. Raises ApiError."""
@@ -154,16 +154,16 @@ class Server:
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
 
-    def generate(self, call: Call[BodyType], wanted: GenerationRequest, prompts: list[Prompt]) -> Generation:
+    def generate(self, call: Call[BodyType], parameters: GenerationRequest, prompts: list[Prompt]) -> Generation:
         """Send a request to the engine. Raises ApiError."""
         if self.draining:
             raise ApiError(503, "the server is about to stop")
-        start_by_s = _due(call, "X-Queue-Timeout", "queue_timeout_s")
-        finish_by_s = _due(call, "X-Request-Timeout", "timeout_s")
+        start_by_s = _deadline(call, "X-Queue-Timeout", "queue_timeout_s")
+        finish_by_s = _deadline(call, "X-Request-Timeout", "timeout_s")
         body = call.body
         if adapter := self.adapter(getattr(body, "model", None), getattr(body, "lora_path", None)):
-            wanted = replace(wanted, adapter=adapter)
-        generation = Generation(self.bridge, self.metrics, wanted, call.came_s, start_by_s, finish_by_s)
+            parameters = replace(parameters, adapter=adapter)
+        generation = Generation(self.bridge, self.metrics, parameters, call.came_s, start_by_s, finish_by_s)
         if (together := call.request.headers.get(TOGETHER)) is not None:
             generation.together = f"{call.tenant}\0{together[:TOGETHER_CHARACTERS]}"
         admit = None
@@ -174,16 +174,16 @@ class Server:
         return generation
 
 
-def _due(call: Call[BodyType], header: str, name: str) -> float | None:
+def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:
     """The deadline (time.monotonic) from a header or a field, the earlier one; None without both. Raises ApiError."""
-    said = call.request.headers.get(header)
+    given = call.request.headers.get(header)
     field_s: float | None = getattr(call.body, name, None)
     times = [] if field_s is None else [field_s]
-    if said is not None:
+    if given is not None:
         try:
-            times.append(float(said[:20]))
+            times.append(float(given[:20]))
         except ValueError:
             times.append(nan)
         if not 0.0 < times[-1] <= 1e6:
-            raise ApiError(400, f"the header `{header}` must be seconds above 0, got {said[:40]!r}", header)
+            raise ApiError(400, f"the header `{header}` must be seconds above 0, got {given[:40]!r}", header)
     return call.came_s + min(times) if times else None

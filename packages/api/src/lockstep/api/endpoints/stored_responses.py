@@ -29,7 +29,7 @@ BUSY_S = 1.0  # longest wait for another worker that writes
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, ended_s REAL,
-    pid INTEGER NOT NULL, bytes INTEGER NOT NULL, said BLOB NOT NULL, input BLOB NOT NULL,
+    pid INTEGER NOT NULL, bytes INTEGER NOT NULL, response BLOB NOT NULL, input BLOB NOT NULL,
     UNIQUE (tenant, id)
 )
 """
@@ -52,7 +52,7 @@ ABANDONED = "the process that worked on it ended"
 class StoredResponse:
     """One answer. `input` is its whole input, earlier answers included."""
 
-    said: dict[str, Any]
+    response: dict[str, Any]
     input: list[dict[str, Any]]
     over: bool  # whether the answer has ended
 
@@ -84,39 +84,39 @@ class StoredResponses:
         """Close the file."""
         self._base.close()
 
-    def put(self, tenant: str, said: dict[str, Any], items: Sequence[dict[str, Any]], *, over: bool) -> str:
+    def put(self, tenant: str, response: dict[str, Any], items: Sequence[dict[str, Any]], *, over: bool) -> str:
         """Store an answer, complete or in progress. Returns why that is not possible; empty: it is stored."""
-        answer, led = msgspec.json.encode(said), msgspec.json.encode(items)
+        answer, led = msgspec.json.encode(response), msgspec.json.encode(items)
         size = len(answer) + len(led) + (0 if over else FAILURE_BYTES)
-        row = (tenant, said["id"], self._now_s() if over else None, os.getpid(), size, answer, led)
-        names = "tenant, id, ended_s, pid, bytes, said, input"
+        row = (tenant, response["id"], self._now_s() if over else None, os.getpid(), size, answer, led)
+        names = "tenant, id, ended_s, pid, bytes, response, input"
         try:
             with self._transaction():
-                why = self._no_room(tenant, said["id"], size)
+                why = self._no_room(tenant, response["id"], size)
                 if not why:
                     self._base.execute(f"INSERT INTO responses ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
                     self._push_out(tenant)
         except sqlite3.Error as error:
             why = f"the file of stored answers cannot be written to: {error}"
         if why:
-            log.warning("response %s is not stored: %s", said["id"], why)
+            log.warning("response %s is not stored: %s", response["id"], why)
         return why
 
-    def change(self, tenant: str, said: dict[str, Any], *, over: bool) -> None:
+    def change(self, tenant: str, response: dict[str, Any], *, over: bool) -> None:
         """Update an answer in progress; one that has ended and does not fit is stored as failed.
 
         An answer that was cancelled or deleted is not changed.
         """
         try:
             with self._transaction():
-                self._change(tenant, said, over=over)
+                self._change(tenant, response, over=over)
         except sqlite3.Error as error:
-            log.warning("response %s is not stored: %s", said["id"], error)
+            log.warning("response %s is not stored: %s", response["id"], error)
 
-    def _change(self, tenant: str, said: dict[str, Any], *, over: bool) -> None:
-        answer, key = msgspec.json.encode(said), (tenant, said["id"])
+    def _change(self, tenant: str, response: dict[str, Any], *, over: bool) -> None:
+        answer, key = msgspec.json.encode(response), (tenant, response["id"])
         if not over:  # the size is that at its creation, apart from the status
-            change = "UPDATE responses SET said = ? WHERE tenant = ? AND id = ? AND ended_s IS NULL"
+            change = "UPDATE responses SET response = ? WHERE tenant = ? AND id = ? AND ended_s IS NULL"
             self._base.execute(change, (answer, *key))
             return
         found = self._base.execute(
@@ -124,11 +124,11 @@ class StoredResponses:
         ).fetchone()
         if found is None:
             return
-        if why := self._no_room(tenant, said["id"], len(answer) + found[0]):
-            log.warning("response %s failed: %s", said["id"], why)
-            answer = msgspec.json.encode(_failed(said, f"the answer cannot be stored: {why}"))
+        if why := self._no_room(tenant, response["id"], len(answer) + found[0]):
+            log.warning("response %s failed: %s", response["id"], why)
+            answer = msgspec.json.encode(_failed(response, f"the answer cannot be stored: {why}"))
         self._base.execute(
-            "UPDATE responses SET said = ?, ended_s = ?, bytes = ? WHERE tenant = ? AND id = ?",
+            "UPDATE responses SET response = ?, ended_s = ?, bytes = ? WHERE tenant = ? AND id = ?",
             (answer, self._now_s(), len(answer) + found[0], *key),
         )
         self._push_out(tenant)
@@ -159,28 +159,28 @@ class StoredResponses:
     def _end_abandoned(self, tenant: str) -> None:
         """Mark answers in progress as failed if their worker has ended."""
         rows = self._base.execute("SELECT DISTINCT pid FROM responses WHERE tenant = ? AND ended_s IS NULL", (tenant,))
-        for pid in [pid for (pid,) in rows.fetchall() if not _lives(pid)]:
-            under_way = "SELECT number, said FROM responses WHERE tenant = ? AND ended_s IS NULL AND pid = ?"
-            for number, said in self._base.execute(under_way, (tenant, pid)).fetchall():
-                answer = msgspec.json.encode(_failed(msgspec.json.decode(said), ABANDONED))
-                change = "UPDATE responses SET said = ?, ended_s = ?, bytes = ? + length(input) WHERE number = ?"
+        for pid in [pid for (pid,) in rows.fetchall() if not _is_running(pid)]:
+            under_way = "SELECT number, response FROM responses WHERE tenant = ? AND ended_s IS NULL AND pid = ?"
+            for number, response in self._base.execute(under_way, (tenant, pid)).fetchall():
+                answer = msgspec.json.encode(_failed(msgspec.json.decode(response), ABANDONED))
+                change = "UPDATE responses SET response = ?, ended_s = ?, bytes = ? + length(input) WHERE number = ?"
                 self._base.execute(change, (answer, self._now_s(), len(answer), number))
 
     def get(self, tenant: str, name: str) -> StoredResponse | None:
         """One answer of this tenant; None if it does not exist or has expired."""
         row = self._row(tenant, name)
-        if row is not None and row[2] is None and not _lives(row[3]):
+        if row is not None and row[2] is None and not _is_running(row[3]):
             with suppress(sqlite3.Error), self._transaction():
                 self._end_abandoned(tenant)
             row = self._row(tenant, name)
         if row is None:
             return None
-        said, items, ended_s, _ = row
-        return StoredResponse(msgspec.json.decode(said), msgspec.json.decode(items), ended_s is not None)
+        response, items, ended_s, _ = row
+        return StoredResponse(msgspec.json.decode(response), msgspec.json.decode(items), ended_s is not None)
 
     def _row(self, tenant: str, name: str) -> tuple[bytes, bytes, float | None, int] | None:
         row: tuple[bytes, bytes, float | None, int] | None = self._base.execute(
-            "SELECT said, input, ended_s, pid FROM responses WHERE tenant = ? AND id = ? "
+            "SELECT response, input, ended_s, pid FROM responses WHERE tenant = ? AND id = ? "
             "AND (ended_s IS NULL OR ended_s >= ?)",
             (tenant, name, self._now_s() - self._kept_s),
         ).fetchone()
@@ -203,10 +203,10 @@ class StoredResponses:
         self._base.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
 
 
-def _failed(said: dict[str, Any], message: str) -> dict[str, Any]:
+def _failed(response: dict[str, Any], message: str) -> dict[str, Any]:
     """An answer with status failed."""
     error = {"code": "server_error", "message": message}
-    kept = {name: value for name, value in said.items() if name != "completed_at"}
+    kept = {name: value for name, value in response.items() if name != "completed_at"}
     return kept | {"status": "failed", "output": [], "error": error, "incomplete_details": None}
 
 
@@ -221,7 +221,7 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(file)  # releases the lock as well
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether a process with this id, of the same user, runs."""
     try:
         os.kill(pid, 0)

@@ -80,8 +80,8 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
 # ---------------------------------------------------------------------------------------------- the fields of a request
 
 
-def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
-    """The grammar that the fields of a request ask for; None for free text.
+def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
+    """The grammar that the fields of a request demand; None for free text.
 
     Args:
         fields: by name, those of READERS; null, false, empty texts, lists and objects count as absent.
@@ -98,7 +98,7 @@ def grammar_asked(fields: Mapping[str, Any], limits: Limits, *, inside: str = ""
         if grammar is not None:
             found.append(OutputConstraint(where, grammar))
     if len(found) > 1:
-        message = f"`{found[0].field}` and `{found[1].field}` both say what the answer must look like; give one of them"
+        message = f"`{found[0].field}` and `{found[1].field}` both constrain the answer; give one of them"
         raise ApiError(400, message, found[1].field)
     return found[0] if found else None
 
@@ -113,8 +113,8 @@ def _response_format(value: Any, where: str, limits: Limits) -> Grammar | None:
         case "json_object":
             return json_object()
         case "json_schema":
-            about = _object(given.get("json_schema"), f"{where}.json_schema")
-            return _schema(about.get("schema"), f"{where}.json_schema.schema", limits)
+            described = _object(given.get("json_schema"), f"{where}.json_schema")
+            return _schema(described.get("schema"), f"{where}.json_schema.schema", limits)
         case "structural_tag":
             return _structural_tag(given, where, limits)
         case _:
@@ -143,7 +143,7 @@ def _structured_outputs(value: Any, where: str, limits: Limits) -> Grammar | Non
     }
     for name in given:
         if name not in readers:
-            message = f"`{where}.{name[:60]}` is not supported by this server; it knows {', '.join(readers)}"
+            message = f"`{where}.{name[:60]}` is not supported by this server; supported are {', '.join(readers)}"
             raise ApiError(400, message, f"{where}.{name[:60]}")
     if len(given) != 1:
         raise ApiError(400, f"`{where}` must have one of {', '.join(readers)}, got {len(given)}", where)
@@ -188,7 +188,7 @@ def _structural_tag(value: Any, where: str, limits: Limits) -> Grammar:
     given = _object(value, where)
     for name in given:
         if name not in ("type", "structures", "triggers", "at_least_one", "stop_after_first"):
-            message = f"`{where}.{name[:60]}` is not supported by this server; it knows structures and triggers"
+            message = f"`{where}.{name[:60]}` is not supported by this server; supported are structures and triggers"
             raise ApiError(400, message, f"{where}.{name[:60]}")
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not structures:

@@ -36,7 +36,7 @@ async def requests(server: Server, call: Call[None]) -> Response:
             "worker": server.bridge.worker,
             "journal": server.settings.journal,
             "model": server.models()[0],
-            "device": server.about().device,
+            "device": server.info().device,
             "engines": len(server.bridge.engines),
             "requests": server.recent.of(None if server.keys is None else call.tenant),
         }

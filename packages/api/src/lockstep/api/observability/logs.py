@@ -14,7 +14,7 @@ EXTRA = "fields"
 """Name of the attribute of a log record that holds further fields, a dict: `log.info(..., extra={EXTRA: {...}})`."""
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON line: time, level, process, logger, message, further fields, and an exception's
     text.
     """
@@ -26,7 +26,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The JSON line of a record."""
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        said = {
+        fields = {
             "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "process": self._role,
@@ -35,13 +35,13 @@ class JsonLines(logging.Formatter):
             **getattr(record, EXTRA, {}),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)
 
 
 def start_log(level: str, role: str, form: LogFormat = "text") -> None:
     """Set up the log to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    lines = logging.Formatter(f"%(asctime)s %(levelname)s {role}: %(message)s", datefmt="%H:%M:%S")
-    handler.setFormatter(JsonLines(role) if form == "json" else lines)
+    plain = logging.Formatter(f"%(asctime)s %(levelname)s {role}: %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter(role) if form == "json" else plain)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

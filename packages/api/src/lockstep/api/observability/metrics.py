@@ -58,7 +58,7 @@ NOT_VLLM = (
     *("num_requests", "num_aborted_requests", "accepted_length_mean"),
 )
 NOT_VLLM_GROUPS = ("http_", "batch_")
-"""Metrics whose names begin so have no vLLM equivalent; every other metric is also served under its vLLM name."""
+"""Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 
 class Metrics:
@@ -78,12 +78,12 @@ class Metrics:
         self._model = name
         keys = ("model_name", "engine")
 
-        def histogram(suffix: str, about: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
-            made = Histogram(f"lockstep_{suffix}", about, keys, buckets=buckets, registry=self.registry)
+        def histogram(suffix: str, text: str, buckets: tuple[float, ...]) -> _ByEngine[Histogram]:
+            made = Histogram(f"lockstep_{suffix}", text, keys, buckets=buckets, registry=self.registry)
             return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
-        def counter(suffix: str, about: str) -> _ByEngine[Counter]:
-            made = Counter(f"lockstep_{suffix}", about, keys, registry=self.registry)
+        def counter(suffix: str, text: str) -> _ByEngine[Counter]:
+            made = Counter(f"lockstep_{suffix}", text, keys, registry=self.registry)
             return _ByEngine(lambda engine: made.labels(*self._labels(engine)), engines)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
@@ -94,7 +94,7 @@ class Metrics:
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
         self._inference = histogram("request_inference_time_seconds", "From admission to the last token.", REQUEST_S)
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token but the first.", ITL_S)
-        self._asked = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
+        self._tokens_max = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
@@ -102,8 +102,8 @@ class Metrics:
         self._cached = counter("prompt_tokens_cached", "Tokens of prompts found in the radix cache.")
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
-        self._requests = counter("num_requests", "Answers that were asked for.")
-        self._aborted = counter("num_aborted_requests", "Answers whose client left or that were told to end.")
+        self._requests = counter("num_requests", "Answers requested.")
+        self._aborted = counter("num_aborted_requests", "Answers cancelled, or left by their client.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 
@@ -115,8 +115,8 @@ class Metrics:
         for _ in ticket.replies:
             self._prompt[engine].observe(len(prompt.ids))
             self._requests[engine].inc()
-            if generation.wanted.max_tokens is not None:
-                self._asked[engine].observe(generation.wanted.max_tokens)
+            if generation.parameters.max_tokens is not None:
+                self._tokens_max[engine].observe(generation.parameters.max_tokens)
         self._prompt_tokens[engine].inc(len(prompt.ids))
 
     def saw(self, generation: Generation, choice: Choice) -> None:
@@ -124,7 +124,7 @@ class Metrics:
         reply, engine = choice.reply, choice.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
-            if generation.wanted.stream:  # other answers come whole, or a few dozen tokens at a time
+            if generation.parameters.stream:  # other answers come whole, or a few dozen tokens at a time
                 self._saw_times(generation, choice, arrivals)
             now_s, tokens = arrivals[-1]
             self._output_tokens[engine].inc(tokens - choice.measured)
@@ -211,15 +211,19 @@ class Metrics:
         labels, values = ("model_name", "engine"), self._labels(engine)
         used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
         hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
-        for name, about, value in (
+        for name, text, value in (
             ("num_requests_running", "Requests that run.", gauges.running),
             ("num_requests_waiting", "Requests that wait.", gauges.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pool that cannot be had at once, 0 to 1.", gauges.token_usage),
-            ("kv_used_tokens", "Tokens of the KV pool that cannot be had at once.", used_tokens),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV pool that is neither free nor evictable, 0 to 1.",
+                gauges.token_usage,
+            ),
+            ("kv_used_tokens", "Tokens of the KV pool that are neither free nor evictable.", used_tokens),
             ("kv_cached_pages", "Pages that only the radix cache holds.", gauges.pages_cached),
             ("prefix_cache_hit_ratio", "Prompt tokens found in the radix cache, of all; 0 to 1.", hit_ratio),
         ):
-            one = GaugeMetricFamily(f"lockstep_{name}", about, labels=labels)
+            one = GaugeMetricFamily(f"lockstep_{name}", text, labels=labels)
             one.add_metric(values, value)
             yield one
         counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
@@ -249,7 +253,7 @@ class Metrics:
     def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
         """Metrics of verified drafts, under vLLM's names."""
         labels = ("model_name", "engine")
-        for name, about, value in (
+        for name, text, value in (
             (
                 "num_drafts",
                 "Verifications of a row: each gives a token, and one more for each draft.",
@@ -258,12 +262,12 @@ class Metrics:
             ("num_draft_tokens", "Drafts that were verified.", found.drafts),
             ("num_accepted_tokens", "Drafts that were right.", found.right),
         ):
-            counted = CounterMetricFamily(f"lockstep_spec_decode_{name}", about, labels=labels)
+            counted = CounterMetricFamily(f"lockstep_spec_decode_{name}", text, labels=labels)
             counted.add_metric(values, value)
             yield counted
-        about = "Verifications whose drafts were right up to this position, from 0 on."
+        text = "Verifications with right drafts up to this position, from 0 on."
         by_position = CounterMetricFamily(
-            "lockstep_spec_decode_num_accepted_tokens_per_pos", about, labels=(*labels, "position")
+            "lockstep_spec_decode_num_accepted_tokens_per_pos", text, labels=(*labels, "position")
         )
         for position, right in enumerate(found.right_by_position):
             by_position.add_metric((*values, str(position)), right)
@@ -277,8 +281,8 @@ class Metrics:
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
         """Metrics of measured over predicted times, by kind of batch. Buckets of Prometheus are cumulative."""
         labels = ("model_name", "engine", "kind")
-        about = "Time of a batch over the time predicted."
-        ratio = HistogramMetricFamily("lockstep_batch_time_ratio", about, labels=labels)
+        text = "Time of a batch over the time predicted."
+        ratio = HistogramMetricFamily("lockstep_batch_time_ratio", text, labels=labels)
         took = CounterMetricFamily("lockstep_batch_seconds", "Time that batches took.", labels=labels)
         meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
         bounds = [*map(str, RATIOS), "+Inf"]

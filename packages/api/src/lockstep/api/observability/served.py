@@ -56,11 +56,11 @@ class Served:
     @property
     def label(self) -> str:
         """The label in the engine and its journal, as used by `lockstep explain RUN --request LABEL`."""
-        return "" if self.generation is None else self.generation.wanted.label
+        return "" if self.generation is None else self.generation.parameters.label
 
     def row(self) -> dict[str, Any]:
         """The request as a JSON object."""
-        said: dict[str, Any] = {
+        row: dict[str, Any] = {
             "request_id": self.request_id,
             "path": self.path,
             "status": self.status,
@@ -68,13 +68,13 @@ class Served:
             "took_us": round(self.took_s * 1e6),
         }
         if self.generation is None:
-            return said
+            return row
         usage, phases = self.generation.usage(), self.phases
         reasons = [choice.reply.ended.reason for choice in self.generation.choices if choice.reply.ended is not None]
-        return said | {
+        return row | {
             "label": self.label,
             "engine": self.generation.choices[0].ticket.engine if self.generation.choices else -1,
-            "stream": self.generation.wanted.stream,
+            "stream": self.generation.parameters.stream,
             "answers": len(self.generation.choices),
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
@@ -102,4 +102,4 @@ class Recent:
 
     def of(self, tenant: str | None) -> list[dict[str, Any]]:
         """The newest first; of one tenant, or of all with None."""
-        return [row for whose, row in reversed(self._rows) if tenant is None or whose == tenant]
+        return [row for owner, row in reversed(self._rows) if tenant is None or owner == tenant]

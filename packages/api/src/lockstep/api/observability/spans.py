@@ -90,7 +90,7 @@ class SpanExporter:
 
     def _attributes(self, served: Served) -> dict[str, Any]:
         row, phases = served.row(), served.phases
-        wanted = served.generation.wanted if served.generation is not None else None
+        parameters = served.generation.parameters if served.generation is not None else None
         found: dict[str, Any] = {
             "gen_ai.system": "lockstep",
             "gen_ai.request.model": self._model(),
@@ -107,8 +107,8 @@ class SpanExporter:
             "http.response.status_code": served.status,
             "lockstep.cached_tokens": row["cached_tokens"],
         }
-        if wanted is not None and wanted.max_tokens is not None:
-            found["gen_ai.request.max_tokens"] = wanted.max_tokens
+        if parameters is not None and parameters.max_tokens is not None:
+            found["gen_ai.request.max_tokens"] = parameters.max_tokens
         for name, took_us in (
             ("time_in_queue", phases.queue_us),
             ("time_in_model_prefill", phases.prefill_us),

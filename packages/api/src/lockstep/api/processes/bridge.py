@@ -83,7 +83,7 @@ class Reply:
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
-        """Take in tokens whose first is output number `offset`. Returns how many of them were received before."""
+        """Take in tokens from output number `offset` on. Returns how many of them were received before."""
         repeats = len(self.tokens) - offset
         if repeats < 0:
             raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
@@ -121,18 +121,18 @@ class Ticket:
         """Whether an answer may still come."""
         return any(reply.ended is None for reply in self.replies)
 
-    def when_placed(self, told: Callable[[], object]) -> None:
-        """Call `told` once the request has an engine."""
+    def when_placed(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once the request has an engine."""
         if self.engine >= 0:
-            told()
+            callback()
         else:
-            self._placed.append(told)
+            self._placed.append(callback)
 
     def placed(self, engine: int) -> None:
         """Record the engine that has the request."""
         self.engine = engine
-        told, self._placed = self._placed, []
-        for one in told:
+        callback, self._placed = self._placed, []
+        for one in callback:
             one()
 
     def cancelled(self) -> None:
@@ -175,7 +175,7 @@ class Bridge:
 
     def __init__(self, folder: Path, worker: int, number: int = 0) -> None:
         self.worker, self.number = worker, number
-        self.about: EngineInfo | None = None  # None until the engine has sent Welcome
+        self.info: EngineInfo | None = None  # None until the engine has sent Welcome
         self.gauges: Gauges | None = None  # received last
         self.known = KnownAdapters()  # adapters
         self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
@@ -188,11 +188,11 @@ class Bridge:
         self.open_answers = 0  # samples of the open tickets
         self.waiting_answers = 0  # samples without any answer yet
         self.waiting_tokens = 0  # prompt tokens of these
-        self.heard_s = time.monotonic()  # when the engine last sent a message, or had nothing to do
+        self.last_message_s = time.monotonic()  # when the engine last sent a message, or had nothing to do
         self.welcome: Callable[[EngineInfo], object] | None = None  # called when the engine can take requests
-        self.stands: Callable[[], object] | None = None  # called whenever the engine appears or ends
+        self.on_change: Callable[[], object] | None = None  # called whenever the engine appears or ends
         self.over: Callable[[Ticket], object] | None = None  # called when a ticket has ended
-        self._asked: dict[int, asyncio.Future[Answered]] = {}
+        self._unanswered: dict[int, asyncio.Future[Answered]] = {}
         self._next_ticket = 0
         self._context = zmq.asyncio.Context()
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
@@ -222,7 +222,7 @@ class Bridge:
         self._send(Hello(self.worker, PROTOCOL))
         while True:
             message = read_by_worker(await self._mailbox.recv(), self.worker)
-            self.heard_s = time.monotonic()
+            self.last_message_s = time.monotonic()
             HANDLERS[type(message)](self, message)
 
     def close(self) -> None:
@@ -256,14 +256,14 @@ class Bridge:
     def take_on(self, ticket: Ticket) -> None:
         """Send a ticket that has no engine, or keep it for the next engine generation."""
         if not self.tickets:
-            self.heard_s = time.monotonic()
+            self.last_message_s = time.monotonic()
         number = self._next_ticket
         self._next_ticket += 1
         origin = f"{self._origin}/{number}"
         request = msgspec.structs.replace(ticket.submit.request, origin=origin)
         ticket.number = number
         ticket.submit = msgspec.structs.replace(ticket.submit, ticket=number, request=request)
-        if self.about is not None and not self.restarting:
+        if self.info is not None and not self.restarting:
             self._submit(ticket)
         self.waiting_answers += len(ticket.replies)
         self.waiting_tokens += ticket.waiting_tokens
@@ -277,7 +277,7 @@ class Bridge:
         self._send(CancelLabel(self.worker, label, tenant))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request whose client left, and end its replies."""
+        """Cancel a request after its client left, and end its replies."""
         if ticket.number not in self.tickets:
             return
         ticket.cancelled()
@@ -334,20 +334,20 @@ class Bridge:
         """Version of the engine's weights, as last reported."""
         if self.gauges is not None:
             return self.gauges.weights_version
-        return 0 if self.about is None else self.about.weights_version
+        return 0 if self.info is None else self.info.weights_version
 
     async def _answer(self, question: Callable[[int], ToEngine]) -> Answered:
         self._needs_engine(now=True)
         number = self._next_ticket
         self._next_ticket += 1
         future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        self._unanswered[number] = future
         self._send(question(number))
         return await future
 
     def stalled(self, after_s: float) -> bool:
         """Whether requests are open and the engine has sent nothing for `after_s` seconds."""
-        return bool(self.tickets) and time.monotonic() - self.heard_s > after_s
+        return bool(self.tickets) and time.monotonic() - self.last_message_s > after_s
 
     def _began(self, ticket: Ticket) -> None:
         if ticket.waiting_tokens:
@@ -365,7 +365,7 @@ class Bridge:
     def _needs_engine(self, *, now: bool = False) -> None:
         if self.gone:
             raise EngineUnavailable(self.gone)
-        if self.about is None:
+        if self.info is None:
             raise EngineUnavailable("the engine is starting")
         if now and self.restarting:
             raise EngineUnavailable("the engine is starting again")
@@ -389,31 +389,31 @@ class Bridge:
             raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
         if message.generation <= self.generation:  # an answer to a second Hello
             return
-        first = self.about is None
+        first = self.info is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
-        self.about, self.generation, self.restarting, self.away = message.about, message.generation, False, False
+        self.info, self.generation, self.restarting, self.away = message.info, message.generation, False, False
         if self.gauges is None:  # otherwise newer gauges came first
             self.gauges = message.gauges
         for ticket in self.tickets.values():
             self._submit(ticket)
         self._send(Settled(self.worker, self.generation))
         if first and self.welcome is not None:
-            self.welcome(message.about)
-        self._say_how_it_stands()
-        log.info("ready: %s on %s", message.about.model, message.about.device)
+            self.welcome(message.info)
+        self._report_state()
+        log.info("ready: %s on %s", message.info.model, message.info.device)
 
     def engine_restarting(self, message: EngineRestarting) -> None:
         """Take in that the engine ended and another generation follows. Messages sent so far will not reach it."""
         if self.gone or message.generation <= self.generation:
             return
-        self.restarting, self.away = self.about is not None, True
+        self.restarting, self.away = self.info is not None, True
         self.gauges = None
         self.known = KnownAdapters(-1, self.known.entries)  # the next engine counts its revisions anew
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
         self._fail_questions(message.message)
-        self._say_how_it_stands()
+        self._report_state()
 
     def take(self, message: StepAnswers) -> None:
         """Take in the results of one engine step."""
@@ -426,7 +426,7 @@ class Bridge:
             if ticket is not None:
                 reply = ticket.replies[ended.sample]
                 if reply.differs:
-                    error = "the engine began again, and drew other tokens than those given out before"
+                    error = "the engine restarted, and drew other tokens than those sent before"
                     ended = msgspec.structs.replace(ended, reason="error", error=error)
                 reply.end(ended)
                 if not ticket.open:
@@ -446,7 +446,7 @@ class Bridge:
             if ticket is not None:
                 self._began(ticket)
                 reply = ticket.replies[samples[entry]]
-                repeats = reply.put(offsets[entry], tokens[first : first + count], self.heard_s)
+                repeats = reply.put(offsets[entry], tokens[first : first + count], self.last_message_s)
                 if entry in logprobs:
                     one = logprobs[entry]
                     reply.logprobs += np.frombuffer(one.logprobs, "<f4").tolist()[repeats:]
@@ -459,7 +459,7 @@ class Bridge:
 
     def answered(self, message: Answered) -> None:
         """Take in the answer to a control request."""
-        future = self._asked.pop(message.ticket, None)
+        future = self._unanswered.pop(message.ticket, None)
         if future is not None and not future.done():
             future.set_result(message)
 
@@ -477,17 +477,17 @@ class Bridge:
             ticket.failed(message.message)
             self._forget(ticket)
         self._fail_questions(message.message)
-        self._say_how_it_stands()
+        self._report_state()
 
-    def _say_how_it_stands(self) -> None:
-        if self.stands is not None:
-            self.stands()
+    def _report_state(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _fail_questions(self, message: str) -> None:
-        for future in self._asked.values():
+        for future in self._unanswered.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(message))
-        self._asked.clear()
+        self._unanswered.clear()
 
 
 HANDLERS: dict[type[WorkerMessage], Callable[[Bridge, Any], None]] = {

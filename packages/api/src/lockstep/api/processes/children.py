@@ -16,7 +16,7 @@ from lockstep.api.settings import ServeSettings
 
 SETTINGS_FILE = "settings.json"
 EXIT_FOR_GOOD = 3
-"""Exit status of an engine whose successor would fail alike: impossible settings, or a journal that cannot be
+"""Exit status of an engine if its successor would fail alike: impossible settings, or a journal that cannot be
 continued.
 """
 
@@ -33,13 +33,13 @@ def read_settings(folder: Path) -> ServeSettings:
     return msgspec.json.decode((folder / SETTINGS_FILE).read_bytes(), type=ServeSettings)
 
 
-def say_ready(folder: Path, worker: int) -> None:
+def mark_ready(folder: Path, worker: int) -> None:
     """Mark a worker as connected to its engines, by a file that the launcher polls."""
     (folder / f"ready-{worker}").touch(mode=0o600)
 
 
 def is_ready(folder: Path, worker: int) -> bool:
-    """Whether a worker marked itself with `say_ready`."""
+    """Whether a worker marked itself with `mark_ready`."""
     return (folder / f"ready-{worker}").exists()
 
 

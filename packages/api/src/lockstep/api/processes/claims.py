@@ -29,7 +29,7 @@ from lockstep.host.startup import Keeper
 
 log = logging.getLogger("lockstep.engine")
 
-POISON = "the engine ended more than once while it worked on this request, which is therefore not tried again"
+POISON = "the engine ended more than once while it worked on this request, which is therefore not retried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,15 @@ class Claims:
 
     def __init__(self, host: RuntimeHost, keeper: Keeper | None, server: str, workers: Sequence[int]) -> None:
         self._host, self._keeper = host, keeper
-        self._told = None if keeper is None else keeper.recovered
+        self._recovered = None if keeper is None else keeper.recovered
         self._taken: set[RequestId] = set()
         self._guilty = set[RequestId]() if keeper is None else set(keeper.verdict.guilty)
         self.workers: set[int] = set()  # workers with requests that they may submit again
         self.open = True
-        if self._told is not None:
-            for origin, (first, samples) in self._told.origins.items():
-                whose, _, rest = origin.partition("/")
-                if whose == server and any(first + sample in host.engine.requests for sample in range(samples)):
+        if self._recovered is not None:
+            for origin, (first, samples) in self._recovered.origins.items():
+                prefix, _, rest = origin.partition("/")
+                if prefix == server and any(first + sample in host.engine.requests for sample in range(samples)):
                     self.workers.add(int(rest.partition("/")[0]))
             self.workers.intersection_update(workers)
 
@@ -90,16 +90,16 @@ class Claims:
             have: for each sample the number of output tokens that the worker has, or OVER if it has ended.
         Returns: the id of the request; None if it must start anew. Raises: Lost.
         """
-        told = self._told
-        if told is None:
+        recovered = self._recovered
+        if recovered is None:
             kept = "nothing was" if self._keeper is None else "only digests were"
-            raise Lost(f"the engine ended and began again, and of its work {kept} kept; ask again", "engine")
-        if told.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
+            raise Lost(f"the engine ended and restarted, and of its work {kept} kept; repeat the request", "engine")
+        if recovered.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
             raise Lost(POISON, "error")
         try:
-            first = told.find(request.origin, [sample for sample, had in enumerate(have) if had != OVER])
+            first = recovered.find(request.origin, [sample for sample, had in enumerate(have) if had != OVER])
         except JournalError as error:
-            raise Lost(f"the engine ended and began again: {error}", "engine") from error
+            raise Lost(f"the engine ended and restarted: {error}", "engine") from error
         if first is None:
             return None
         samples = range(first, first + len(have))
@@ -108,15 +108,15 @@ class Claims:
             raise Lost(POISON, "error")
         request = msgspec.structs.replace(request, request_id=first)
         going = [(sample, had) for sample, had in zip(samples, have, strict=True) if had != OVER]
-        ends = [told.said[sample].end for sample, _ in going]
+        ends = [recovered.said[sample].end for sample, _ in going]
         cancelled = any(isinstance(end, FinishRequest) and end.reason == "cancelled" for end in ends)
-        if not self.open or cancelled or not may_go_on(told, request, first, have):
+        if not self.open or cancelled or not may_go_on(recovered, request, first, have):
             return None
         untold: list[Untold | None] = [None] * len(have)
         for sample, had in going:
-            said = told.said[sample]
-            logprobs = {number: kept for number, kept in said.logprobs.items() if number >= had}
-            untold[sample - first] = Untold(had, said.tokens[had:], logprobs, said.end, said.weights)
+            answered = recovered.said[sample]
+            logprobs = {number: kept for number, kept in answered.logprobs.items() if number >= had}
+            untold[sample - first] = Untold(had, answered.tokens[had:], logprobs, answered.end, answered.weights)
         self._host.adopt(request, sinks, untold)
         self._taken.update(samples)
         return first
@@ -124,22 +124,22 @@ class Claims:
     def close(self) -> None:
         """Cancel the requests that no worker submitted again, and admit suspects one at a time."""
         self.open = False
-        if self._told is None or self._keeper is None:
+        if self._recovered is None or self._keeper is None:
             return
         engine, host = self._host.engine, self._host
         if gone := [request_id for request_id in engine.requests if request_id not in self._taken]:
             host.ask(CancelMany(tuple(gone)))
         log.warning(
-            "recovered %d requests in %.0f ms from %d events behind a snapshot; %d of them nobody asks for",
+            "recovered %d requests in %.0f ms from %d events behind a snapshot; %d of them were not submitted again",
             len(engine.requests),
             self._keeper.took_s * 1e3,
-            self._told.steps,
+            self._recovered.steps,
             len(gone),
         )
         self._keeper.settled()
         suspects = self._keeper.suspects()
         for one in [one for one in suspects if one not in self._taken]:
             del suspects[one]
-        probation = Probation(host, self._told.image)
+        probation = Probation(host, self._recovered.image)
         if not probation.over:
             host.observe = both(host.observe, probation.fold)

@@ -67,16 +67,16 @@ class ClusterBridge:
         folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
-            one.stands, one.over = self._look, self._over
+            one.on_change, one.over = self._look, self._over
         self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
         self._unrouted: dict[int, Ticket] = {}  # by number of their offer
         self._numbers: dict[Ticket, int] = {}  # number of the offer of every open ticket
         # by number of the offer: timer that ends the ticket at its deadline
         self._late: dict[int, asyncio.TimerHandle] = {}
-        self._asked: dict[int, asyncio.Future[Routed]] = {}  # offers of sessions, by number
+        self._unanswered: dict[int, asyncio.Future[Routed]] = {}  # offers of sessions, by number
         self._next_number = 0
-        self._known: list[EngineInfo] = []  # properties of the engines left
-        self._about: EngineInfo | None = None  # and of all together, derived from them
+        self._combined: list[EngineInfo] = []  # properties of the engines left
+        self._info: EngineInfo | None = None  # and of all together, derived from them
         self._context = zmq.asyncio.Context()
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
         reader_options(self._mailbox)
@@ -118,21 +118,21 @@ class ClusterBridge:
         return "" if self.left else self.engines[-1].gone
 
     @property
-    def about(self) -> EngineInfo | None:
+    def info(self) -> EngineInfo | None:
         """Abilities that all engines have; None until each has either started or failed, and one has started."""
-        known = [one.about for one in self.left if one.about is not None]
-        if not known or any(one.about is None and not one.away for one in self.left):
+        known = [one.info for one in self.left if one.info is not None]
+        if not known or any(one.info is None and not one.away for one in self.left):
             return None
-        if known == self._known:
-            return self._about
-        self._known, devices = known, list(dict.fromkeys(one.device for one in known))
-        self._about = msgspec.structs.replace(
+        if known == self._combined:
+            return self._info
+        self._combined, devices = known, list(dict.fromkeys(one.device for one in known))
+        self._info = msgspec.structs.replace(
             known[0],
             request_tokens_max=min(one.request_tokens_max for one in known),
             prompt_tokens_max=min(one.prompt_tokens_max for one in known),
             device=f"{len(self.engines)} engines on {', '.join(devices)}",
         )
-        return self._about
+        return self._info
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -181,7 +181,7 @@ class ClusterBridge:
         """
         if self.gone:
             raise EngineUnavailable(self.gone)
-        if self.about is None:
+        if self.info is None:
             raise EngineUnavailable("the engine is starting")
         ticket = make_ticket(self.worker, request, changed, start_by_s, finish_by_s)
         ticket.session = request.session or session
@@ -189,7 +189,7 @@ class ClusterBridge:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request whose client left, and end its replies."""
+        """Cancel a request after its client left, and end its replies."""
         number = self._numbers.get(ticket)
         if number is None:
             return
@@ -227,33 +227,33 @@ class ClusterBridge:
     async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
         """The engine that is to open a session, and a callback for when that fails. Raises EngineUnavailable."""
         key, parent_key = session_key(session), session_key(parent) if parent else ""
-        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
+        routed = await self._offer_session(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
         refused = partial(self._send, SessionOver(key)) if routed.fresh else lambda: None
         return self.engines[routed.engine], refused
 
     async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
         """The engine of a session, and a callback for when the session is closed. Raises EngineUnavailable."""
         key = session_key(session)
-        routed = await self._ask(lambda number: Offer(self.worker, number, 0, (), key, "close"))
+        routed = await self._offer_session(lambda number: Offer(self.worker, number, 0, (), key, "close"))
         return self.engines[routed.engine], partial(self._send, SessionOver(key))
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
         """Send the router that an engine is to receive nothing new, or to receive requests again."""
         self._send(Drained(engine.number, draining))
 
-    async def _ask(self, offer: Callable[[int], Offer]) -> Routed:
+    async def _offer_session(self, offer: Callable[[int], Offer]) -> Routed:
         if self.gone:
             raise EngineUnavailable(self.gone)
-        if self.about is None:
+        if self.info is None:
             raise EngineUnavailable("the engine is starting")
         number = self._number()
         future: asyncio.Future[Routed] = asyncio.get_running_loop().create_future()
-        self._asked[number] = future
+        self._unanswered[number] = future
         self._send(offer(number))
         try:
             return await future
         finally:
-            del self._asked[number]
+            del self._unanswered[number]
 
     # ------------------------------------------------------------------------------------------------------ the router
 
@@ -292,7 +292,7 @@ class ClusterBridge:
         return self._unrouted.pop(number, None)
 
     def _end_late(self, number: int) -> None:
-        """End a request whose time ran out while it waited for the router."""
+        """End a request at its deadline, while it waits for the router."""
         ticket = self._taken(number)
         if ticket is not None:
             start_by_ns = ticket.submit.start_by_ns
@@ -302,10 +302,10 @@ class ClusterBridge:
 
     def _routed(self, message: Routed) -> None:
         """Take in the router's assignment."""
-        asked = self._asked.get(message.number)
-        if asked is not None:
-            if not asked.done():
-                asked.set_result(message)
+        requested = self._unanswered.get(message.number)
+        if requested is not None:
+            if not requested.done():
+                requested.set_result(message)
             return
         ticket = self._taken(message.number)
         if ticket is None:  # its client left meanwhile, and the router has received that
@@ -340,7 +340,7 @@ class ClusterBridge:
 
     def _look(self) -> None:
         """Take in that an engine appeared or ended."""
-        whole = self.about
+        whole = self.info
         if whole is not None and self.welcome is not None:
             welcome, self.welcome = self.welcome, None
             welcome(whole)

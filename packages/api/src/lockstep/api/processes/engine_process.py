@@ -132,18 +132,18 @@ class EngineProcess:
             self._await_claims()
             self.outbox.send()
             self.host.performed = self.outbox.send
-            self._tell_router()
+            self._send_to_router()
             self.unit.start()
             self._alive()
-            turns, heard_s = -1, time.monotonic()
+            turns, reported_s = -1, time.monotonic()
             while not self.stopping:
                 if self._mailbox.poll(LOOK_MS):
                     self.handle(read_by_engine(self._mailbox.recv()))
                 if self.host.failure:
                     raise EngineStopped(self.host.failure)
                 now_s = time.monotonic()
-                if now_s - heard_s >= LOOK_MS / 1000 and self.host.turns != turns:
-                    turns, heard_s = self.host.turns, now_s
+                if now_s - reported_s >= LOOK_MS / 1000 and self.host.turns != turns:
+                    turns, reported_s = self.host.turns, now_s
                     self._alive()
         finally:
             try:
@@ -162,7 +162,7 @@ class EngineProcess:
                 self.handle(read_by_engine(self._mailbox.recv()))
         self._claims.close()
 
-    def _tell_router(self) -> None:
+    def _send_to_router(self) -> None:
         """Send the router the engine's capacity and open sessions; called before the engine runs."""
         if self._number is None:
             return
@@ -188,9 +188,9 @@ class EngineProcess:
         if message.protocol != PROTOCOL:
             raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
-        about = msgspec.structs.replace(self.unit.about, weights_version=self.host.weights.version)
-        stands = self.outbox.newest
-        self._writers.send(Welcome(message.worker, PROTOCOL, about, self.generation, self.host.adapters, stands))
+        info = msgspec.structs.replace(self.unit.info, weights_version=self.host.weights.version)
+        gauges = self.outbox.newest
+        self._writers.send(Welcome(message.worker, PROTOCOL, info, self.generation, self.host.adapters, gauges))
 
     def submit(self, message: Submit) -> None:
         """Submit a request, or take it up `again` from a previous generation, with the worker's count of tokens."""
@@ -234,7 +234,7 @@ class EngineProcess:
             self._claims.workers.discard(message.worker)
 
     def cancel(self, message: Cancel) -> None:
-        """Cancel a request whose client left."""
+        """Cancel a request after its client left."""
         self._cancel(message.worker, message.ticket)
 
     def cancel_label(self, message: CancelLabel) -> None:
@@ -277,8 +277,8 @@ class EngineProcess:
 
     def cancel_all_of(self, worker: int) -> None:
         """Cancel all open requests of a worker. May be called in the host's thread."""
-        for whose, ticket in list(self._open):
-            if whose == worker:
+        for owner, ticket in list(self._open):
+            if owner == worker:
                 self._cancel(worker, ticket)
 
     def _cancel(self, worker: int, ticket: int) -> None:
@@ -316,13 +316,13 @@ class EngineProcess:
         return Answered(message.worker, message.ticket, True, f"{done} the group {message.name}")
 
     def _adapted(self, message: LoadLora | UnloadLora) -> Answered:
-        desk = self.unit.adapters
-        if desk is None:
+        registry = self.unit.adapters
+        if registry is None:
             raise ConfigError("LoRA is off; start with --lora NAME=PATH, or --set max_loras=N for N on the device")
         if isinstance(message, UnloadLora):
-            desk.unload(message.name)
+            registry.unload(message.name)
             return Answered(message.worker, message.ticket, True, f"adapter {message.name} is unloaded")
-        version = desk.load(message.name, message.path, pinned=message.pinned)
+        version = registry.load(message.name, message.path, pinned=message.pinned)
         return Answered(message.worker, message.ticket, True, f"adapter {message.name} is loaded, version {version}")
 
     def _answer(self, worker: int, ticket: int, future: Future[ControlAnswered]) -> None:
@@ -330,8 +330,8 @@ class EngineProcess:
         if future.exception() is not None:
             self.outbox.answer(Answered(worker, ticket, False, str(future.exception())))
         else:
-            said = future.result()
-            self.outbox.answer(Answered(worker, ticket, said.ok, said.message, said.stats))
+            result = future.result()
+            self.outbox.answer(Answered(worker, ticket, result.ok, result.message, result.stats))
 
 
 HANDLERS: dict[type[EngineMessage], Callable[[EngineProcess, Any], None]] = {
@@ -359,8 +359,8 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         number: number of the engine among several.
     """
     several = children.read_settings(folder).dp > 1
-    name, life = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
-    settings = children.begin(folder, name + life * (generation > 0))
+    name, suffix = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
+    settings = children.begin(folder, name + suffix * (generation > 0))
     # SIGTERM may go to all processes of a service: workers end first, then StopEngine comes. Ranks would inherit
     # SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -368,8 +368,8 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
         # for a model it was logged when the memory was divided
-        memory = "" if unit.about.kind == "model" else f"\n{unit.memory}"
-        log.info("%s on %s, ready%s", unit.about.model, unit.about.device, memory)
+        memory = "" if unit.info.kind == "model" else f"\n{unit.memory}"
+        log.info("%s on %s, ready%s", unit.info.model, unit.info.device, memory)
         EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)

@@ -38,14 +38,14 @@ POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 
 
 def install(host: RuntimeHost, generation: int) -> None:
     """Install the fault that the environment names. Raises ConfigError for an unknown one."""
-    said = os.environ.get(VARIABLE, "")
-    if not said:
+    given = os.environ.get(VARIABLE, "")
+    if not given:
         return
-    point, *texts = said.split(":")
+    point, *texts = given.split(":")
     least, most = POINTS.get(point, (1, 0))
     kind = texts.pop() if point == "written" and len(texts) == 3 else ""
     if not least <= len(texts) <= most or not all(text.isdecimal() for text in texts):
-        raise ConfigError(f"{VARIABLE} must be {', '.join(POINTS)} with their numbers, got `{said}`")
+        raise ConfigError(f"{VARIABLE} must be {', '.join(POINTS)} with their numbers, got `{given}`")
     numbers = [int(text) for text in texts]
     match point:
         case "written":
@@ -80,7 +80,7 @@ class _DiesBehindWrites:
         self._journal.append(event, digest)
 
     def append_unsealed(self, event: ObservedEvent) -> None:
-        """Record an event whose step raised."""
+        """Record an event with a step that raised."""
         self._journal.append_unsealed(event)
 
     def flush(self) -> None:

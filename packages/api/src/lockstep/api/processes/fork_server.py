@@ -38,7 +38,7 @@ from lockstep.api.processes.engine_messages import (
     read_command,
 )
 
-log = logging.getLogger("lockstep.nursery")
+log = logging.getLogger("lockstep.fork_server")
 
 
 class ForkServer:
@@ -67,7 +67,7 @@ class ForkServer:
                     case Begin(generation, death, workers):
                         pid = os.fork()
                         if not pid:
-                            return self._live(generation, PriorState(death, workers))
+                            return self._run_engine(generation, PriorState(death, workers))
                         self.generations[pid] = generation
                         self.control.send(encode(Began(generation, pid)))
                     case KillEngine(generation):
@@ -82,7 +82,7 @@ class ForkServer:
                 over = EngineExited(self.generations.pop(pid), os.waitstatus_to_exitcode(status))
                 self.control.send(encode(over))
 
-    def _live(self, generation: int, before: PriorState) -> int:
+    def _run_engine(self, generation: int, before: PriorState) -> int:
         """Run as an engine, in the forked child. Returns its exit status."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

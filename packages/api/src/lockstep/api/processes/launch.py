@@ -50,7 +50,7 @@ log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
 LOOK_S = 0.05  # interval between checks that all are ready, during the start
-HEARING_S = 0.5  # added to an engine's deadline: the launcher may itself have been stopped, with reports unread
+REPORT_DELAY_S = 0.5  # added to an engine's deadline: the launcher may itself have been stopped, with reports unread
 EXIT_INTERRUPTED = 130
 
 
@@ -75,7 +75,7 @@ class RouterFailed:
     error: Exception
 
 
-Happened = ChildEnded | Signalled | EngineReport | RouterFailed
+LauncherEvent = ChildEnded | Signalled | EngineReport | RouterFailed
 
 
 class Launcher:
@@ -85,9 +85,9 @@ class Launcher:
         self.settings = settings
         self._over = threading.Event()
         self.children: list[Child] = []
-        self._happened: Inbox[Happened] = Inbox()
+        self._events: Inbox[LauncherEvent] = Inbox()
         self._next_worker = 0
-        self._operators_worker = -1  # number of the worker that serves the operator's routes
+        self._operator_worker = -1  # number of the worker that serves the operator's routes
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
         self.folder = fresh_folder()
@@ -103,8 +103,8 @@ class Launcher:
             number,
             folder,
             self.settings,
-            start=partial(self._start, "nursery", number),
-            happened=self._happened.put,
+            start=partial(self._start, "fork_server", number),
+            on_report=self._events.put,
             workers=lambda: [worker.number for worker in self.workers],
         )
 
@@ -156,40 +156,40 @@ class Launcher:
                 return EXIT_INTERRUPTED if number == signal.SIGINT else 0
             case EngineReport(number, EngineExited(generation, status)):
                 engine = self.engines[number]
-                if engine.life is not None and generation == engine.life.generation:
-                    first = not generation and not engine.life.ready
+                if engine.current is not None and generation == engine.current.generation:
+                    first = not generation and not engine.current.ready
                     return self._after(engine, engine.ended(status), first=first)
-            case ChildEnded(child) if child.role == "nursery":
+            case ChildEnded(child) if child.role == "fork_server":
                 self.children.remove(child)
                 engine = self.engines[child.number]
                 if not engine.gone:
-                    first = engine.life is not None and not engine.life.generation and not engine.life.ready
-                    return self._after(engine, engine.nursery_ended(), first=first)
+                    first = engine.current is not None and not engine.current.generation and not engine.current.ready
+                    return self._after(engine, engine.fork_server_ended(), first=first)
             case ChildEnded(child):
                 if not self._worker_ended(child):
                     self._stop()
                     return 1
             case EngineReport(number, (Began() | Alive()) as report):
-                self.engines[number].heard(report)
+                self.engines[number].reported(report)
             case RouterFailed(error):
                 log.error("the router failed: %s: %s", type(error).__name__, error)
                 self._stop()
                 return 1
             case None:
                 for engine in self.engines:
-                    if engine.due_s is not None and engine.due_s <= time.monotonic():
+                    if engine.deadline_s is not None and engine.deadline_s <= time.monotonic():
                         engine.end_hanging()
             case _:  # a report of an earlier engine generation
                 pass
         return None
 
-    def _wait(self) -> Happened | None:
+    def _wait(self) -> LauncherEvent | None:
         """The next event; None if the deadline of an engine passed first."""
-        due = [engine.due_s for engine in self.engines if engine.due_s is not None]
+        due = [engine.deadline_s for engine in self.engines if engine.deadline_s is not None]
         if not due:
-            return self._happened.wait()
+            return self._events.wait()
         try:
-            return self._happened.get(max(0.0, min(due) - time.monotonic()) + HEARING_S)
+            return self._events.get(max(0.0, min(due) - time.monotonic()) + REPORT_DELAY_S)
         except Empty:
             return None
 
@@ -197,11 +197,11 @@ class Launcher:
         """Handle the end of an engine, replaced (`goes_on`) or given up. Returns the exit status if it was the last
         one.
         """
-        self._tell_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
+        self._send_to_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
         if goes_on:
             return None
         if not first and not all(one.gone for one in self.engines):
-            log.error("%s is given up, and the others go on: %s", engine.name, engine.gone)
+            log.error("%s is not restarted, the others go on: %s", engine.name, engine.gone)
             return None
         time.sleep(0.2)  # so that workers receive EngineGone before SIGTERM
         self._stop()
@@ -212,8 +212,8 @@ class Launcher:
         log.error("worker %d ended with %s", child.number, status_text(child.process.returncode))
         self.children.remove(child)
         for engine in self.engines:
-            engine.tell_engine(WorkerGone(child.number))
-        self._tell_router(WorkerLost(child.number))
+            engine.send_to_engine(WorkerGone(child.number))
+        self._send_to_router(WorkerLost(child.number))
         if time.monotonic() - child.began_s < YOUNG_S:
             return False
         self._start_worker()
@@ -233,11 +233,11 @@ class Launcher:
             lambda answer: RouterService(
                 settings.dp, config, answer, run=run, bytes_max=settings.journal_bytes, admission=admission
             ),
-            lambda error: self._happened.put(RouterFailed(error)),
+            lambda error: self._events.put(RouterFailed(error)),
         )
         self._to_router = writer(self._context, router_address(self.folder))
 
-    def _tell_router(self, message: ToRouter) -> None:
+    def _send_to_router(self, message: ToRouter) -> None:
         if self._to_router is not None:
             with contextlib.suppress(zmq.Again):
                 self._to_router.send(encode(message), zmq.Flag.DONTWAIT)
@@ -254,16 +254,16 @@ class Launcher:
         descriptors = [self._listener.fileno()]
         number = self._next_worker
         self._next_worker += 1
-        if self._admin is not None and self._operators_worker not in [worker.number for worker in self.workers]:
-            self._operators_worker = number
+        if self._admin is not None and self._operator_worker not in [worker.number for worker in self.workers]:
+            self._operator_worker = number
             descriptors.append(self._admin.fileno())
         arguments = ["-m", "lockstep.api.worker", str(self.folder), str(number), *map(str, descriptors)]
         self._start("worker", number, arguments, tuple(descriptors))
         for engine in self.engines:
-            engine.worker_began(number)
+            engine.worker_started(number)
 
     def _start(
-        self, role: Literal["nursery", "worker"], number: int, arguments: list[str], descriptors: tuple[int, ...]
+        self, role: Literal["fork_server", "worker"], number: int, arguments: list[str], descriptors: tuple[int, ...]
     ) -> Child:
         environment = dict(os.environ)
         if role == "worker" and self.settings.api_workers > 1:
@@ -284,12 +284,12 @@ class Launcher:
 
     def _await(self, child: Child) -> None:
         child.process.wait()
-        self._happened.put(ChildEnded(child))
+        self._events.put(ChildEnded(child))
 
     # --------------------------------------------------------------------------------------------------------- shutdown
 
-    def _living(self) -> bool:
-        return any(engine.life is not None for engine in self.engines)
+    def _engines_running(self) -> bool:
+        return any(engine.current is not None for engine in self.engines)
 
     def _stop(self) -> None:
         """Stop the workers, so that the engines can still end their answers; then the engines."""
@@ -298,50 +298,50 @@ class Launcher:
             child.process.terminate()
         if self._wait_for("a worker", lambda: bool(self.workers), self.settings.shutdown_s + GRACE_S):
             for engine in self.engines:
-                engine.tell_engine(StopEngine(0))
-            self._wait_for("an engine", self._living, GRACE_S)
+                engine.send_to_engine(StopEngine(0))
+            self._wait_for("an engine", self._engines_running, GRACE_S)
 
-    def _wait_for(self, who: str, there: Callable[[], bool], seconds: float) -> bool:
+    def _wait_for(self, name: str, there: Callable[[], bool], seconds: float) -> bool:
         """Wait while `there()` is true. Returns False after `seconds`, after a second signal, or if a fork server
         ended.
         """
         until_s = time.monotonic() + seconds
         while there():
             try:
-                happened = self._happened.get(until_s - time.monotonic())
+                event = self._events.get(until_s - time.monotonic())
             except Empty:
-                log.error("%s does not end and is killed", who)
+                log.error("%s does not end and is killed", name)
                 return False
-            match happened:
+            match event:
                 case Signalled():
                     log.error("killing everything")
                     return False
                 case ChildEnded(child) if child in self.children:
                     self.children.remove(child)
-                    if child.role == "nursery":
+                    if child.role == "fork_server":
                         return False
                 case EngineReport(number, EngineExited(generation)):
                     engine = self.engines[number]
-                    if engine.life is not None and generation == engine.life.generation:
-                        engine.life = None
+                    if engine.current is not None and generation == engine.current.generation:
+                        engine.current = None
         return True
 
     def _kill(self) -> None:
-        if self._living():
+        if self._engines_running():
             for engine in self.engines:
-                if engine.life is not None:
-                    engine.tell_nursery(KillEngine(engine.life.generation))
-            self._wait_for("an engine", self._living, 1.0)
+                if engine.current is not None:
+                    engine.send_to_fork_server(KillEngine(engine.current.generation))
+            self._wait_for("an engine", self._engines_running, 1.0)
         for engine in self.engines:
-            if engine.life is not None and engine.life.pid:
-                end_orphan(engine.life.pid)
+            if engine.current is not None and engine.current.pid:
+                end_orphan(engine.current.pid)
         for child in self.children:
             child.process.kill()
             child.process.wait()
 
     def _clean(self) -> None:
         if self._router is not None and self._to_router is not None:
-            self._tell_router(StopRouter())
+            self._send_to_router(StopRouter())
             self._router.join(GRACE_S)
             self._to_router.close()
         for engine in self.engines:
@@ -356,8 +356,8 @@ class Launcher:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """Turn SIGINT and SIGTERM into events of the launcher."""
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        before = {one: signal.signal(one, lambda number, _: self._happened.put(Signalled(number))) for one in wanted}
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {one: signal.signal(one, lambda number, _: self._events.put(Signalled(number))) for one in numbers}
         try:
             yield
         finally:
@@ -370,7 +370,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        why = error.strerror if isinstance(error, OSError) else "it is not a host name"
         raise ConfigError(
             f"`host`: {host} is not known: {why}\nhint: 127.0.0.1, or an address of this machine"
         ) from error

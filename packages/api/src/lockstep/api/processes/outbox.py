@@ -130,7 +130,7 @@ class Outbox:
         return page
 
     def now_us(self) -> int:
-        """The time of the event whose commands are being performed, in microseconds."""
+        """The time of the current event, in microseconds."""
         return self._engine.now_us
 
     def answer(self, answer: Answered) -> None:

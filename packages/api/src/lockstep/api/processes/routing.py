@@ -103,10 +103,12 @@ class RouterService:
         self._config, self._answer, self._run, self._bytes_max = config, answer, run, bytes_max
         self._clock_us, self._began_us = clock_us, clock_us()
         self._admission = admission
-        self.line: dispatch.Dispatcher | None = None  # in front of the router; None: requests do not wait
+        self.queue: dispatch.Dispatcher | None = None  # in front of the router; None: requests do not wait
         self.router: Router | None = None  # None until every engine has started
         self._here: dict[int, EngineHere] = {}  # by engine, of its newest generation
-        self._next_life = dict.fromkeys(range(engines), 0)  # by engine; messages of earlier generations are ignored
+        self._next_generation = dict.fromkeys(
+            range(engines), 0
+        )  # by engine; messages of earlier generations are ignored
         self._lost: set[int] = set()  # engines that ended for good
         self._journal: RouterJournal | NoRouterJournal = NoRouterJournal()
         self._sessions: dict[str, int] = {}  # open sessions -> engine; the most recently named is last
@@ -135,15 +137,15 @@ class RouterService:
         known = self._sessions.pop(message.session, None) if message.session else None
         if known is not None:
             self._sessions[message.session] = known  # moves to the end of the order
-        if message.what == "close":
+        if message.purpose == "close":
             self._answer(Routed(message.worker, message.number, known or 0, known is None))
             return
-        who_refuses = self._who_refuses()
-        only = known if known is not None else self._sessions.get(message.parent, who_refuses)
+        refusing = self._refusing_engine()
+        only = known if known is not None else self._sessions.get(message.parent, refusing)
         if self.router is None:
             self._pending[message.worker, message.number] = message
-        elif self.line is not None and who_refuses is not None:  # the engine refuses at once, without waiting
-            self._answer(Routed(message.worker, message.number, who_refuses if only is None else only, known is None))
+        elif self.queue is not None and refusing is not None:  # the engine refuses at once, without waiting
+            self._answer(Routed(message.worker, message.number, refusing if only is None else only, known is None))
         else:
             self._offer(message, only, fresh=known is None)
 
@@ -172,43 +174,43 @@ class RouterService:
     def drained(self, message: Drained) -> None:
         """Stop or resume the assignment of new requests to an engine."""
         here = self._here.get(message.engine)
-        if here is None or message.engine in self._lost or here.generation < self._next_life[message.engine]:
+        if here is None or message.engine in self._lost or here.generation < self._next_generation[message.engine]:
             return
         self._state(message.engine, "draining" if message.draining else "up")
 
     def engine_here(self, message: EngineHere) -> None:
         """Take in that an engine can take requests, with the requests and sessions that it already has."""
         engine = message.engine
-        if engine in self._lost or message.generation < self._next_life[engine]:
+        if engine in self._lost or message.generation < self._next_generation[engine]:
             return
         self._here[engine] = message
-        self._sessions = {key: whose for key, whose in self._sessions.items() if whose != engine}
+        self._sessions = {key: owner for key, owner in self._sessions.items() if owner != engine}
         for session in message.sessions:
             self._keep_session(session, engine)
         if self.router is not None:
             self._state(engine, "draining" if message.draining else "up")
         else:
-            self._begin_if_all_are_known()
+            self._begin_if_complete()
 
     def engine_lost(self, message: EngineLost) -> None:
         """Take in that an engine ended. A successor keeps its requests; without one, the workers end them."""
         if message.next_generation is not None:
-            self._next_life[message.engine] = message.next_generation
+            self._next_generation[message.engine] = message.next_generation
             self._state(message.engine, "recovering")
             return
         self._lost.add(message.engine)
-        self._sessions = {key: whose for key, whose in self._sessions.items() if whose != message.engine}
+        self._sessions = {key: owner for key, owner in self._sessions.items() if owner != message.engine}
         gone = [key for key, opened in self._open.items() if opened[0] == message.engine]
-        if self.line is not None:  # the workers end the requests of the engine, so nothing is sent again
+        if self.queue is not None:  # the workers end the requests of the engine, so nothing is sent again
             self._state(message.engine, "recovering")
         for key in gone:
-            if self.line is not None:
+            if self.queue is not None:
                 self.over(OfferClosed(*key, 0))
             else:
                 del self._offers[self._open.pop(key)[1].request_id]
         self._state(message.engine, "down")
         if self.router is None:
-            self._begin_if_all_are_known()
+            self._begin_if_complete()
 
     def worker_lost(self, message: WorkerLost) -> None:
         """Remove the offers of a worker that ended."""
@@ -221,27 +223,27 @@ class RouterService:
         now_us = self._clock_us() - self._began_us
         return now_us if self.router is None else max(now_us, self.router.now_us)
 
-    def _begin_if_all_are_known(self) -> None:
-        if all(engine in self._here or engine in self._lost for engine in self._next_life):
-            self._begin([self._state_at_first(engine) for engine in self._next_life])
+    def _begin_if_complete(self) -> None:
+        if all(engine in self._here or engine in self._lost for engine in self._next_generation):
+            self._begin([self._state_at_first(engine) for engine in self._next_generation])
 
     def _state_at_first(self, engine: int) -> EngineState:
         if engine in self._lost:
             return "down"
         here = self._here[engine]
-        if here.generation < self._next_life[engine]:
+        if here.generation < self._next_generation[engine]:
             return "recovering"
         return "draining" if here.draining else "up"
 
     def _begin(self, states: list[EngineState]) -> None:
         """Create a router with the open requests. The prompt history of an earlier router is not carried over."""
-        tokens = [here.cache_tokens if (here := self._here.get(engine)) else 0 for engine in self._next_life]
+        tokens = [here.cache_tokens if (here := self._here.get(engine)) else 0 for engine in self._next_generation]
         shares = tuple(EngineShare(cache_tokens=one) for one in tokens)
         if self._admission is None:
             self.router = Router(self._config, shares)
         else:
-            self.line = dispatch.Dispatcher(self._admission, self._config, shares)
-            self.router = self.line.router
+            self.queue = dispatch.Dispatcher(self._admission, self._config, shares)
+            self.router = self.queue.router
         self._began_us = self._clock_us()
         if self._run is not None:
             self._journal.close()
@@ -268,7 +270,7 @@ class RouterService:
             self._offer(one.message, one.fact.only, fresh=one.fresh)
         self._again()
 
-    def _who_refuses(self) -> int | None:
+    def _refusing_engine(self) -> int | None:
         """If every engine drains, the number of one of them, which will refuse the request at once; else None."""
         states = self.router.state if self.router is not None else []
         if "draining" in states and "up" not in states and "recovering" not in states:
@@ -281,7 +283,7 @@ class RouterService:
 
     def _offer(self, message: Offer, only: int | None, *, fresh: bool) -> None:
         """Offer the router a request, or a session to be opened, and carry out its decisions."""
-        line = self.line is not None
+        queue = self.queue is not None
         offered = RequestOffered(
             time_us=self._now_us(),
             request_id=self._id(),
@@ -289,8 +291,8 @@ class RouterService:
             prefix=message.prefix,
             session=message.session,
             only=only,
-            tenant=message.tenant if line else "",
-            priority=message.priority if line else None,
+            tenant=message.tenant if queue else "",
+            priority=message.priority if queue else None,
         )
         self._offers[offered.request_id] = _Offered(message, offered, fresh)
         self._fact(offered)
@@ -298,10 +300,10 @@ class RouterService:
     def _fact(self, fact: RouterFact) -> None:
         """Pass a fact to the router, append it to the journal, and carry out the router's decisions."""
         assert self.router is not None
-        if self.line is not None:
-            decided = self.line.step(fact)
+        if self.queue is not None:
+            decided = self.queue.step(fact)
             label = self._offers[fact.request_id].message.label if isinstance(fact, RequestOffered) else ""
-            self._journal.append_decided(fact, decided, self.line.digest, label)
+            self._journal.append_decided(fact, decided, self.queue.digest, label)
         else:
             routed = self.router.step(fact)
             self._journal.append(fact, routed, self.router.digest)
@@ -327,7 +329,7 @@ class RouterService:
                 self._pending[key] = message
             return
         self._open[key] = routed.engine, one.fact
-        if message.what == "open":
+        if message.purpose == "open":
             del self._open[key], self._offers[routed.request_id]
             self._fact(RequestEnded(time_us=self._now_us(), request_id=routed.request_id))
             self._keep_session(message.session, routed.engine)
@@ -337,11 +339,11 @@ class RouterService:
         if self.router is not None and self.router.state[engine] != state:
             self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))
             self._again()
-            who_refuses = self._who_refuses() if self.line is not None else None
-            if who_refuses is not None:  # so that no offer waits for an engine that will not come
+            refusing = self._refusing_engine() if self.queue is not None else None
+            if refusing is not None:  # so that no offer waits for an engine that will not come
                 for key in list(self._waiting):
                     self.over(OfferClosed(*key, 0))
-                    self._answer(Routed(*key, who_refuses))
+                    self._answer(Routed(*key, refusing))
 
     def _again(self) -> None:
         """Offer again the requests that no engine could take."""

@@ -62,7 +62,7 @@ def reader_options(socket: zmq.Socket[Any]) -> None:
 
 
 def writer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that writes to an address, whose reader may appear later. The number of unread messages is bounded."""
+    """A socket that writes to an address; its reader may appear later. The number of unread messages is bounded."""
     socket = context.socket(zmq.SocketType.PUSH)
     socket.set(zmq.SocketOption.SNDHWM, MESSAGES_MAX)
     socket.set(zmq.SocketOption.RECONNECT_IVL, RECONNECT_MS)

@@ -35,14 +35,14 @@ log = logging.getLogger("lockstep.serve")
 YOUNG_S = 2.0  # a process that ends within this time of its start is not restarted: it would end again
 GRACE_S = 5.0  # from the end of the time for answers until a process that should have ended is killed
 # signals that come from outside, not from a fault of the engine itself
-OURS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(slots=True)
 class Child:
     """A child process of the launcher. A fork server has the number of its engine."""
 
-    role: Literal["nursery", "worker"]
+    role: Literal["fork_server", "worker"]
     number: int
     process: subprocess.Popen[bytes]
     began_s: float
@@ -55,7 +55,7 @@ class EngineGeneration:
     generation: int
     pid: int = 0
     ready: bool = False  # the engine has reported that it serves
-    heard_s: float = 0.0
+    reported_s: float = 0.0
     hangs: bool = False  # the engine made no progress and is being killed
 
 
@@ -83,16 +83,16 @@ class Supervisor:
         settings: ServeSettings,
         *,
         start: Callable[[list[str], tuple[int, ...]], Child],
-        happened: Callable[[EngineReport], object],
+        on_report: Callable[[EngineReport], object],
         workers: Callable[[], Iterable[int]],
     ) -> None:
         self.number, self.folder, self.settings = number, folder, settings
-        self._start, self._happened, self._workers = start, happened, workers
+        self._start, self._on_report, self._workers = start, on_report, workers
         self.name = "the engine" if settings.dp == 1 else f"engine {number}"
-        self.life: EngineGeneration | None = None
+        self.current: EngineGeneration | None = None
         self.gone = ""  # why the engine was given up; empty while it is not
         self.next_generation = 0
-        self.nursery: Child | None = None
+        self.fork_server: Child | None = None
         self._control: socket.socket | None = None  # to the fork server
         self._restarts_s: list[float] = []  # times of the restarts within the window
         self._down_s = 0.0  # when the last engine ended
@@ -102,80 +102,82 @@ class Supervisor:
 
     def begin(self) -> None:
         """Start the fork server and the first engine."""
-        self._start_nursery()
+        self._start_fork_server()
         self._begin_engine(None)
 
     @property
-    def due_s(self) -> float | None:
+    def deadline_s(self) -> float | None:
         """Time (time.monotonic, seconds) by which the engine must report progress; None: no limit applies now."""
-        life, limit_s = self.life, self.settings.batch_timeout_s
-        if life is None or not life.ready or life.hangs or not limit_s:
+        current, limit_s = self.current, self.settings.batch_timeout_s
+        if current is None or not current.ready or current.hangs or not limit_s:
             return None
-        return life.heard_s + limit_s
+        return current.reported_s + limit_s
 
     # -------------------------------------------------------------------------------------------- reports and deadlines
 
-    def heard(self, report: Began | Alive) -> None:
+    def reported(self, report: Began | Alive) -> None:
         """Take in the report that the engine started, or that it makes progress."""
-        life = self.life
-        if life is None or report.generation != life.generation:
+        current = self.current
+        if current is None or report.generation != current.generation:
             return
-        life.heard_s = time.monotonic()
+        current.reported_s = time.monotonic()
         if isinstance(report, Began):
-            life.pid = report.pid
-        elif not life.ready:
-            life.ready = True
-            if life.generation:
+            current.pid = report.pid
+        elif not current.ready:
+            current.ready = True
+            if current.generation:
                 gone_s = time.monotonic() - self._down_s
                 several = self.settings.dp > 1
-                shown = f"{self.name}, life {life.generation}," if several else f"engine {life.generation}"
+                shown = f"{self.name}, generation {current.generation}," if several else f"engine {current.generation}"
                 log.warning("%s serves %.3f s after the end of the one before", shown, gone_s)
 
     def end_hanging(self) -> None:
         """Kill the engine, which made no progress for too long."""
-        assert self.life is not None
-        log.error("%s got nothing done for %g s and is ended", self.name, self.settings.batch_timeout_s)
-        self.life.hangs = True
-        self.tell_nursery(KillEngine(self.life.generation))
+        assert self.current is not None
+        log.error("%s made no progress for %g s and is killed", self.name, self.settings.batch_timeout_s)
+        self.current.hangs = True
+        self.send_to_fork_server(KillEngine(self.current.generation))
 
     def ended(self, status: int) -> bool:
         """Start the next generation, which recovers from the journal; False if the engine is given up."""
-        life, settings = self.life, self.settings
-        assert life is not None
-        self.life, self._down_s = None, time.monotonic()
-        message = f"{self.name} ended with {status_text(status)}" if not life.hangs else f"{self.name} stood still"
+        current, settings = self.current, self.settings
+        assert current is not None
+        self.current, self._down_s = None, time.monotonic()
+        message = (
+            f"{self.name} ended with {status_text(status)}" if not current.hangs else f"{self.name} made no progress"
+        )
         log.error("%s", message)
         self._restarts_s = [at for at in self._restarts_s if self._down_s - at < settings.restart_window_s]
-        if not settings.restarts or status == children.EXIT_FOR_GOOD or not (life.ready or life.generation):
+        if not settings.restarts or status == children.EXIT_FOR_GOOD or not (current.ready or current.generation):
             return self._give_up(message)
         if len(self._restarts_s) >= settings.restarts:
-            most = f"{settings.restarts} restarts in {settings.restart_window_s:g} s are the most that there may be"
+            most = f"{settings.restarts} restarts in {settings.restart_window_s:g} s are the limit"
             return self._give_up(f"{message}, and {most}")
         self._restarts_s.append(self._down_s)
         for worker in self._workers():
             self._to_workers.send(EngineRestarting(worker, self.next_generation, message))
-        self._begin_engine("killed" if -status in OURS and not life.hangs else "crashed")
+        self._begin_engine("killed" if -status in OUTSIDE_SIGNALS and not current.hangs else "crashed")
         return True
 
-    def nursery_ended(self) -> bool:
-        """Restart the fork server and the engine, whose reports have no other path; False if the engine is given up."""
-        nursery, life = self.nursery, self.life
-        assert nursery is not None
-        log.error("the nursery of %s ended with %s", self.name, status_text(nursery.process.returncode))
-        if time.monotonic() - nursery.began_s < YOUNG_S or life is None or not life.pid:
-            self.life = None
-            return self._give_up(f"the nursery of {self.name} ended")
-        end_orphan(life.pid)
-        self._start_nursery()
+    def fork_server_ended(self) -> bool:
+        """Restart the fork server and the engine, which cannot report without it; False if the engine is given up."""
+        fork_server, current = self.fork_server, self.current
+        assert fork_server is not None
+        log.error("the fork server of %s ended with %s", self.name, status_text(fork_server.process.returncode))
+        if time.monotonic() - fork_server.began_s < YOUNG_S or current is None or not current.pid:
+            self.current = None
+            return self._give_up(f"the fork server of {self.name} ended")
+        end_orphan(current.pid)
+        self._start_fork_server()
         return self.ended(-signal.SIGKILL)
 
-    def worker_began(self, worker: int) -> None:
+    def worker_started(self, worker: int) -> None:
         """Send a new worker the state of the engine that the other workers have received."""
         if self.gone:
             self._to_workers.send(EngineGone(worker, self.gone))
-        elif self.life is not None and self.life.generation and not self.life.ready:
-            message = f"{self.name} is on its way"
-            self._to_workers.send(EngineRestarting(worker, self.life.generation, message))
+        elif self.current is not None and self.current.generation and not self.current.ready:
+            message = f"{self.name} is starting"
+            self._to_workers.send(EngineRestarting(worker, self.current.generation, message))
 
     def _give_up(self, message: str) -> bool:
         """Give the engine up: workers end their streams. Returns False."""
@@ -186,35 +188,35 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------ processes
 
-    def _start_nursery(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        number = theirs.fileno()
+    def _start_fork_server(self) -> None:
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        number = child_end.fileno()
         arguments = ["-m", "lockstep.api.processes.fork_server", str(self.folder), str(number), str(self.number)]
-        self.nursery = self._start(arguments, (number,))
-        theirs.close()
+        self.fork_server = self._start(arguments, (number,))
+        child_end.close()
         if self._control is not None:
             self._control.close()
-        self._control = ours
-        threading.Thread(target=self._hear, args=(ours,), daemon=True).start()
+        self._control = own_end
+        threading.Thread(target=self._read_reports, args=(own_end,), daemon=True).start()
 
-    def _hear(self, control: socket.socket) -> None:
+    def _read_reports(self, control: socket.socket) -> None:
         """Read the reports of the fork server and its engine until the socket closes. Runs in a thread of its own."""
         with contextlib.suppress(OSError):  # the socket was closed
             while frame := control.recv(engine_messages.MESSAGE_BYTES_MAX):
-                self._happened(EngineReport(self.number, engine_messages.read_report(frame)))
+                self._on_report(EngineReport(self.number, engine_messages.read_report(frame)))
 
     def _begin_engine(self, death: Death | None) -> None:
-        self.life = EngineGeneration(self.next_generation, heard_s=time.monotonic())
-        self.tell_nursery(Begin(self.next_generation, death, tuple(self._workers())))
+        self.current = EngineGeneration(self.next_generation, reported_s=time.monotonic())
+        self.send_to_fork_server(Begin(self.next_generation, death, tuple(self._workers())))
         self.next_generation += 1
 
-    def tell_nursery(self, command: engine_messages.Command) -> None:
+    def send_to_fork_server(self, command: engine_messages.Command) -> None:
         """Send the fork server a command; without effect if it has ended."""
         assert self._control is not None
         with contextlib.suppress(OSError):  # the fork server has ended, which is reported separately
             self._control.send(engine_messages.encode(command))
 
-    def tell_engine(self, message: ToEngine) -> None:
+    def send_to_engine(self, message: ToEngine) -> None:
         """Send the engine a message; dropped if the engine does not read."""
         with contextlib.suppress(zmq.Again):  # the engine does not read any more; its end or its deadline follows
             self._to_engine.send(encode(message), zmq.Flag.DONTWAIT)
@@ -229,7 +231,7 @@ class Supervisor:
 
 
 def end_orphan(pid: int) -> None:
-    """Kill an engine whose fork server has ended, and return when the engine has ended."""
+    """Kill an engine after its fork server has ended, and return when the engine has ended."""
     until_s = time.monotonic() + GRACE_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ A restarted engine has a higher generation. A worker that receives its generatio
 request again with the number of output tokens that it has, and ends with Settled. Messages to an earlier generation are
 ignored.
 
-Rules for changing messages: a message is a msgpack array whose first element is the name of its type. Fields are only
+Rules for changing messages: a message is a msgpack array with the name of its type as first element. Fields are only
 added at the end and with a default; any other change raises PROTOCOL. All processes of a server come from one
 installation, so an unreadable message is a programming error: `WireError` names it, and the process that received it
 ends. A new kind of request is one class here, one handler, and one line in the table of its receiver
@@ -185,7 +185,7 @@ EngineMessage = (
 
 
 # ------------------------------------------------------------------------------------------------------ to the router
-# Of a server with several engines. What is said of an engine by its number is about one of its lives, a generation.
+# Messages of servers with several engines. Each message about an engine is about one generation of it.
 
 
 class ToRouter(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -203,7 +203,7 @@ class Offer(ToRouter, frozen=True):
     prompt_tokens: int
     prefix: tuple[int, ...] = ()  # `lockstep.core.cluster.router.prefix_keys`
     session: str = ""
-    what: Literal["request", "open", "close"] = "request"  # a request; opening a session; closing a session
+    purpose: Literal["request", "open", "close"] = "request"  # a request; opening a session; closing a session
     parent: str = ""  # session that a session is branched from
     tenant: str = ""  # of the request, for the waiting queue of the router
     label: str = ""  # name for cancellation, hashed with the tenant
@@ -356,7 +356,7 @@ class Welcome(ToWorker, frozen=True):
     """Answers Hello, once the engine can take requests."""
 
     protocol: int
-    about: EngineInfo
+    info: EngineInfo
     generation: int = 0
     adapters: KnownAdapters = KnownAdapters()
     gauges: Gauges | None = None  # recent; None: the engine reports them once it runs
@@ -382,7 +382,7 @@ class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    prompt_positions: bytes = b""  # int32: prompt positions of the tokens whose logprobs follow
+    prompt_positions: bytes = b""  # int32: prompt positions of the logprobs that follow
     prompt_logprobs: bytes = b""  # float32
     prompt_top_ids: bytes = b""  # int32 [positions, tops]: the likeliest tokens at these positions
     prompt_top_logprobs: bytes = b""  # float32
@@ -411,7 +411,7 @@ class StepAnswers(ToWorker, frozen=True):
 
 
 class Answered(ToWorker, frozen=True):
-    """The answer to Ask or another message with a ticket of its own kind."""
+    """The answer to `Ask` or another message with a ticket of its own kind."""
 
     ticket: int
     ok: bool
@@ -440,7 +440,7 @@ class EngineGone(ToWorker, frozen=True):
 
 
 class Routed(ToWorker, frozen=True):
-    """From the router: this engine takes the offer. `fresh`: the offer named a session that the router did not know.
+    """From the router: this engine takes the offer. `fresh`: the offer named a session that is new to the router.
 
     Engine -1: no engine takes it; `refused` is the cause, a reason of RejectRequest or "cancelled".
     """
@@ -497,11 +497,11 @@ def _for(worker: int, message: AnyToWorker) -> AnyToWorker:
     return message
 
 
-def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, who: str) -> Message:
+def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, receiver: str) -> Message:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"{who} got {_called(frame)}, which it cannot read: {error}") from error
+        raise WireError(f"{receiver} got {_called(frame)}, which it cannot read: {error}") from error
 
 
 def _called(frame: bytes) -> str:
@@ -512,4 +512,4 @@ def _called(frame: bytes) -> str:
                 return f"a message {name[:40]!r}"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    return f"{len(frame)} bytes that are no message ({frame[:16].hex()}...)"
+    return f"{len(frame)} bytes that are not a message ({frame[:16].hex()}...)"

@@ -92,5 +92,5 @@ class PlainText:
         **more: Any,
     ) -> str:
         """Each message after its role, then the role of the answer."""
-        said = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
-        return said + ("assistant:" if more.get("add_generation_prompt", True) else "")
+        lines = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
+        return lines + ("assistant:" if more.get("add_generation_prompt", True) else "")

@@ -165,7 +165,7 @@ def _with_all_end_tokens(config: dict[str, Any], folder: Path) -> dict[str, Any]
     of_config = ConfigReader(config)
     found = of_config.end_tokens()
     if of_config.problems:
-        return config  # whoever reads it says so
+        return config  # its reader reports it
     reader = ConfigReader(read_generation_config(folder), "generation_config.json")
     more = [token for token in reader.end_tokens() if token not in found]
     reader.check()

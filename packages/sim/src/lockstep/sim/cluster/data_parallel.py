@@ -11,7 +11,8 @@ to ranks. All share one clock:
 A pass costs what its slowest rank needs for attention, and what all need for the rows of all, padded as they agreed.
 
 In pipeline stages a pass goes through one stage after the other, and the next pass follows it: it enters when the last
-rank is there with it, and of every rank the newest token of who decodes. A stage has GPUs of every rank.
+rank has handed it over and the newest tokens of the rows that decode are back on every rank. A stage has GPUs of every
+rank.
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
 EXCHANGE_US = 60
-"""From the last proposal until every rank knows all: an estimate of a gather of a few numbers by gloo, in one host."""
+"""From the last proposal until every rank has all: an estimate for a gather of a few numbers by gloo, in one host."""
 
 # ---------------------------------------------------------------------------------------------------- what a pass costs
 
 
 def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
-    """What all ranks run together, with what the slowest of them runs.
+    """A pass that all ranks run together, with the shape of the slowest rank.
 
     Args:
         shapes: of each rank what it runs; nothing for an idle one.
     """
     ranks = len(shapes)
-    padded = agreed.padding == "max_length"  # then nobody extends
+    padded = agreed.padding == "max_length"  # then no rank extends
 
     def total(name: str) -> int:
         values = [getattr(shape, name) for shape in shapes]
@@ -116,7 +117,7 @@ class Share(NamedTuple):
 
 
 class PassCounts:
-    """What is said of ranks in metrics.json."""
+    """Counts of passes and ranks, for metrics.json."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -140,7 +141,7 @@ class PassCounts:
         self.joined = 0  # ranks that came to be able to while others waited
 
     def launched(self, shares: Sequence[Share]) -> None:
-        """A pass begins."""
+        """Count a pass that begins."""
         agreed = shares[0].plan.ranks
         assert agreed is not None
         self.passes += 1
@@ -159,12 +160,12 @@ class PassCounts:
         self.late_us += sum(last_us - share.handed_over_us for share in shares)
 
     def drafted(self, shares: Sequence[Share], passes: int) -> None:
-        """All ranks ran so many passes of the drafter."""
+        """Count passes of the drafter that all ranks ran."""
         self.draft_passes += passes
         self.draft_passes_joined += sum(passes - draft_passes_of(share.plan) for share in shares)
 
     def decided(self, event: PrefillNegotiated) -> None:
-        """All ranks decided about prompts; told of once for all of them."""
+        """Take in a decision of all ranks about prompts, once for all of them."""
         self.situations[event.situation] += 1
         self.delayed_passes += not event.allowed
         if event.passes == 1 and not event.allowed:
@@ -174,7 +175,7 @@ class PassCounts:
             self.joined += max(event.wanting - self.wanting_first, 0)
 
     def describe(self) -> dict[str, Any]:
-        """Everything; times in microseconds."""
+        """Return all counts; times in microseconds."""
         waits = np.array(self.waits_us or [0])
         return {
             "ranks": self.ranks,
@@ -210,7 +211,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
-    """What is said of the ranks of several engines together."""
+    """Return the counts of the ranks of several engines together."""
     all_of = PassCounts(counts[0].ranks)
     for one in counts:
         for name, value in vars(one).items():
@@ -224,11 +225,11 @@ def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class SharedPass:
-    """What all ranks have handed over, behind the passes before."""
+    """A pass that all ranks have handed over, behind the passes before."""
 
     shares: Sequence[Share]
     took_us: float
-    sampling_us: float  # of that, for those who have to wait with it; 0.0 where nobody has to
+    sampling_us: float  # of that, on ranks that wait for matchers before sampling; 0.0 where no rank waits
     held_us: int = 0  # it begins no sooner, in any stage
     encoded_us: int = 0  # nor in the first of several stages
     shape: BatchShape | None = None  # what all run together
@@ -238,7 +239,7 @@ class SharedPass:
     ends_us: dict[int, int] = field(default_factory=dict)  # by rank, as far as known
 
     def end_us(self, rank: int, sampled_us: dict[tuple[int, BatchId], int]) -> int | None:
-        """When a rank has its tokens; None while the matchers it waits for have not moved."""
+        """Return when a rank has its tokens; None while the matchers that it waits for have not moved."""
         assert self.started_us is not None
         plan = self.shares[rank].plan
         if plan.sample_after is None:
@@ -261,7 +262,7 @@ class RankDevice(Device):
         self.token_back_us = np.zeros(rows_max, np.float64)  # by row, in stages: when its newest token is at the first
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
-        """What the cost of a plan depends on. Rows whose KV came from elsewhere decode like any others."""
+        """Return what the cost of a plan depends on. Rows with transferred KV decode like any others."""
         shape = super().shape_of(plan)
         if plan.mode != "prebuilt":
             return shape
@@ -276,7 +277,7 @@ class RankDevice(Device):
         )
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` with the others' behind what was launched before."""
+        """Run `plan` with the plans of the other ranks, behind the passes before."""
         draft_us = 0.0
         if self.speculation is not None:
             draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
@@ -288,20 +289,20 @@ class RankDevice(Device):
         self.group.handed_over(self.rank, Share(plan, shape, handed_over_us, draft_us, copies, tokens, accepted))
 
     def hold_until(self, us: int) -> None:
-        """No batch that is handed over from now on begins before `us`, on any rank."""
+        """Delay the start of batches handed over from now on to `us`, on every rank."""
         self.group.hold_until(us)
 
     def encode_until(self, us: int) -> None:
-        """The same of the GPUs that encode: those of the first stage."""
+        """Delay batches on the GPUs that encode, those of the first stage, to `us`."""
         self.group.encode_until(us)
 
     @property
     def encoder_free_us(self) -> int:
-        """When this rank is through with what it handed over; NEVER_US while that waits for other ranks."""
+        """When this rank has run all that it handed over; NEVER_US while a batch waits for other ranks."""
         return self.group.free_us(self.rank)
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
-        """This rank's matchers have moved, so that it may sample."""
+        """Let this rank sample, because its matchers have moved."""
         waiting = [one for one in self.untimed if one.plan.batch_id != batch_id]
         if len(waiting) < len(self.untimed):
             self.untimed = deque(waiting)
@@ -309,7 +310,7 @@ class RankDevice(Device):
 
 
 class SimulatedRanks:
-    """The ranks of one engine: who has proposed what, who is there, and how long a pass takes."""
+    """The ranks of one engine: their proposals, what each has handed over, and how long a pass takes."""
 
     def __init__(
         self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str, drafter: DraftCost | None = None
@@ -332,7 +333,7 @@ class SimulatedRanks:
         self._begun = 0
 
     def proposed(self, rank: int, command: ProposeBatch, time_us: int) -> None:
-        """A rank says what it would run; once all have, each is told. The first one makes the others say so, too."""
+        """Take in a rank's proposal. The first one requests the others; the last one sends the agreement to all."""
         first = not self._proposals
         self._proposals[rank] = command, time_us
         if len(self._proposals) == len(self.ports):
@@ -340,7 +341,7 @@ class SimulatedRanks:
         elif first:
             for port in self.ports:
                 if port.rank not in self._proposals:
-                    port.hear(time_us, None)
+                    port.deliver(time_us, None)
 
     def _agree(self) -> None:
         self.counts.exchanges += 1
@@ -356,10 +357,10 @@ class SimulatedRanks:
             generation=commands[0].generation,
         )
         for port in self.ports:
-            port.hear(agreed_us, event)
+            port.deliver(agreed_us, event)
 
     def handed_over(self, rank: int, share: Share) -> None:
-        """A rank is there; with the last one the pass begins."""
+        """Take in a batch that a rank hands over. With that of the last rank the pass begins."""
         self._there[rank].append(share)
         if not all(self._there):
             return
@@ -382,31 +383,29 @@ class SimulatedRanks:
         self._time()
 
     def hold_until(self, us: int) -> None:
-        """A rank's GPUs copy pages or encode media: no pass that is handed over from now on begins before `us`."""
+        """Delay passes handed over from now on to `us`, because a rank's GPUs copy pages or encode media."""
         self._held_us = max(self._held_us, us)
 
     def encode_until(self, us: int) -> None:
-        """A rank's GPUs encode media: the same, of several stages in the first only."""
+        """Delay passes to `us` because a rank's GPUs encode media; of several stages, in the first only."""
         if self.stages is None:
             self.hold_until(us)
         else:
             self._encoded_us = max(self._encoded_us, us)
 
     def free_us(self, rank: int) -> int:
-        """When GPUs that encode have run all that a rank handed over; NEVER_US if that is not known yet: its host
-        hears of it.
-        """
+        """Return when GPUs that encode have run all that a rank handed over; NEVER_US if that is not known yet."""
         if self._there[rank] or self._passes:
             return NEVER_US
         return self._free_us if self.stages is None else math.ceil(self.stages.free_us[0])
 
     def may_sample(self, rank: int, batch_id: BatchId, at_us: int) -> None:
-        """A rank need not wait with its sampling any more."""
+        """Take in that a rank may sample from `at_us` on."""
         self._sampled_us[rank, batch_id] = at_us
         self._time()
 
     def _time(self) -> None:
-        """Say when passes end, as far as that is known: each begins when every rank has sampled in the one before."""
+        """Time the passes whose end is known: each begins when every rank has sampled in the one before."""
         while self._passes:
             one = self._passes[0]
             if one.started_us is None:
@@ -438,7 +437,7 @@ class SimulatedRanks:
             self._passes.popleft()
 
     def _begin(self, one: SharedPass) -> int:
-        """When a pass begins behind those before it, which are timed; in stages, find out how long it takes."""
+        """Return when a pass begins behind the timed passes before it; in stages, also work out how long it takes."""
         there_us = max(share.handed_over_us for share in one.shares)
         if self.stages is None:
             return max(self._free_us, one.held_us, there_us)
@@ -463,7 +462,7 @@ class SimulatedRanks:
         return begun_us
 
     def _left(self, one: SharedPass, stages: Stages) -> None:
-        """A pass has left the last stage: its tokens go back to the first one."""
+        """Send the tokens of a pass that left the last stage back to the first one."""
         assert one.shape is not None
         if one.sampling_us:
             stages.sampled(float(self._free_us), one.sampling_us)
@@ -473,7 +472,7 @@ class SimulatedRanks:
                 port.device.token_back_us[share.plan.rows[share.plan.sample_rows]] = one.ends_us[port.rank] + back_us
 
     def _draft_us(self, together: BatchShape, shares: Sequence[Share], agreed: Ranks) -> float:
-        """A drafter with passes runs as many as the longest drafts of any rank need, over the rows of all."""
+        """Return the time of a drafter's passes: as many as the longest drafts of any rank need, over all rows."""
         if agreed.draft_passes is msgspec.UNSET or self._drafter is None:
             return max(share.draft_us for share in shares)
         self.counts.drafted(shares, agreed.draft_passes)
@@ -481,7 +480,7 @@ class SimulatedRanks:
 
 
 class RankPort:
-    """One rank's end of the exchange: what it has not heard yet."""
+    """One rank's end of the exchange, with facts on their way to it."""
 
     host: EngineHost
     device: RankDevice
@@ -489,11 +488,11 @@ class RankPort:
     def __init__(self, group: SimulatedRanks, rank: int, feed: SharedFeed) -> None:
         self.group, self.rank, self.feed = group, rank, feed
         self.next_us = NEVER_US
-        self._heard: deque[tuple[int, RanksAgreed | None]] = deque()
+        self._inbox: deque[tuple[int, RanksAgreed | None]] = deque()
         group.ports.append(self)
 
     def joins(self, host: EngineHost) -> None:
-        """This is the host, whose device runs with those of the others."""
+        """Connect the rank's host, whose device runs every pass with the devices of the other ranks."""
         device = host.device
         assert isinstance(device, RankDevice)
         device.group, device.rank, self.host, self.device = self.group, self.rank, host, device
@@ -501,29 +500,29 @@ class RankPort:
             device.stages = stages
             device.notes = StageNotes(len(stages.busy_us)) if device.notes_times else None
 
-    def hear(self, time_us: int, event: RanksAgreed | None) -> None:
-        """All have agreed; or, without an event, another rank waits for what this one would run."""
-        self._heard.append((time_us, event))
-        self.next_us = self._heard[0][0]
+    def deliver(self, time_us: int, event: RanksAgreed | None) -> None:
+        """Take in an agreement; or, without an event, that another rank waits for this rank's proposal."""
+        self._inbox.append((time_us, event))
+        self.next_us = self._inbox[0][0]
         self.feed.poke()
 
     def take(self, now_us: int) -> RanksAgreed | None:
-        """The next of these, due at `next_us`."""
-        _, event = self._heard.popleft()
-        self.next_us = self._heard[0][0] if self._heard else NEVER_US
+        """Return the next fact, due at `next_us`."""
+        _, event = self._inbox.popleft()
+        self.next_us = self._inbox[0][0] if self._inbox else NEVER_US
         return None if event is None else replace(event, time_us=now_us)
 
     def propose(self, command: ProposeBatch, now_us: int) -> None:
-        """Say what this rank would run."""
+        """Propose a batch of this rank."""
         self.group.proposed(self.rank, command, now_us)
 
     def pause(self, next_us: int) -> Event:
-        """Until then, or until something comes for this rank."""
+        """Return the event to wait for: `next_us`, or an earlier fact for this rank."""
         return self.feed.pause(self.group.env, next_us)
 
 
 class Verdicts:
-    """Metrics of one rank; the first one's also say what all ranks decided about prompts."""
+    """Metrics of one rank; those of the first rank also count what all ranks decided about prompts."""
 
     def __init__(self, metrics: MetricsSink, counts: PassCounts) -> None:
         self._metrics, self._counts = metrics, counts
@@ -542,7 +541,7 @@ class Verdicts:
 
 
 class Ranked:
-    """The ranks of a cluster's engines, whose hosts are made one after another."""
+    """The ranks of a cluster's engines. Their hosts are made in order, rank after rank."""
 
     def __init__(self, env: Environment) -> None:
         self.env = env
@@ -558,7 +557,7 @@ class Ranked:
         check_every: int,
         port: TransferPort | None = None,
     ) -> tuple[EngineHost, MetricsFold]:
-        """The next rank's host and what measures it. The first rank of an engine begins a group."""
+        """Return the next rank's host and metrics. The first rank of an engine begins a group."""
         ranks, rank = setup.config.dp_ranks, setup.config.dp_rank
         assert ranks is not msgspec.UNSET
         assert rank is not msgspec.UNSET
@@ -624,7 +623,7 @@ class RankCluster:
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Of the engines that clients hear of: all."""
+        """Metrics of the engines that stream to clients: all."""
         return self.metrics
 
     @property
@@ -643,15 +642,15 @@ class RankCluster:
         return self.clock.run(self, give_up)
 
     def _report(self) -> Generator[Event, None, None]:
-        """Every rank says now and then what it has; the router hears of it later."""
+        """Report the load of every rank at intervals; the router receives a report later."""
         scenario, ranks = self.setup.scenario, list(enumerate(self.clock.hosts))
         while self.clock.goes_on and not self.stop_requested:
             yield self.env.timeout(scenario.report_interval_us)
             now_us = int(self.env.now)
             due_us = now_us + scenario.report_delay_us
             for rank, host in ranks:
-                said = report_of(rank, host.engine, now_us, due_us)
-                self.clock.at(due_us, functools.partial(self.routing.tell, said))
+                report = report_of(rank, host.engine, now_us, due_us)
+                self.clock.at(due_us, functools.partial(self.routing.take_in, report))
 
     def _route(self, event: RequestArrived, turn: Turn) -> None:
         feed = self.feeds[self.routing.engine_for(event, turn)]
@@ -659,14 +658,14 @@ class RankCluster:
         self.clock.at(sent.time_us, functools.partial(feed.add, sent, turn))
 
     def _ended(self, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """A request ended; the router and the client learn of it one hop later."""
+        """Take in the end of a request; the router and the client receive it one hop later."""
         seen_us = now_us + self._hop_us
         output_tokens = self.clock.output_tokens(request_id) if answered else 0
         self.clock.at(seen_us, functools.partial(self.routing.tell_end, seen_us, request_id, output_tokens))
-        self.clock.heard(request_id, seen_us, answered)
+        self.clock.see_end(request_id, seen_us, answered)
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
-        """Measure it."""
+        """Return the measured run."""
         slos = self.setup.scenario.base.slos
         measured = zip(self.metrics, self.clock.hosts, strict=True)
         datas = [with_stages(metrics.result(slos), host) for metrics, host in measured]

@@ -22,27 +22,27 @@ from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interr
 
 
 class FastCluster:
-    """A cluster whose run is a plain one: the same as machine code."""
+    """A cluster of independent engines on the fast path."""
 
     def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
-        """From the beginning. `unsupported_by_cluster(setup)` was empty."""
+        """Begin a run of a setup for which `unsupported_by_cluster` returned an empty text."""
         self.setup = setup
         self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
         router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
         given = []
         if router.policy == "follow_bootstrap_room":
             given = [engine_of_room(room_of(seed, number), len(setup.engines)) for number in range(len(turns))]
-        self.plain = fast_run_of(setup.engines, self.metrics, on_finish)
-        self.plain.route(router, setup.shares, setup.scenario.hop_us, given)
+        self.fast = fast_run_of(setup.engines, self.metrics, on_finish)
+        self.fast.route(router, setup.shares, setup.scenario.hop_us, given)
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Of the engines that clients hear of: all, as they stand."""
-        self.plain.hand_over()
+        """Metrics of the engines that stream to clients: all, up to now."""
+        self.fast.hand_over()
         return self.metrics
 
     def run(self, give_up: Callable[[FastCluster], bool] | None) -> ClusterRun | None:
-        """Route every request and finish every answer, unless it is given up; None: only the core can do it."""
+        """Route every request and finish every answer, unless it is given up; None: only the core can simulate it."""
         stopped_early = False
 
         def ask(arrived: int) -> int:
@@ -51,26 +51,26 @@ class FastCluster:
             return 0 if stopped_early else max(GIVE_UP_EVERY, arrived // GIVE_UP_SHARE)
 
         began_s = time.process_time()
-        with stopping_on_interrupt(self.plain), collecting_seldom():
-            if not self.plain.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
+        with stopping_on_interrupt(self.fast), collecting_seldom():
+            if not self.fast.run(*(() if give_up is None else (GIVE_UP_EVERY, ask))):
                 return None
         setup = self.setup
         datas = [fold.result(setup.scenario.base.slos) for fold in self.metrics]
         data = combine(datas, hop_us=setup.scenario.hop_us, slos=setup.scenario.base.slos)
         cpu_s = time.process_time() - began_s
         reason = "room" if setup.scenario.router.policy == "follow_bootstrap_room" else "policy"
-        routed = self.plain.routed()
+        routed = self.fast.routed()
         return ClusterRun(
             setup=setup,
             engines=tuple(
                 Run(
                     setup=one,
                     data=measured,
-                    batches=self.plain.batches(engine),
+                    batches=self.fast.batches(engine),
                     clamped=0,
                     rejected=Counter(),
                     never_sent=0,
-                    interrupted=self.plain.stop_requested,
+                    interrupted=self.fast.stop_requested,
                     cpu_s=cpu_s / len(datas),
                 )
                 for engine, (one, measured) in enumerate(zip(setup.engines, datas, strict=True))
@@ -78,14 +78,14 @@ class FastCluster:
             data=data,
             routed_by_reason={reason: routed} if routed else {},
             never_sent=0,
-            interrupted=self.plain.stop_requested,
+            interrupted=self.fast.stop_requested,
             stopped_early=stopped_early,
             cpu_s=cpu_s,
         )
 
 
 def unsupported_by_cluster(setup: ClusterSetup) -> str:
-    """What of a cluster only the core can do, in a word or two; empty: nothing that is known in advance."""
+    """Name what of a cluster only the core can simulate; empty if nothing is known in advance."""
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
         "engines that meet": not setup.each_alone,
@@ -104,7 +104,7 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
 def run_compiled(
     setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
 ) -> ClusterRun | None:
-    """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
+    """Run a cluster on the fast path. None if that is unavailable, unsupported, or not worth loading."""
     if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
         return None
     return FastCluster(setup, on_finish).run(give_up)

@@ -1,4 +1,4 @@
-"""A simulated cluster of prefill and decode engines: who sends what to whom, and when it is there.
+"""A simulated cluster of prefill and decode engines: routes, transfers of KV, and their times.
 
 Engines here meet in the middle of a request, not at the router only; so they share one clock. A request is routed twice
 at its arrival, to a prefill and to a decode engine. Its KV goes part by part over `Links`, as their hosts order:
@@ -6,7 +6,7 @@ at its arrival, to a prefill and to a decode engine. Its KV goes part by part ov
     decode   | pages  ...........................................  done | decode | decode | ...
     prefill      accepted | chunk 1 | chunk 2 (last) |                  ^
     link                            | part 1 |       | part 2 + first token
-             one way of `latency_us` for whatever one host tells another
+             one way of `latency_us` for every message between hosts
 
 A part begins when the lane of the prefill engine has taken in the result of its batch, and both sides have pages. What
 clients see is what the decode engines stream: the first token comes with the end of the transfer.
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from lockstep.sim.cluster.setup import ClusterSetup
 
 DECODE_ROUTER = RouterConfig(policy="least_tokens")
-"""What a decode engine lacks first is memory, so requests go where the fewest tokens are."""
+"""Memory is the first limit of a decode engine, so requests go to the engine with the fewest tokens."""
 
 
 @dataclass(eq=False)
 class Room:
-    """One transfer, as the network sees it. Its id is the request's, on both sides."""
+    """One transfer of the network. Its id is that of the request, on both sides."""
 
     request_id: RequestId
     prefill: int
@@ -69,7 +69,7 @@ class Room:
 
 
 class TransferTimes:
-    """What is said of transfers in metrics.json."""
+    """Times and sizes of transfers, for metrics.json."""
 
     def __init__(self) -> None:
         self.wait_us: list[int] = []  # from arrival until pages were given
@@ -79,7 +79,7 @@ class TransferTimes:
         self.failed = 0
 
     def describe(self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
-        """Everything; times in microseconds. `hybrid`: whether windows and states have pools of their own."""
+        """Return all figures; times in microseconds. `hybrid`: whether windows and states have pools of their own."""
         beside = {
             "window_bytes_per_token": sizes.window_token,
             "transferred_window_tokens": self.sent.window_tokens,
@@ -108,7 +108,7 @@ def _quantiles(name: str, values: Sequence[int]) -> dict[str, float | None]:
 
 
 class Fabric:
-    """Carries out what hosts order about transfers, and tells them what becomes of it."""
+    """Carries out the hosts' commands about transfers, and delivers the outcomes to the hosts."""
 
     def __init__(
         self, env: Environment, links: Links, *, latency_us: int, sizes: TransferBytes, page_tokens: int
@@ -121,14 +121,16 @@ class Fabric:
         self._latency_us = latency_us
         self._sizes = sizes
         self._page_tokens = page_tokens  # of engines whose layers differ, all alike
-        self._behind: dict[tuple[int, BatchId | None], list[Room]] = {}  # by engine and batch: whose part waits for it
+        self._behind: dict[
+            tuple[int, BatchId | None], list[Room]
+        ] = {}  # by engine and batch: rooms with a part that waits for it
 
     def open(self, room: Room) -> None:
-        """A request was routed."""
+        """Open the room of a routed request."""
         self.rooms[room.request_id] = room
 
     def perform(self, engine: int, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """A host's engine ordered something."""
+        """Carry out a command of a host's engine."""
         room = self.rooms.get(command.transfer_id)
         if room is None or room.over:
             return
@@ -146,7 +148,7 @@ class Fabric:
                 self._at(now_us + self._latency_us, lambda: self._tell(room, room.decode, "offered"))
 
     def collected(self, engine: int, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """A host took in the result of a batch: the parts behind it may go from `now_us` on."""
+        """Let the parts behind a collected batch go from `now_us` on."""
         rooms = self._behind.pop((engine, batch_id), ())
         if not rooms:
             return
@@ -202,7 +204,7 @@ class Fabric:
         del self.rooms[room.request_id]
 
     def _stop(self, room: Room) -> None:
-        """The sender's host knows: nothing more is sent, and both sides are told."""
+        """End a transfer on the sender's side: nothing more is sent, and both hosts receive the outcome."""
         if room.over:
             return
         room.over = True
@@ -215,48 +217,48 @@ class Fabric:
 
     def _tell(self, room: Room, engine: int, status: Any, **about: Any) -> None:
         source = f"engine{room.decode if engine == room.prefill else room.prefill}"
-        self.ports[engine].hear(TransferAdvanced(0, room.request_id, source, 0, 0, status, **about))
+        self.ports[engine].deliver(TransferAdvanced(0, room.request_id, source, 0, 0, status, **about))
 
     def _at(self, time_us: int, act: Callable[[], None]) -> None:
         later(self.env, time_us - int(self.env.now), act)
 
 
 class Port:
-    """One host's end of the fabric: what it has not heard yet."""
+    """One host's end of the fabric, with facts on their way to it."""
 
     def __init__(self, fabric: Fabric, engine: int, feed: SharedFeed) -> None:
         self._fabric = fabric
         self._engine = engine
         self._feed = feed
-        self._heard: deque[tuple[int, TransferAdvanced]] = deque()
+        self._inbox: deque[tuple[int, TransferAdvanced]] = deque()
         self._seq = 0
         self.next_us = NEVER_US
         fabric.ports.append(self)
 
-    def hear(self, event: TransferAdvanced) -> None:
-        """A fact for this host, as of now."""
+    def deliver(self, event: TransferAdvanced) -> None:
+        """Take in a fact for this host, as of now."""
         now_us = int(self._fabric.env.now)
-        self._heard.append((now_us, msgspec.structs.replace(event, seq=self._seq)))
+        self._inbox.append((now_us, msgspec.structs.replace(event, seq=self._seq)))
         self._seq += 1
-        self.next_us = self._heard[0][0]
+        self.next_us = self._inbox[0][0]
         self._feed.poke()
 
     def take(self, now_us: int) -> TransferAdvanced:
-        """The next fact, due at `next_us`."""
-        _, event = self._heard.popleft()
-        self.next_us = self._heard[0][0] if self._heard else NEVER_US
+        """Return the next fact, due at `next_us`."""
+        _, event = self._inbox.popleft()
+        self.next_us = self._inbox[0][0] if self._inbox else NEVER_US
         return msgspec.structs.replace(event, time_us=now_us)
 
     def pause(self, next_us: int) -> Event:
-        """Until then, or until something comes for this host."""
+        """Return the event to wait for: `next_us`, or an earlier fact for this host."""
         return self._feed.pause(self._fabric.env, next_us)
 
     def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """Carry out an order."""
+        """Carry out a command."""
         self._fabric.perform(self._engine, command, now_us)
 
     def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """The result of a batch was taken in."""
+        """Take in that the result of a batch was collected."""
         self._fabric.collected(self._engine, batch_id, step, now_us)
 
 
@@ -310,7 +312,7 @@ class HandoverCluster:
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Of the engines that clients hear of."""
+        """Metrics of the engines that stream to clients."""
         return [self.metrics[engine] for engine in self.engines_of["decode"]]
 
     @property
@@ -336,15 +338,15 @@ class HandoverCluster:
             self.clock.at(time_us, functools.partial(self.feeds[engine].add, event, turn))
 
     def _ended(self, role: str, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """A request ended on an engine; the router learns of it one hop later, and of a decode engine's the client."""
+        """Take in an end on an engine; its router, and of a decode engine the client, receive it one hop later."""
         seen_us, decodes = now_us + self._hop_us, role == "decode"
         output_tokens = self.clock.output_tokens(request_id) if answered and decodes else 0
         self.clock.at(seen_us, functools.partial(self.routing[role].tell_end, seen_us, request_id, output_tokens))
         if decodes:
-            self.clock.heard(request_id, seen_us, answered)
+            self.clock.see_end(request_id, seen_us, answered)
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
-        """Measure it."""
+        """Return the measured run."""
         slos = self.setup.scenario.base.slos
         datas = [
             with_stages(metrics.result(slos), host)

@@ -1,16 +1,16 @@
-"""One engine of a cluster on a clock of its own, which runs ahead as far as nobody else can matter to it.
+"""One engine of a cluster on a clock of its own, which runs ahead as far as no other part of the cluster can affect it.
 
-Engines meet at the router only: it sends a request, it sees an answer end. So between two of these an engine needs no
-interleaving with the others. A `EngineLane` stands still until somebody must know what it did, and then catches up in
-one go:
+Engines meet at the router only: it sends a request, and it receives the end of an answer. Between two of these an
+engine needs no interleaving with the others. An `EngineLane` stands still until its state matters to another part, and
+then catches up in one go:
 
     others   --------a-----------a-----a-----------------a------>   arrivals that went elsewhere
-    lane     ====================================|                  nothing of it could end before: not looked at once
+    lane     ====================================|                  no answer could end before: not advanced until here
 
-`quiet_until_us` is the promise this rests on: no answer of this engine ends before. It follows from the batches in
-flight, whose ends are known, from the launches that must pass before the shortest answer is done, and from how long a
-launch takes at least. A lane whose promise lies behind an arrival is left alone by it. `tests/sim/test_cluster.py`
-holds this against advancing every engine at every arrival.
+`quiet_until_us` is a lower bound: no answer of this engine ends before. It follows from the known ends of the batches
+in flight, from the launches that must pass before the shortest answer is done, and from the least time of a launch. An
+arrival before the bound does not advance the lane. `tests/sim/test_cluster.py` compares this with advancing every
+engine at every arrival.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LATER_SHARE = 0.9  # of the last decode: no later one of the same requests takes
 Sent = RequestArrived | RequestCancelled | ControlRequested
 
 Ended = Callable[[int, RequestId, int, bool], None]
-"""Told of every request that ends: engine, request, when, and whether it was answered."""
+"""Called for every request that ends: engine, request, time in us, and whether it was answered."""
 
 
 class LaneClock(Environment):
-    """A clock whose processes know how far they may go: at `horizon_us` somebody else acts."""
+    """A clock with a horizon for its processes: at `horizon_us` another part of the cluster acts."""
 
     horizon_us: float = 0
 
     def peek(self) -> float:
-        """When anything but the running process acts next."""
+        """Return when anything but the running process acts next."""
         own = super().peek()
         return own if own < self.horizon_us else self.horizon_us
 
     def next_own_us(self) -> float:
-        """When a process of this clock acts next; infinite if none will."""
+        """Return when a process of this clock acts next; infinite if none will."""
         return super().peek()
 
 
@@ -61,21 +61,21 @@ class Feed:
         self._engine = engine
         self._ended = ended
         self._clock = clock
-        self._line: deque[Sent] = deque()
+        self._queue: deque[Sent] = deque()
         self._awaited: Event | None = None
 
     def add(self, event: Sent) -> None:
         """Send one more, not earlier than the one before."""
-        self._line.append(event)
-        self.next_us = self._line[0].time_us
+        self._queue.append(event)
+        self.next_us = self._queue[0].time_us
         if self._awaited is not None:
             self._awaited.succeed()
             self._awaited = None
 
     def take(self, _max_new_tokens: int | None) -> Sent:
         """The next fact, due at `next_us`; its limit was set where it came from."""
-        event = self._line.popleft()
-        self.next_us = self._line[0].time_us if self._line else NEVER_US
+        event = self._queue.popleft()
+        self.next_us = self._queue[0].time_us if self._queue else NEVER_US
         return event
 
     @property
@@ -123,7 +123,7 @@ class EngineLane:
         clock.horizon_us = 0
 
     def send(self, event: Sent) -> None:
-        """Another request, its client's leaving, or an operator's wish, for this engine."""
+        """Send a request, a cancel or a control request to this engine."""
         self.feed.add(event)
         self.quiet_until_us = self._quiet_until_us()
 
@@ -136,23 +136,23 @@ class EngineLane:
         self.quiet_until_us = self._quiet_until_us()
 
     def hold_at(self, until_us: float) -> None:
-        """Somebody acts at `until_us`: go no further."""
+        """Set the horizon to `until_us`, where another part of the cluster acts."""
         if until_us < self.clock.horizon_us:
             self.clock.horizon_us = until_us
 
     def _quiet_until_us(self) -> float:
-        """No request of this engine ends before; see the module."""
+        """Return a time before which no request of this engine ends; see the module."""
         wakes_us = self.clock.next_own_us()
         if wakes_us > NEVER_US:
             return NEVER_US  # it has nothing to do
         host = self.host
-        end_us = min(self._earliest_end_us(wakes_us), self.feed.next_us)  # whoever comes may be turned away
+        end_us = min(self._earliest_end_us(wakes_us), self.feed.next_us)  # the next request may be rejected at once
         if host.wake_at_us is not None:
             end_us = min(end_us, host.wake_at_us)
         return max(end_us, wakes_us)
 
     def _earliest_end_us(self, now_us: float) -> float:
-        """When the first result can come that ends an answer."""
+        """Return the earliest time of a result that ends an answer."""
         engine, queue = self.host.engine, self.host.device.queue
         if not engine.requests:
             return NEVER_US
@@ -171,7 +171,7 @@ class EngineLane:
         return (queue[-1].finished_us if known else now_us) + int((further + 1) * launch_us)
 
     def _launches_without_end(self) -> int:
-        """Launches to come, at least, none of which is the last of anybody; 0 if nothing can be said."""
+        """Return a lower bound of launches to come that end no request; 0 if there is none."""
         engine = self.host.engine
         config, running_batch = engine.config, engine.running_batch
         alone = not engine.waiting or (engine.batch_is_full and not config.enable_priority_preemption)
@@ -188,6 +188,6 @@ class EngineLane:
             or engine.microbatches.several
         ):
             return 0
-        # A retraction makes the cohort smaller and lets others in: count only launches whose pages are sure to be had.
+        # A retraction shrinks the running batch and admits others: count only launches with pages for certain.
         fitting = (engine.memory.available_pages // running_batch.size - 1) * config.page_size
         return max(min(engine.microbatches.current.horizon, fitting) - 1, 0)

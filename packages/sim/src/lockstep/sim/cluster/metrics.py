@@ -110,7 +110,7 @@ def combine_handover(
     slos: Sequence[Slo],
     encoders: Sequence[int] = (),
 ) -> RunData:
-    """The same of prefill and decode engines, `decodes` by number: clients see what these stream, and nothing else.
+    """Combine prefill and decode engines, `decodes` by number: clients receive only what these stream.
 
     Cache hits are those of the prefill engines, where prompts are computed. Media are theirs, too, and of those decode
     engines that had to encode any.
@@ -162,7 +162,7 @@ def _requests(
     refused: Sequence[RefusedRequest],
     sent: Sequence[int],
 ) -> Requests:
-    """All requests by id, which is by arrival."""
+    """Return all requests by id, which is the order of arrival."""
     parts = [data.requests.columns() for data in datas]
     columns: dict[str, NDArray[Any]] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if sent:
@@ -223,7 +223,7 @@ def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
 
 
 def _added(parts: Sequence[Summary]) -> Summary:
-    """The sum of each number, and of each number of a dict by name. What one part does not say adds nothing."""
+    """Add up each number, and each number of a dict by name. A part without a number adds nothing."""
     out: Summary = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         known = [part[name] for part in parts if part.get(name) is not None]
@@ -240,7 +240,7 @@ def _cache(datas: Sequence[RunData]) -> Summary:
 
 
 def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence[int]) -> Summary:
-    """Counts of all engines; waits are means weighted by who waited, and the greatest of the others."""
+    """Counts of all engines; mean waits are weighted by requests that waited, other figures are the greatest."""
     parts = [data.summary["media"] for data in datas if "media" in data.summary]
     own = {
         at: data.summary["media"]["encoder_gpus"]
@@ -272,7 +272,7 @@ def _sessions(datas: Sequence[RunData]) -> Summary:
 
 
 def _samples(datas: Sequence[RunData]) -> Summary:
-    """Counts of all engines; the mean weighted by who completed, and the greatest of the percentiles."""
+    """Counts of all engines; the mean is weighted by completed requests, percentiles are the greatest."""
     parts = [data.summary["samples"] for data in datas if "samples" in data.summary]
     out = _added(parts)
     weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)

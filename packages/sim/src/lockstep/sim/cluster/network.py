@@ -19,7 +19,7 @@ from simpy import Environment
 
 
 def later(env: Environment, delay_us: int, act: Callable[[], None]) -> None:
-    """Do something after so long, or at once if that is past."""
+    """Call a function after a delay, or at once if that time is past."""
     env.timeout(max(delay_us, 0)).callbacks.append(lambda _: act())
 
 
@@ -35,10 +35,10 @@ class Flow:
 
 
 class Links:
-    """What is on its way between engines, and how fast."""
+    """Flows between engines, and their rates."""
 
     def __init__(self, env: Environment, out_bytes_per_us: Sequence[float], in_bytes_per_us: Sequence[float]) -> None:
-        """By engine: what it can send, and receive, at once."""
+        """Begin without flows; for each engine, the bytes per us that it can send, and receive."""
         self._env = env
         self._out = list(out_bytes_per_us)
         self._in = list(in_bytes_per_us)
@@ -57,14 +57,14 @@ class Links:
         return flow
 
     def stop(self, flow: Flow) -> None:
-        """What has not gone by now never goes."""
+        """Stop a flow; its remaining bytes are not sent."""
         self._settle()
         if flow in self._flows:
             self._flows.remove(flow)
             self._share()
 
     def _settle(self) -> None:
-        """Take off what has gone since the last change."""
+        """Subtract the bytes sent since the last change."""
         now_us = int(self._env.now)
         passed_us = now_us - self._since_us
         self._since_us = now_us
@@ -76,7 +76,7 @@ class Links:
                 self.sent_bytes[flow.source] += gone
 
     def _share(self) -> None:
-        """Give every flow its rate, and wake up when the first one is through."""
+        """Give every flow its rate, and wake up when the first one is complete."""
         out, into = list(self._out), list(self._in)
         waiting = list(self._flows)
         while waiting:

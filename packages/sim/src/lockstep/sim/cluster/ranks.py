@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_cluster_of_ranks(scenario: ClusterScenario, setups: Sequence[Setup]) -> None:
-    """The same of a cluster whose engines have ranks."""
+    """Raise ConfigError for a cluster of ranks with options that do not go with ranks, or with unequal ranks."""
     others = {
         "autoscale": scenario.scaling,
         "admission": scenario.dispatch,

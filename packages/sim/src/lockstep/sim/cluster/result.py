@@ -44,7 +44,7 @@ class ClusterRun:
         return sum(run.batches for run in self.engines)
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json holds: all engines together, then each."""
+        """Return what metrics.json holds: all engines together, then each."""
         return {
             "about": self.about(),
             **self.data.summary,
@@ -57,13 +57,13 @@ class ClusterRun:
         }
 
     def balance(self) -> dict[str, Any]:
-        """How evenly the work lay; see cluster_metrics.balance."""
+        """Return how evenly the work lay over the engines; see `metrics.balance`."""
         weights = [share.weight for share in self.setup.shares]
         makespan_us = self.data.summary["throughput"]["makespan_us"]
         return balance([run.data.summary for run in self.engines], weights, makespan_us)
 
     def about(self) -> dict[str, Any]:
-        """See ClusterSetup.about; and what must be known to read the numbers."""
+        """Return the provenance of `ClusterSetup.about`, with counts that a reader of the numbers needs."""
         return {
             **self.setup.about(),
             "interrupted": self.interrupted,
@@ -72,7 +72,7 @@ class ClusterRun:
         }
 
     def remarks(self) -> list[str]:
-        """What a reader of the table must know, one line each."""
+        """Return remarks for a reader of the table, one line each."""
         together = Run(
             setup=self.setup.engines[0],
             data=self.data,

@@ -89,10 +89,13 @@ class Cluster:
         self.setup = setup
         self.now_us = 0
         self.arrivals = arrivals_of(setup.engines[0])
-        line = setup.scenario.dispatch
-        self._dispatcher = None if line is None else Dispatcher(line, setup.scenario.router, setup.shares)
-        self._by_priority = line is not None and line.order == "priority"
-        self.router = Router(setup.scenario.router, setup.shares) if line is None else self._line.router
+        dispatch = setup.scenario.dispatch
+        self._dispatcher = None if dispatch is None else Dispatcher(dispatch, setup.scenario.router, setup.shares)
+        self._by_priority = dispatch is not None and dispatch.order == "priority"
+        if self._dispatcher is None:
+            self.router = Router(setup.scenario.router, setup.shares)
+        else:
+            self.router = self._dispatcher.router
         self.lanes: list[EngineLane] = []
         self.metrics: list[MetricsFold] = []
         self.routed_by_reason: Counter[str] = Counter()
@@ -114,8 +117,10 @@ class Cluster:
         self._stop_requested = False
         self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
         self.waited_us: dict[RequestId, int] = {}
-        self.sent: list[RequestId] = []  # by the number under which an engine knows a request, where some may wait
-        self._sent_turns: dict[RequestId, Turn] = {}  # the same of those that are open
+        self.sent: list[
+            RequestId
+        ] = []  # by the number of a request on its engine, where requests may wait at the router
+        self._sent_turns: dict[RequestId, Turn] = {}  # turns of the open requests in `sent`
         self.refused: list[RefusedRequest] = []
         self._report_interval_us = setup.scenario.report_interval_us
         self._report_us = self._report_interval_us or NEVER_US  # when engines report next
@@ -150,13 +155,8 @@ class Cluster:
                     self._decide(EngineChanged(time_us=0, engine=replica, state="down"))
 
     @property
-    def _line(self) -> Dispatcher:
-        assert self._dispatcher is not None
-        return self._dispatcher
-
-    @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Of the engines that clients hear of: all."""
+        """Metrics of the engines that stream to clients: all."""
         return self.metrics
 
     @property
@@ -178,7 +178,7 @@ class Cluster:
             now_us = self._next_us()
             if arrivals.awaits_answers or self._held:
                 # A turn to come is not known yet: none comes before the first answer ends and its reader has thought.
-                # And who waits at the router goes as soon as somebody ends.
+                # A request that waits at the router is sent as soon as another one ends.
                 first_us = min(lane.quiet_until_us for lane in lanes)
                 sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
                 if sure_us < now_us:
@@ -190,24 +190,24 @@ class Cluster:
                 self._advance_all(now_us)
             else:
                 self._catch_up(now_us)
-            self._tell_ends(now_us + 1 if self._held else now_us)
+            self._report_ends(now_us + 1 if self._held else now_us)
             self._look_after(now_us)
             while arrivals.next_us == now_us:
                 self._route()
                 until_question -= 1
             if give_up is not None and until_question <= 0:
                 until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
-                # Everybody to one moment, before which nothing that is sent from here on arrives.
+                # All engines to one moment, before which no request sent from now on arrives.
                 self._advance_all(min(now_us + hop_us, self._report_us))
                 if give_up(self):
                     return True
         for lane in lanes:
             lane.advance(float("inf"))
-        self._tell_ends(NEVER_US)
+        self._report_ends(NEVER_US)
         return False
 
     def _advance(self, until_us: float) -> None:
-        """Bring every engine that may have an answer to end before `until_us` there, or to the turn that follows."""
+        """Advance every engine that may end an answer before `until_us` to that time, or to the turn that follows."""
         for lane in self.lanes:
             until_us = min(until_us, self._next_us())
             if lane.quiet_until_us < until_us or self._eager:
@@ -218,9 +218,9 @@ class Cluster:
             lane.advance(until_us)
 
     def _catch_up(self, now_us: int) -> None:
-        """Have every end happen that the router would have seen by now. What is sent now comes one hop later.
+        """Advance engines until every end has happened that the router receives by now. Requests arrive one hop later.
 
-        Nobody runs past the moment of its next report.
+        No engine runs past the moment of its next report.
         """
         seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
         for lane in self.lanes:
@@ -254,7 +254,7 @@ class Cluster:
         self._decide(offered)
 
     def _decide(self, fact: RouterFact) -> None:
-        """Tell the router a fact, write it down, and do what it decided."""
+        """Step the router with a fact, record it, and carry out what was decided."""
         if self._dispatcher is None:
             routed = self.router.step(fact)
             self._journal.append(fact, routed, self.router.digest)
@@ -294,7 +294,7 @@ class Cluster:
         self.lanes[routed.engine].send(event)
 
     def _numbered(self, event: RequestArrived) -> RequestArrived:
-        """The request under a number that increases in the order of sending, as engines want it."""
+        """Return the request with a number that increases in the order of sending, which engines require."""
         number = len(self.sent)
         self.sent.append(event.request_id)
         self._sent_turns[number] = self.arrivals.open_turns[event.request_id]
@@ -303,7 +303,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------ what happens beside arrivals
 
     def _next_us(self) -> int:
-        """When the router is told something next, as far as is known: ends only where they make somebody go."""
+        """Return when the router takes in its next known fact; ends count only where waiting requests exist."""
         next_us = self.arrivals.next_us
         if self._held and self._ended:
             next_us = min(next_us, self._ended[0][0])
@@ -318,11 +318,11 @@ class Cluster:
         return min(next_us, self._report_us)
 
     def _look_after(self, now_us: int) -> None:
-        """Reports and replicas that are due. Before any request that comes at the same instant."""
+        """Handle due reports and replicas, before any request that comes at the same instant."""
         if now_us == self._report_us:
             self._report_us += self._report_interval_us
             self._advance_all(now_us)  # what they have done by then, and nothing later
-            self._tell_ends(now_us)
+            self._report_ends(now_us)
             due_us = now_us + self.setup.scenario.report_delay_us
             self._reports.extend(
                 report_of(engine, lane.host.engine, now_us, due_us)
@@ -335,7 +335,7 @@ class Cluster:
             self._scale(self._scaler, now_us)
 
     def _scale(self, scaler: Autoscaler, now_us: int) -> None:
-        """Let the autoscaler look at the load, and do what it says."""
+        """Step the autoscaler with the observed load, and carry out its changes."""
         router = self.router
         waiting = [event for event in self._held.values() if event.request_id not in router.open]
         observed = LoadObserved(
@@ -349,7 +349,7 @@ class Cluster:
         for changed in scaler.step(observed):
             engine = changed.engine
             if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
-                self._flushes += 1  # another machine, whose cache is empty
+                self._flushes += 1  # another machine, with an empty cache
                 self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
             self._decide(changed)
         paid = sum(state != "off" for state in scaler.state)
@@ -357,7 +357,7 @@ class Cluster:
             self._turns_on.append((now_us, paid))
 
     def _on_end(self, engine: int, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """A lane says that a request ended. The router and the client learn of it one hop later."""
+        """Take in the end of a request on a lane. The router and the client receive it one hop later."""
         seen_us = now_us + self._hop_us
         if self._dispatcher is not None:
             del self._sent_turns[request_id]
@@ -368,14 +368,14 @@ class Cluster:
             self.arrivals.answered(request_id, seen_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
-        held_us = seen_us if self._held else NEVER_US  # somebody goes then
+        held_us = seen_us if self._held else NEVER_US  # a waiting request is sent then
         self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)
 
-    def _tell_ends(self, before_us: int) -> None:
-        """Tell the router what it has seen end before a moment."""
+    def _report_ends(self, before_us: int) -> None:
+        """Step the router with the ends that reach it before a moment."""
         while self._ended and self._ended[0][0] < before_us:
             time_us, _, request_id, output_tokens = heappop(self._ended)
             at = self.router.open.get(request_id)
@@ -387,7 +387,7 @@ class Cluster:
                     self._scale(scaler, time_us)
 
     def describe_scaling(self) -> dict[str, Any] | None:
-        """What replicas cost: paid for from their start until they were given back, or until the last answer."""
+        """Return what replicas cost: paid from their start until they were given back, or until the last answer."""
         scaler, setup = self._scaler, self.setup
         if scaler is None:
             return None
@@ -405,7 +405,7 @@ class Cluster:
         }
 
     def describe_admission(self) -> dict[str, Any] | None:
-        """Who waited at the router, and for how long."""
+        """Return how many requests waited at the router, and for how long."""
         if self._dispatcher is None:
             return None
         waits_us = sorted(self.waited_us.values())
@@ -417,7 +417,7 @@ class Cluster:
         }
 
     def result(self, stopped_early: bool, began_s: float) -> ClusterRun:
-        """Measure it."""
+        """Return the measured run."""
         slos = self.setup.scenario.base.slos
         datas = [
             with_stages(metrics.result(slos), lane.host) for metrics, lane in zip(self.metrics, self.lanes, strict=True)
@@ -454,5 +454,5 @@ class Cluster:
 
 
 def room_of(seed: int, request_id: RequestId) -> int:
-    """The room a router in front of prefill and decode engines draws for a request: 63 bits, as in SGLang's."""
+    """Draw the room of a request at a router of prefill and decode engines: 63 bits, as in SGLang."""
     return int.from_bytes(blake2b(f"{seed} {request_id}".encode(), digest_size=8).digest(), "big") >> 1

@@ -31,7 +31,7 @@ HOP_US_MAX = 60_000_000
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
     *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
-)  # of what is said of a run, what is the same for all engines
+)  # provenance of a run that is the same for all engines
 REPLICAS_MAX = 1024
 TENANTS_SHOWN = 10
 
@@ -54,18 +54,18 @@ class ClusterSetup:
 
     @property
     def ranks(self) -> int:
-        """Of an engine that has schedulers per rank; these are listed one by one in `engines`."""
+        """Ranks of an engine with a scheduler per rank, which `engines` lists one by one; 1 for others."""
         ranks = self.engines[0].config.dp_ranks
         return ranks if isinstance(ranks, int) else 1
 
     @property
     def whole_engines(self) -> list[Setup]:
-        """The engines, each once: of several ranks the first stands for all."""
+        """The engines, each once: the first rank of an engine stands for all its ranks."""
         return [setup for setup in self.engines if not setup.config.shares_passes or setup.config.dp_rank == 0]
 
     @property
     def encoders(self) -> list[int]:
-        """By engine, whose encoder GPUs it has, where encoders have their own: a rank has those of its engine."""
+        """By engine, the engine of its encoder GPUs, where encoders have their own: a rank uses those of its engine."""
         found: list[int] = []
         for setup in self.engines:
             follows = setup.config.shares_passes and setup.config.dp_rank != 0
@@ -83,7 +83,7 @@ class ClusterSetup:
         return self.ranks == 1 and not self.hands_over
 
     def link_bytes_per_us(self, engine: Setup) -> float:
-        """What an engine can send to others at once, and receive."""
+        """Return the bytes per us that an engine can send to others, and receive."""
         ranks = engine.config.dp_ranks
         return self.scenario.link_gbs * 1e3 * engine.split.gpus / (ranks if isinstance(ranks, int) else 1)
 
@@ -94,7 +94,7 @@ class ClusterSetup:
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
     def about(self) -> dict[str, Any]:
-        """All that is needed to get the run again."""
+        """Return all that is needed to repeat the run."""
         first = self.engines[0].about()
         return {
             **{name: first[name] for name in COMMON},
@@ -123,7 +123,7 @@ class ClusterSetup:
         }
 
     def shares_of(self, role: str) -> tuple[EngineShare, ...]:
-        """Of the engines that a router chooses from: of this role, or all where none is handed over."""
+        """Return the shares of the engines of a role; of all engines where requests are not handed over."""
         return tuple(
             share
             for share, engine in zip(self.shares, self.engines, strict=True)
@@ -131,7 +131,7 @@ class ClusterSetup:
         )
 
     def _about_options(self) -> dict[str, Any]:
-        """What is there only where it was asked for."""
+        """Return the provenance of options that are present only if given."""
         scenario = self.scenario
         found: dict[str, Any] = {}
         if scenario.report_interval_us:
@@ -143,11 +143,11 @@ class ClusterSetup:
         return found
 
     def slowed(self, factor: float) -> ClusterSetup:
-        """The same with the time of every batch multiplied; routing weights stay what they were."""
+        """Return the setup with the time of every batch multiplied; routing weights stay."""
         return replace(self, engines=tuple(setup.slowed(factor) for setup in self.engines))
 
     def header(self, engine: int) -> JournalHeader:
-        """Of one engine's journal."""
+        """Return the header of one engine's journal."""
         header = self.engines[engine].header()
         return msgspec.structs.replace(header, host={**header.host, "engine": engine, "engines": len(self.engines)})
 
@@ -214,7 +214,7 @@ def assemble_cluster(
 
 
 def _of_ranks(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], setups: list[Setup]) -> ClusterSetup:
-    """Every rank of every engine is something that the router chooses from."""
+    """Return the setup in which the router chooses among all ranks of all engines."""
     check_cluster_of_ranks(scenario, setups)
     engines: list[Setup] = []
     shares: list[EngineShare] = []
@@ -231,7 +231,7 @@ def _of_ranks(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], setups
 
 
 def kind_of(setup: Setup) -> str:
-    """What an engine is called: its hardware, and its role if it has one."""
+    """Return the title of an engine: its hardware, and its role if it has one."""
     return f"{setup.config.role}: {setup.hardware}" if setup.config.hands_over else setup.hardware
 
 
@@ -293,7 +293,7 @@ def _check_options(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], c
 
 
 def _check_shares(dispatch: DispatchConfig, workload: Workload) -> None:
-    """Raise ConfigError for the share of a tenant whom no request is of."""
+    """Raise ConfigError for the share of a tenant without any request."""
     known = sorted(tenant for tenant in workload.turns.tenants if tenant)
     for tenant in dispatch.tenant_weights:
         if tenant not in known:
@@ -306,7 +306,7 @@ def _check_shares(dispatch: DispatchConfig, workload: Workload) -> None:
 
 
 def _weights(groups: tuple[EngineGroup, ...], setups: list[Setup]) -> list[float]:
-    """Of each group: what was given, else its estimated capacity beside the first group's, to two digits."""
+    """Return the weight of each group: as given, else its estimated capacity over the first group's, to 2 digits."""
     if len(groups) == 1:
         return [groups[0].weight or 1.0]
     summary = setups[0].workload.summary()

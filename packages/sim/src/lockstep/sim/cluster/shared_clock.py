@@ -1,7 +1,7 @@
-"""What clusters have in common whose engines share one clock: requests as they come, their routes, their ends.
+"""Clusters of engines on one shared clock: arrivals of requests, their routes, their ends.
 
-Engines of an ordinary cluster have a clock each (`cluster_lane.py`). Those that meet in the middle of a request share
-one, because they hand it over (`handover.py`) or run every pass together (`data_parallel.py`).
+Engines that meet only at the router have a clock each (`lane.py`). Engines that meet in the middle of a request share
+one, because they hand the request over (`handover.py`) or run every pass together (`data_parallel.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Routing:
         self._sessions: dict[int, str] = {}
 
     def engine_for(self, event: RequestArrived, turn: Turn) -> int:
-        """Which engine of the cluster takes a request that comes now."""
+        """Return the engine of the cluster for a request that arrives now."""
         config = self._router.config
         prefix: tuple[int, ...] = ()
         if config.policy == "prefix_affinity":
@@ -75,16 +75,16 @@ class Routing:
     def tell_end(self, time_us: int, request_id: RequestId, output_tokens: int) -> None:
         """Report the end of a request to the router; the router's clock does not run backwards for a late report."""
         at_us = max(time_us, self._router.now_us)
-        self.tell(RequestEnded(time_us=at_us, request_id=request_id, output_tokens=output_tokens))
+        self.take_in(RequestEnded(time_us=at_us, request_id=request_id, output_tokens=output_tokens))
 
-    def tell(self, fact: RequestEnded | LoadReported) -> None:
-        """The router hears something that routes nobody."""
+    def take_in(self, fact: RequestEnded | LoadReported) -> None:
+        """Step the router with a fact that routes no request."""
         self._router.step(fact)
         self._journal.append(fact, None, self._router.digest)
 
 
 def report_of(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadReported:
-    """What an engine says of itself: requests it has, KV that they hold, and prompts that wait for theirs."""
+    """Return the load report of an engine: open requests, KV that they hold, and prompts that wait for KV."""
     memory = core.memory
     cached = memory.radix.evictable_pages
     held = (core.config.pages - memory.pool.free_count - cached) * core.config.page_size
@@ -102,50 +102,50 @@ class SharedFeed:
         self.next_us = NEVER_US
         self._env = env
         self._ended = ended
-        self._line: deque[RequestArrived | RequestCancelled] = deque()
+        self._queue: deque[RequestArrived | RequestCancelled] = deque()
         self._awaited: Event | None = None
 
     def add(self, event: RequestArrived, turn: Turn) -> None:
         """Send one more, not earlier than the one before."""
         self.open_turns[event.request_id] = turn
-        self._line.append(event)
-        self.next_us = self._line[0].time_us
+        self._queue.append(event)
+        self.next_us = self._queue[0].time_us
         self.poke()
 
     def take(self, _max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
-        """The next fact, due at `next_us`."""
-        event = self._line.popleft()
-        self.next_us = self._line[0].time_us if self._line else NEVER_US
+        """Return the next fact, due at `next_us`."""
+        event = self._queue.popleft()
+        self.next_us = self._queue[0].time_us if self._queue else NEVER_US
         return event
 
     @property
     def settled_until_us(self) -> int:
-        """Others act then; what they do at this very instant may come before or after."""
+        """The present: other processes act at this instant, before or after this one."""
         return int(min(max(self._env.peek(), self._env.now + 1), NEVER_US))
 
     def more(self, env: Environment) -> Event | None:
-        """Until somebody pokes."""
+        """Return an event that the next call of `poke` triggers."""
         self._awaited = env.event()
         return self._awaited
 
     def pause(self, env: Environment, next_us: int) -> Event:
-        """Until then, or until somebody pokes."""
+        """Return an event that a time or the next call of `poke` triggers."""
         awaited = self._awaited = env.event()
         later(env, next_us - int(env.now), lambda: succeed(awaited))
         return awaited
 
     def poke(self) -> None:
-        """Something came: look."""
+        """Wake the lane, because a fact came."""
         succeed(self._awaited)
         self._awaited = None
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended."""
+        """Take in the end of an answer."""
         del self.open_turns[request_id]
         self._ended(request_id, now_us, True)
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left."""
+        """Take in the rejection of a request, or its cancel."""
         del self.open_turns[request_id]
         self._ended(request_id, now_us, False)
 
@@ -191,7 +191,7 @@ class SharedClock(Generic[Cluster]):
         return bool(self.arrivals.open_turns) or self.arrivals.next_us < NEVER_US
 
     def at(self, time_us: int, act: Callable[[], None]) -> None:
-        """Do something then."""
+        """Call a function at a time."""
         later(self.env, time_us - int(self.env.now), act)
 
     def run(self, cluster: Cluster, give_up: Callable[[Cluster], bool] | None) -> bool:
@@ -229,12 +229,12 @@ class SharedClock(Generic[Cluster]):
                     return
 
     def output_tokens(self, request_id: RequestId) -> int:
-        """Of a request whose client has not heard of its end."""
+        """Return the turn of a request until its client has received the end."""
         turn = self.arrivals.open_turns.get(request_id)
         return turn.output_tokens if turn is not None else 0
 
-    def heard(self, request_id: RequestId, seen_us: int, answered: bool) -> None:
-        """A client learns of the end of its request."""
+    def see_end(self, request_id: RequestId, seen_us: int, answered: bool) -> None:
+        """Let a client receive the end of its request at `seen_us`."""
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:
@@ -247,7 +247,7 @@ class SharedClock(Generic[Cluster]):
     def measured(
         self, data: RunData, datas: Sequence[RunData], by_reason: Counter[str], stopped_early: bool, began_s: float
     ) -> ClusterRun:
-        """What came of it. Outputs that were cut short count where clients hear of them."""
+        """Return the result of the run. Truncated outputs count on the engines that stream to clients."""
         from lockstep.sim.cluster.result import ClusterRun
 
         cpu_s = time.process_time() - began_s
@@ -277,6 +277,6 @@ class SharedClock(Generic[Cluster]):
 
 
 def succeed(event: Event | None) -> None:
-    """Wake who waits for it, if anybody does."""
+    """Trigger an event that a process waits for, if there is one."""
     if event is not None and not event.triggered:
         event.succeed()

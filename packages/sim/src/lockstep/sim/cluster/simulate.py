@@ -50,11 +50,10 @@ def simulate_cluster(
     """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
 
     Args:
-        give_up: asked now and then while requests still come; once it says yes, no more of them do.
-        eager: bring every engine up to every arrival. It changes nothing but the time it takes.
+        give_up: called from time to time while requests still come; once it returns True, no more requests come.
+        eager: advance every engine to every arrival. It changes only the time that the simulation takes.
         watch: only where `setup.each_alone`.
-        compiled: whether a plain run without journals is one of machine code, see fast_path.py, which changes no
-            result; None: once that is worth it.
+        compiled: whether a run without journals may take the fast path, which changes no result; None: once it pays.
     """
     if watch.is_set and not setup.each_alone:
         raise ContractError("routes and steps cannot be observed where engines hand requests over, or are ranks")

@@ -1,11 +1,10 @@
-"""Runs in which nothing comes into play but arrivals, chunks, decodes and ends: kernel.py, as machine code.
+"""The fast path: runs with nothing but arrivals, chunks, decodes and ends, simulated by kernel.py as machine code.
 
-    run = simulate(setup)      # takes this way by itself where it may, and gives equal results
+    run = simulate(setup)      # takes the fast path by itself where it may, and gives equal results
 
-It may where nobody asks for a journal, a check or every step, and once it `pays`. `unsupported_by` says what of a setup
-only the core can do. What turns up on the way (somebody has to be retracted) makes `FastRun.run` return False: the run
-then begins anew, with the core. Batches are still priced by the setup's own cost model, one call each, so every model
-of cost is as good as any.
+A run may take it without a journal, a check and an observer, once it `pays`. `run.fast_runs.unsupported_by` names what
+of a setup only the core can simulate. A retraction on the way makes `FastRun.run` return False, and the core simulates
+the run from the beginning. The setup's own cost model prices each batch, in one call, so any cost model can be used.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class FastRun:
         rows = min(max(one.config.max_running_requests for one in engines), len(turns))
         slots = max(one.config.launches_max for one in engines)
         run = np.zeros(1, kernel.RUN)
-        run["priced"], run["until_question"] = 1, kernel.NOBODY
+        run["priced"], run["until_question"] = 1, kernel.NONE
         requests = np.zeros(len(turns), kernel.REQUEST)
         requests["arrival_us"] = turns.arrival_us
         requests["prompt_tokens"], requests["output_tokens"] = turns.prompt_tokens, turns.output_tokens
@@ -101,7 +100,7 @@ class FastRun:
         gap_rows = GAPS * flush_rows + rows
         self._state = np.array([_engine(one) for one in engines])
         # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
-        requests["next"] = np.append(np.arange(1, len(turns)), kernel.NOBODY)
+        requests["next"] = np.append(np.arange(1, len(turns)), kernel.NONE)
         self._state["coming"] = 0
         run["until_us"], run["next_request"] = kernel.NEVER_US, len(turns)
         self._arrays = kernel.Arrays(
@@ -122,14 +121,14 @@ class FastRun:
             gaps=np.zeros((count, gap_rows), np.int64),
         )
         self._addresses = machine_code.addresses(self._arrays)
-        # By engine, gaps of requests that have not ended: whose they are, and how long.
+        # By engine, gaps of open requests: the request, and the length in us.
         self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
-        """Put a router in front: nothing is sent yet. `given`: where each request must go, if the policy says so."""
+        """Put a router in front: nothing is sent yet. `given`: the engine of each request, if the policy sets it."""
         run, requests = self._arrays.run, self._arrays.requests
-        self._state["coming"] = kernel.NOBODY
-        requests["engine"] = given if len(given) else kernel.NOBODY
+        self._state["coming"] = kernel.NONE
+        requests["engine"] = given if len(given) else kernel.NONE
         run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
         run["goes_by"] = {
             "least_requests": kernel.LEAST_REQUESTS,
@@ -191,7 +190,7 @@ class FastRun:
         return int(self._arrays.run["next_request"][0])
 
     def _flush(self, engine: int) -> None:
-        """Let what has come of an engine since the last time be measured, and make room for more."""
+        """Hand the rows of an engine since the last flush to its fold, and make room for more."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
         taken = {}
         for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
@@ -221,7 +220,7 @@ class FastRun:
             self._addresses = machine_code.addresses(self._arrays)
 
     def hand_over(self) -> None:
-        """Let all be measured that has come so far: rows, requests, batches in flight, and what was counted."""
+        """Hand everything up to now to the folds: rows, requests, batches in flight, counts."""
         for engine in range(len(self.metrics)):
             self._flush(engine)
         arrays, turns = self._arrays, self._load.turns
@@ -258,7 +257,7 @@ class FastRun:
 
 
 def _engine(engine: FastEngine) -> Any:
-    """One engine at its beginning, of `kernel.ENGINE`."""
+    """Return the initial state of an engine, a `kernel.ENGINE`."""
     config, cpu = engine.config, engine.cpu
     ratio = NewTokenRatio(config.schedule_conservativeness)
     chunked, most = config.chunked_prefill_size, config.prefill_max_requests
@@ -294,7 +293,7 @@ def _engine(engine: FastEngine) -> Any:
         "weight": 1.0,
     }
     values |= dict.fromkeys(
-        ("sent", "coming", "head", "prefilling", "deferred", "least_used", "last_used", "last_chosen"), kernel.NOBODY
+        ("sent", "coming", "head", "prefilling", "deferred", "least_used", "last_used", "last_chosen"), kernel.NONE
     )
     for name, value in values.items():
         state[name] = value

@@ -1,14 +1,14 @@
-"""Plain runs as machine code: engines, their CPU lanes and devices, and a router, request by request without objects.
+"""The kernel of the fast path: engines, their CPU lanes and devices, and a router, as numbers in arrays.
 
-What the core decides and `host.py`, `cluster.py` do is done here once more, for runs in which nothing comes into play
-but arrivals, chunks, decodes and ends: `fast_path.py` says which, and drives this. Everything is a number in an array,
-so `machine_code.py` can turn it into code that takes a few microseconds where the core takes hundreds. Nothing is
-decided here that the core does not decide: tests hold each launch, message, gauge and end of random runs against those
-of the core, and what is not understood here (LOST) is left to the core, from the beginning.
+It repeats the decisions of the core and the work of host and cluster, for runs with nothing but arrivals, chunks,
+decodes and ends: `run/fast_runs.py` defines which, `fast_path.py` drives the kernel. Everything is a number in an
+array, so `machine_code.py` can compile it to code that takes a few microseconds where the core takes hundreds. The
+kernel decides nothing that the core does not decide: tests compare each launch, message, gauge and end of random runs
+with those of the core, and a situation that the kernel does not handle (LOST) is left to the core, from the beginning.
 
 Names are those of the core. A request is a row of `requests`, and its number is its id. Memory is counts of pages,
-since no two prompts begin alike: what a request leaves in the radix cache is one path that nobody else uses, evicted
-from its end, and all of it before any that was used later.
+since no two prompts begin alike: a request leaves one path in the radix cache that no other request uses, evicted from
+its end, and all of it before any path that was used later.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = Any  # numba knows the types; what is written here is for the reader
+Array = Any  # numba infers the types; annotations are for the reader
 Record = Any  # one row of an array, written through
 
 NEVER_US = 2**62
-NOBODY = -1
+NONE = -1
 NO_LIMIT = 2**62
-CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; machine code that is kept knows of changes in this file only
+CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; stored machine code is replaced after changes of this file only
 
 RATIO, ON_DEMAND, FULL = range(3)  # SchedConfig.reserve
 PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)  # SchedConfig.batching
 EXTEND, DECODE, BOTH = range(3)  # a batch's mode
 ARRIVAL, PLAN, RESULTS = range(3)  # what the CPU lane does
-RUNNING_LIMIT, KV_BUDGET, PREFILL_BUDGET, PAGES = range(4)  # why the head of the line waits
+RUNNING_LIMIT, KV_BUDGET, PREFILL_BUDGET, PAGES = range(4)  # why the head of the waiting queue waits
 IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # what a router goes by
 PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # why `advance` returns, and `_advance` of one engine
 
@@ -58,7 +58,7 @@ ENGINE = np.dtype(
         ("result_fixed_us", np.float64),
         ("result_row_us", np.float64),
         ("arrival_us", np.float64),
-        ("frontend_us", np.int64),  # a request has been under way for so long when the engine hears of it
+        ("frontend_us", np.int64),  # from a client to the engine
         # the lane and the device
         ("now_us", np.int64),
         ("last_us", np.int64),  # of the last event
@@ -72,10 +72,10 @@ ENGINE = np.dtype(
         ("arrived", np.int64),
         ("ended", np.int64),
         ("active", np.int64),
-        ("decoding", np.int64),  # members of the cohort
+        ("decoding", np.int64),  # requests of the running batch
         ("prefilling", np.int64),
         ("batch_is_full", np.int64),
-        ("deferred", np.int64),  # the request of which this was last said ...
+        ("deferred", np.int64),  # the request that was last deferred ...
         ("deferred_reason", np.int64),
         ("decode_owed", np.int64),
         ("decode_launches", np.int64),
@@ -129,9 +129,9 @@ REQUEST = np.dtype(
         ("outputs", np.int32),  # that it has
         ("position", np.int32),  # whose KV is launched
         ("cached_pages", np.int32),  # of its row, or that it has left behind, in the radix cache
-        ("engine", np.int32),  # NOBODY: not sent yet; GIVEN routers: where it must go
+        ("engine", np.int32),  # NONE: not sent yet; GIVEN routers: where it must go
         ("next", np.int32),  # sent to the same engine behind it
-        ("older", np.int32),  # of paths in the radix cache that nobody holds: used just before it ...
+        ("older", np.int32),  # of unreferenced paths in the radix cache: used just before it ...
         ("newer", np.int32),  # ... and just after it
     ],
     align=True,
@@ -176,8 +176,8 @@ RUN = np.dtype(
         ("until_us", np.int64),  # engines do everything that is due before
         ("engine", np.int64),  # that is brought there; those before it are there
         ("next_request", np.int64),  # to be routed
-        ("until_question", np.int64),  # requests before the next ASKED; negative: nobody asks
-        ("asks", np.int64),  # ASKED, once everybody is at `until_us`
+        ("until_question", np.int64),  # requests before the next ASKED; negative: never
+        ("asks", np.int64),  # ASKED, once all engines are at `until_us`
         ("hop_us", np.int64),  # from the router to an engine, and as long back
         # the router
         ("routes", np.int64),  # whether there is one
@@ -199,24 +199,24 @@ class Arrays(NamedTuple):
     run: Array  # RUN [1]
     engines: Array  # ENGINE [engines]
     requests: Array  # REQUEST [requests], by arrival
-    running_batch: Array  # int64 [engines, rows]: who decodes
+    running_batch: Array  # int64 [engines, rows]: requests that decode
     flights: Array  # FLIGHT [engines, slots]: batches in flight
-    samplers: Array  # int64 [engines, slots, rows]: who gets a token of each
+    samplers: Array  # int64 [engines, slots, rows]: requests that get a token of each
     parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk in it
-    unseen: Array  # int64 [ends, 2]: when the router sees an end, and whose
+    unseen: Array  # int64 [ends, 2]: when the router sees an end, and of which request
     shape: Array  # SHAPE [1]: of the batch that waits for its time
     launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
     gauges: Array  # int64 [engines, rows, 5]
     works: Array  # int64 [engines, rows, 3]
     messages: Array  # int64 [engines, rows, 2]
-    gap_requests: Array  # int64 [engines, rows]: whose gap between two messages ...
+    gap_requests: Array  # int64 [engines, rows]: request of a gap between two messages ...
     gaps: Array  # int64 [engines, rows]: ... how long it was
 
 
 def advance(a: Arrays, took_us: float) -> int:
     """Go on until a batch needs its time (then `took_us` of the next call is that), or nothing is left to do.
 
-    Returns: PRICED; FLUSH: what is to be measured must be taken; ASKED: it is time for whoever wants to give up; DONE;
+    Returns: PRICED; FLUSH: what is to be measured must be taken; ASKED: the caller may give up now; DONE;
         or LOST.
     """
     run = a.run[0]
@@ -240,8 +240,8 @@ def advance(a: Arrays, took_us: float) -> int:
         now_us = run.until_us
         _route_due(a, run)
         run.engine = 0
-        if run.until_question == 0:  # who asks says when again
-            run.asks, run.until_question = 1, NOBODY
+        if run.until_question == 0:  # the caller sets when the next one is
+            run.asks, run.until_question = 1, NONE
             run.until_us = now_us + run.hop_us  # nothing that is sent from here on arrives before
         else:
             run.until_us = _next_us(a, run)
@@ -262,7 +262,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
         while s.now_us < run.until_us:
             if not _room_to_measure(a, run, s):
                 return FLUSH
-            if s.coming != NOBODY and requests[s.coming].arrival_us + run.hop_us <= s.now_us:
+            if s.coming != NONE and requests[s.coming].arrival_us + run.hop_us <= s.now_us:
                 _arrive(a, run, s, engine)
             elif s.in_flight and flights[s.oldest].finished_us <= s.now_us:
                 _collect(a, run, s, engine)
@@ -276,7 +276,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
             if why != PAUSED:
                 return why
             s.nothing_new = 1
-        next_us = requests[s.coming].arrival_us + run.hop_us if s.coming != NOBODY else NEVER_US
+        next_us = requests[s.coming].arrival_us + run.hop_us if s.coming != NONE else NEVER_US
         if s.in_flight and flights[s.oldest].finished_us < next_us:
             next_us = flights[s.oldest].finished_us
         if next_us >= run.until_us:
@@ -356,7 +356,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         s.extended_at = s.decode_launches
     elif s.decoding:
         if growing > s.free_pages + s.evictable_pages:
-            return LOST  # somebody is to be retracted
+            return LOST  # a request is to be retracted
         _decode_batch(s, a.requests, running_batch, flight, samplers, shape, growing)
     else:
         s.decode_owed = 0
@@ -378,7 +378,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
 
 
 def _growing(s: Record, requests: Array, running_batch: Array) -> int:
-    """Members of the cohort whose next token opens a page."""
+    """Count requests of the running batch whose next token opens a page."""
     growing = 0
     for i in range(s.decoding):
         growing += not requests[running_batch[i]].position & (s.page_size - 1)
@@ -393,7 +393,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
     Returns: parts of the extend.
     """
     admitting = s.waiting > 0 and not s.batch_is_full
-    if s.prefilling == NOBODY and not admitting:
+    if s.prefilling == NONE and not admitting:
         return 0
     page_size = s.page_size
     current = (s.free_pages + s.evictable_pages) * page_size
@@ -410,7 +410,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
         if s.batching == RUNNING_FIRST:
             set_aside = growing
     taken = 0
-    if s.prefilling != NOBODY:
+    if s.prefilling != NONE:
         number = s.prefilling
         request = requests[number]
         start, new = request.position, request.prompt_tokens - request.position
@@ -424,7 +424,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
             pages = _ceil_to(take, page_size)
             if s.reserve != FULL:
                 total -= pages
-            if s.prefilling == NOBODY and s.reserve == RATIO:
+            if s.prefilling == NONE and s.reserve == RATIO:
                 total -= page_size + min(request.output_tokens, CLIP_MAX_NEW_TOKENS)
             current -= pages
             tokens -= _ceil_to(take, s.unit)
@@ -447,7 +447,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
         elif s.active and not _has(s, total, new, request.output_tokens):
             reason = KV_BUDGET
         else:
-            take = _chunk_tokens(s, 0, new, tokens, chunk, not taken, s.prefilling == NOBODY)
+            take = _chunk_tokens(s, 0, new, tokens, chunk, not taken, s.prefilling == NONE)
             reason = PREFILL_BUDGET
             if take > 0 and -(-take // page_size) > s.free_pages + s.evictable_pages - set_aside:
                 take, reason = 0, PAGES
@@ -458,7 +458,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
         s.waiting -= 1
         s.active += 1
         if s.deferred == number:
-            s.deferred = NOBODY
+            s.deferred = NONE
         request.admitted_us = s.now_us
         pages = _ceil_to(take, page_size)
         if s.reserve == FULL:
@@ -476,7 +476,7 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
 
 
 def _defer(s: Record, number: int, reason: int) -> None:
-    """Say why the head of the line waits, once; when it is for memory, do not ask again before somebody leaves."""
+    """Count why the head of the waiting queue waits, once; if it is memory, until the next request leaves."""
     if reason in (KV_BUDGET, RUNNING_LIMIT) and s.active:
         s.batch_is_full = 1
     if s.deferred == number and s.deferred_reason == reason:
@@ -502,7 +502,7 @@ def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) 
     if stop < request.prompt_tokens:
         s.prefilling = number
     elif s.prefilling == number:
-        s.prefilling = NOBODY
+        s.prefilling = NONE
 
 
 def _extend_batch(
@@ -534,7 +534,7 @@ def _extend_batch(
         else:
             along = s.decoding
             decoded_tokens = _move_on(s, requests, running_batch, samplers[sampling:], growing)
-    for i in range(sampling):  # whose prompt ends decodes next
+    for i in range(sampling):  # a request at the end of its prompt decodes next
         if requests[samplers[i]].output_tokens > 1:
             running_batch[s.decoding] = samplers[i]
             s.decoding += 1
@@ -556,7 +556,7 @@ def _extend_batch(
 def _decode_batch(
     s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
 ) -> None:
-    """One more token for the whole cohort: `Engine._plan_decode`."""
+    """Plan one more token for the whole running batch: `Engine._plan_decode`."""
     rows = s.decoding
     context_tokens = _move_on(s, requests, running_batch, samplers, growing)
     s.decode_owed = 0
@@ -571,7 +571,7 @@ def _decode_batch(
 
 
 def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array, growing: int) -> int:
-    """Move the cohort on by one position: `Engine._advance`. Those that end with that leave it.
+    """Advance the running batch by one position: `Engine._advance`. Requests that end with that leave it.
 
     Returns: the sum of the positions where it stood.
     """
@@ -609,7 +609,7 @@ def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
             reserved += not request.position & (page_size - 1)
     if s.reserve == RATIO:
         return int(reserved * s.ratio)
-    if s.reserve == FULL and s.prefilling != NOBODY:
+    if s.reserve == FULL and s.prefilling != NONE:
         split = requests[s.prefilling]
         reach = max(split.prompt_tokens + split.output_tokens - 1, split.prompt_tokens)
         reserved += -(-reach // page_size) - -(-split.position // page_size)
@@ -730,10 +730,10 @@ def _alloc(s: Record, requests: Array, pages: int) -> int:
             else:
                 short -= request.cached_pages
                 s.least_used = request.newer
-        if s.least_used == NOBODY:
-            s.last_used = NOBODY
+        if s.least_used == NONE:
+            s.last_used = NONE
         else:
-            requests[s.least_used].older = NOBODY
+            requests[s.least_used].older = NONE
         s.evictable_pages -= evicted
         s.free_pages += evicted
     s.free_pages -= pages
@@ -761,15 +761,15 @@ def _file(s: Record, requests: Array, number: int) -> None:
     """One more path that may be evicted, among the others by when it was used: nearly always near the last."""
     request = requests[number]
     before = s.last_used
-    while before != NOBODY and requests[before].tick > request.tick:
+    while before != NONE and requests[before].tick > request.tick:
         before = requests[before].older
-    after = s.least_used if before == NOBODY else requests[before].newer
+    after = s.least_used if before == NONE else requests[before].newer
     request.older, request.newer = before, after
-    if before == NOBODY:
+    if before == NONE:
         s.least_used = number
     else:
         requests[before].newer = number
-    if after == NOBODY:
+    if after == NONE:
         s.last_used = number
     else:
         requests[after].older = number
@@ -779,7 +779,7 @@ def _file(s: Record, requests: Array, number: int) -> None:
 
 
 def _route_due(a: Arrays, run: Record) -> None:
-    """Tell the router what it has seen end before this moment, and send who comes at it: `Cluster.run`."""
+    """Step the router with the ends that reach it before this moment, and send the arrivals of it: `Cluster.run`."""
     now_us = run.until_us
     left = 0
     for i in range(run.unseen):
@@ -806,10 +806,10 @@ def _route_due(a: Arrays, run: Record) -> None:
         s.open_tokens += request.open_tokens
         s.last_chosen = number
         request.engine = engine
-        request.next = NOBODY
-        if s.coming == NOBODY:
+        request.next = NONE
+        if s.coming == NONE:
             s.coming = number
-        if s.sent != NOBODY:
+        if s.sent != NONE:
             a.requests[s.sent].next = number
         s.sent = number
         run.next_request += 1
@@ -838,7 +838,7 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
         for engine in range(engines.size):
             total += engines[engine].open_requests
             weights += engines[engine].weight
-    best, least, chosen = NOBODY, 0.0, 0
+    best, least, chosen = NONE, 0.0, 0
     for engine in range(engines.size):
         s = engines[engine]
         if run.goes_by == BOUNDED:
@@ -852,6 +852,6 @@ def _engine_for(a: Arrays, run: Record, request: Record) -> int:
         else:
             load = s.open_requests + 1
         share = load / s.weight
-        if best == NOBODY or share < least or (share == least and s.last_chosen < chosen):
+        if best == NONE or share < least or (share == least and s.last_chosen < chosen):
             best, least, chosen = engine, share, s.last_chosen
     return best

@@ -4,9 +4,9 @@
     why = advance(addresses(arrays), 0.0)
 
 Making takes some seconds, loading half of one, so what was made is kept: in `__pycache__` beside the source or, where
-nobody may write there, in the user's cache folder. It is text that LLVM reads, checks and compiles for this processor,
+that is not writable, in the user's cache folder. It is text that LLVM reads, checks and compiles for this processor,
 no pickle, and trusted like the compiled Python in those places: only if it is the user's own or the system's, and
-nobody else may write to it. Its name follows from the source, from who made it and for which processor.
+no other user may write to it. Its name follows from the source, the compiler's version and the processor.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _folders() -> list[Path]:
 
 
 def _kept(path: Path) -> str | None:
-    """What was kept, if it is whole, and nobody else can have written it."""
+    """Return the stored text if it is whole and no other user can have written it."""
     try:
         with path.open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())

@@ -1,10 +1,10 @@
-"""Adapters (LoRA) of a simulated engine, in the words of the command line: who asks for which, room for them, loads.
+"""Loads of LoRA adapters to the device of a simulated engine, one after another over the link from the host.
 
     parse_adapters("0.8x40:zipf:1.2")        # of 0.8 of the sessions, one of 40 each, number k with weight 1 / k**1.2
     with_adapters(turns, spec, seed=7)       # the same turns, all of a session on one adapter
     AdapterLane(names, size, link)           # brings them to the device, one after the other, beside whatever runs
 
-An engine knows all of a workload's adapters from its beginning, as with `lockstep serve --lora NAME=PATH`.
+All adapters of a workload are registered from the beginning, as with `lockstep serve --lora NAME=PATH`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AdapterLane:
     """Brings adapters into slots, one after the other over the host's link, beside whatever runs.
 
     Args:
-        names: of those that the engine knows from its beginning.
+        names: of the adapters that are registered from the beginning.
         size: bytes of a slot on one GPU; each GPU loads its own part over a link of its own, at the same time.
         link: from the host, which loads of KV may go over as well.
     """

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Turns to come. Those with a time of their own stand in a line; a follow-up joins when the answer before it ends.
+    """Turns to come, by time. A follow-up turn joins them when the answer before it ends.
 
-    Of a columnar workload (`Turns`) only the turns that are open or thought about exist as objects.
-    `cancel_after_us` says for turns, by index, how long after arrival their client leaves.
+    Of a columnar workload (`Turns`) only open turns, and turns within their think time, exist as objects.
+    `cancel_after_us` gives for turns, by index, how long after arrival their client leaves.
     """
 
     def __init__(self, turns: Sequence[Turn], cancel_after_us: Mapping[int, int] | None = None) -> None:
@@ -59,10 +59,10 @@ class Arrivals:
         self.next_us = NEVER_US  # the next arrival or cancel
         self._look_ahead()
 
-    settled_until_us = NEVER_US  # nobody else sends any
+    settled_until_us = NEVER_US  # there is no other source of requests
 
     def more(self, env: Environment) -> Event | None:
-        """What to wait for when nothing is due any more; None: nothing will come."""
+        """Return the event to wait for when nothing is due any more; None: nothing will come."""
         return None
 
     def _look_ahead(self) -> None:
@@ -74,7 +74,7 @@ class Arrivals:
         self.next_us = next_us
 
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
-        """The next fact, due at `next_us`. At one instant cancels go first, then turns in the workload's order."""
+        """Return the next fact, due at `next_us`. At one instant cancels go first, then turns in order."""
         time_us = self.next_us
         if self._cancels and self._cancels[0][0] == time_us:
             _, request_id = heappop(self._cancels)
@@ -97,7 +97,7 @@ class Arrivals:
         return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended: its user begins to think about the next turn."""
+        """Take in the end of an answer, where the think time of the next turn begins."""
         ended = self.open_turns.pop(request_id)
         if not self.never_sent:
             return
@@ -108,7 +108,7 @@ class Arrivals:
         self._look_ahead()
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left: its session does not go on."""
+        """Take in a rejection or a cancel: the session does not go on."""
         del self.open_turns[request_id]
 
     @property
@@ -118,7 +118,7 @@ class Arrivals:
 
 
 def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None) -> RequestArrived:
-    """The fact that a turn has come. `max_new_tokens` is the limit of every request that wants any output."""
+    """Return the arrival of a turn. `max_new_tokens` is the limit of every request with any output."""
     return RequestArrived(
         time_us=time_us,
         request_id=request_id,

@@ -36,13 +36,13 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
 
 
 class RowAdapters:
-    """Which rows run on which adapters, by the plans that took them; for hosts that price plans as they come."""
+    """Adapter slots by row, from the plans that took the rows; for hosts that price plans as they come."""
 
     def __init__(self) -> None:
         self._slots = np.full(1, NO_SLOT, np.int32)  # by row, for as many as were ever taken
 
     def take_rows(self, plan: BatchPlan) -> None:
-        """Note whose rows are taken with a plan; of every plan, in the order of launches."""
+        """Note the adapter slots of the rows that a plan takes. Call it for every plan, in the order of launches."""
         for taken in plan.rows_taken:
             if taken.row >= len(self._slots):
                 more = np.full(2 * taken.row + 1 - len(self._slots), NO_SLOT, np.int32)
@@ -50,15 +50,16 @@ class RowAdapters:
             self._slots[taken.row] = taken.adapter_slot
 
     def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
-        """The shape of a plan, with what runs on adapters."""
+        """Return the shape of a plan with its tokens on adapters, and how many different adapters these use."""
         tokens, adapters = adapters_of(plan, self._slots[plan.rows])
         return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
 
 
 def state_copies(plan: BatchPlan) -> float:
-    """States that are copied with a plan: to start from, and to be left behind. What a transfer brought stays.
+    """Count the recurrent states that are copied with a plan: to start from, and to keep as checkpoints.
 
-    Half of one for each draft, behind which a state is written, and none read.
+    A state that a transfer brought is not copied. A draft counts as half a copy: a state is written behind it, none
+    is read.
     """
     copies, changes = 0.0, plan.hybrid
     if changes is not None:
@@ -70,7 +71,7 @@ def state_copies(plan: BatchPlan) -> float:
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:
-    """The shape of a plan with rows that extend first, and perhaps rows that decode behind them."""
+    """Return the shape of a plan with rows that extend, and perhaps rows that decode behind them."""
     extending = plan.extend_rows
     tokens = context_tokens = pairs = 0
     for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):

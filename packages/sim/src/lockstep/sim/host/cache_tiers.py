@@ -142,7 +142,7 @@ class TierLinks:
         return len(copy.host_pages) * self.pages.on_link + beside
 
     def take(self, now_us: int) -> Answer:
-        """The next answer, which the engine hears of now."""
+        """Return the next answer, with the time at which the engine takes it in."""
         _, _, answer, sizes = heappop(self.due)
         self.stored.write(sizes)
         if type(answer) is PrefetchFinished:

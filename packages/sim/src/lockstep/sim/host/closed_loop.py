@@ -14,7 +14,7 @@ steady state from the first second; what is not steady yet is the cache, which i
 **No end.** Sessions follow in an order drawn from the seed. When all have been played they are played again as other
 people's: with the same lengths and pauses, sharing the same among each other, and nothing with those before.
 
-**The end.** After `requests` arrivals nobody sends any more, and what is under way ends.
+**The end.** After `requests` arrivals no more requests come, and open ones end.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ConcurrentSessions:
     Raises: WorkloadError if a turn has several that wait for it: such a session has no one turn to stand at.
     """
 
-    settled_until_us = NEVER_US  # nobody else sends any
-    never_sent = 0  # whoever has not sent by the end has not broken off
+    settled_until_us = NEVER_US  # there is no other source of requests
+    never_sent = 0  # a session that has not sent its next turn by the end has not broken off
 
     def __init__(
         self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
@@ -69,11 +69,11 @@ class ConcurrentSessions:
         random = np.random.Generator(np.random.Philox(seed))
         self._numbers = count()
         first_copy = self._begin_under_way(concurrency, prompt_tokens_max, random)
-        self._line = self._sessions_without_end(first_copy, random)
+        self._upcoming = self._sessions_without_end(first_copy, random)
         self._look_ahead()
 
     def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
-        """Put the first sessions where they stand. Returns the first copy of the workload that nobody has used."""
+        """Put the first sessions where they stand. Returns the first copy of the workload that is not in use."""
         rows = np.concatenate([self._until_too_long(session, prompt_tokens_max) for session in self._rows])
         takes_us = self._turns.think_us[rows] * (self._turns.after[rows] >= 0) + SERVICE_US
         stops_us = np.cumsum(takes_us)
@@ -157,7 +157,7 @@ class ConcurrentSessions:
 
     def _begin_next(self, ended: int, now_us: int) -> None:
         del self._copy_of[ended]
-        copy, session = next(self._line)
+        copy, session = next(self._upcoming)
         self._send_later(now_us, next(self._numbers), copy, int(self._rows[session][0]), opens=True)
         self._look_ahead()
 

@@ -38,7 +38,7 @@ OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its draft
 
 
 class Running(Struct, frozen=True, gc=False):
-    """A batch the device has, with its outcome."""
+    """A batch on the device, with its outcome."""
 
     batch_id: BatchId
     generation: int
@@ -50,7 +50,7 @@ class Running(Struct, frozen=True, gc=False):
 
 
 class Untimed(NamedTuple):
-    """A batch whose end is not known yet: it waits to be sampled, or stands behind one that does."""
+    """A batch whose end is not known yet: it waits to be sampled, or runs behind one that waits."""
 
     plan: BatchPlan
     handed_over_us: int
@@ -90,7 +90,7 @@ class Device:
         self.adapter_slots: Int32s | None = None
 
     def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
-        """A row now belongs to this answer of a turn, whose token i is sampled at position prompt_tokens + i."""
+        """Assign a row to an answer of a turn. Token i of the answer is sampled at position prompt_tokens + i."""
         if self.adapter_slots is not None:
             self.adapter_slots[row] = adapter_slot
         self._token_base[row] = sample_first_token(turn, sample) - turn.prompt_tokens
@@ -99,7 +99,7 @@ class Device:
             self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
-        """What the cost of a plan depends on. To be asked once for each plan, in the order of launches."""
+        """Return what the cost of a plan depends on. Call it once for each plan, in the order of launches."""
         if self.adapter_slots is None:
             return self._shape_of(plan)
         if plan.rows is self._decode_rows:
@@ -113,14 +113,14 @@ class Device:
         return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
 
     def _shape_of(self, plan: BatchPlan) -> BatchShape:
-        """The same, whatever rows run on."""
+        """Return the shape of a plan without its adapters."""
         if self.speculation is not None:
             return self._verify(plan, self.speculation)
         if plan.speculation is not None:
             return self._jump(plan, plan.speculation)
         if plan.mode != "decode":
             if plan.extend_rows < len(plan.rows):
-                self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
+                self._decode_rows = NO_ROWS  # rows that decode went on in this batch, uncounted
             return extend_shape_of(plan)
         rows = plan.rows
         if rows is self._decode_rows:
@@ -134,7 +134,7 @@ class Device:
         )
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` behind what was launched before. Its tokens are drawn now, while its rows are whose they are."""
+        """Run `plan` behind the batches launched before. Its tokens are drawn now, before its rows change requests."""
         expected = self._cost.batch_us(shape)
         took_us = expected_us = expected.mean_us if plan.steps == 1 else self._steps_us(plan, shape)
         if expected.spread_us > 0.0:
@@ -161,7 +161,7 @@ class Device:
         )
 
     def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
-        """What a plan of several steps is expected to take: each one position on, with every row of the launch."""
+        """Return the expected time of a plan of several steps: each is one position further, with all rows."""
         expected_us = 0.0
         for further in range(plan.steps):
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
@@ -170,24 +170,24 @@ class Device:
 
     @property
     def free_us(self) -> int:
-        """When all that was handed over will have run, as far as that is known."""
+        """When all batches handed over will have run, as far as that is known."""
         return self._free_us
 
     def hold_until(self, us: int) -> None:
-        """No batch that is handed over from now on begins before `us`."""
+        """Delay the start of batches handed over from now on to `us`."""
         self._free_us = max(self._free_us, us)
 
     @property
     def encoder_free_us(self) -> int:
-        """When the GPUs that encode are through with what was handed over; NEVER_US: not known yet."""
+        """When the GPUs that encode have run all batches handed over; NEVER_US: not known yet."""
         return self.free_us
 
     def encode_until(self, us: int) -> None:
-        """The GPUs that encode do nothing else before `us`, of what is handed over from now on."""
+        """Keep the GPUs that encode from batches handed over from now on, until `us`."""
         self.hold_until(us)
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
-        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        """Let a deferred batch sample, because its matchers have moved, and time all batches that can be timed."""
         untimed = [b._replace(sampled_us=at_us) if b.plan.batch_id == batch_id else b for b in self.untimed]
         self.untimed = deque(untimed)
         while self.untimed and self.untimed[0].sampled_us is not None:
@@ -200,7 +200,7 @@ class Device:
             )
 
     def _sample(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan's sampling rows."""
+        """Return the tokens of a plan's sampling rows."""
         if plan.speculation is not None:
             return self._sample_runs(plan)
         if plan.steps > 1:
@@ -218,7 +218,7 @@ class Device:
         return tokens
 
     def _verify(self, plan: BatchPlan, speculation: SpeculationModel) -> BatchShape:
-        """The shape of a plan of an engine that verifies drafts, which is where its rows stand by then."""
+        """Return the shape of a plan of an engine that verifies drafts; its rows advance by what is accepted."""
         extending = plan.extend_rows
         speculation.extended(plan.rows[:extending], plan.stops[:extending])
         shape = extend_shape_of(plan)
@@ -235,9 +235,9 @@ class Device:
         )
 
     def _jump(self, plan: BatchPlan, jumps: PlannedSpeculation) -> BatchShape:
-        """The shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
+        """Return the shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
         starts, forced = plan.starts[plan.extend_rows :], jumps.forced_lengths
-        self._decode_rows = NO_ROWS  # who decodes went on with it, uncounted
+        self._decode_rows = NO_ROWS  # rows that decode went on in this batch, uncounted
         self._verified = (starts, forced + np.int32(1))
         shape, tokens = extend_shape_of(plan), int(forced.sum())
         return replace(
@@ -248,13 +248,13 @@ class Device:
         )
 
     def _accepted(self, plan: BatchPlan) -> bytes:
-        """How many tokens each sampling row of a plan gets that verifies drafts, or forced tokens."""
+        """Count the tokens of each sampling row, int32, of a plan that verifies drafts or forced tokens."""
         accepted = np.ones(len(plan.sample_rows), np.int32)
         accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
         return accepted.tobytes()
 
     def _sample_runs(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan that verifies drafts: those of each row end to end."""
+        """Return the tokens of a plan that verifies drafts: row after row, end to end."""
         counts = np.frombuffer(self._accepted(plan), np.int32)
         first = plan.stops[plan.sample_rows]
         first[plan.sample_rows >= plan.extend_rows] = self._verified[0] + np.int32(1)
@@ -266,13 +266,13 @@ class Device:
         return tokens
 
     def tokens_of(self, row: int, start: int, stop: int) -> Int32s:
-        """What a row will sample at these positions, but for its last token, which ends its answer."""
+        """Return what a row will sample at positions [start:stop), except the last token of its answer."""
         stop = min(stop, int(self._last_position[row]))
         tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
         return tokens
 
     def _sample_steps(self, plan: BatchPlan) -> Int32s:
-        """The tokens of a plan that decodes several times: those of each row end to end."""
+        """Return the tokens of a plan that decodes several times: row after row, end to end."""
         counts = plan.stops - plan.starts
         rows = plan.rows.repeat(counts)
         stops = plan.starts.repeat(counts) + step_numbers(counts) + np.int32(1)
@@ -283,6 +283,6 @@ class Device:
 
 
 def standard_normal(key: str) -> float:
-    """A draw that depends on nothing but the key."""
+    """Draw from the standard normal distribution; the key alone decides the value."""
     bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((bits + 0.5) / 2**64)

@@ -30,7 +30,7 @@ ENCODER_GPUS_MAX = 1024
 
 
 class MediaSink(Protocol):
-    """What whoever measures is told of media; see `metrics.MetricsFold`."""
+    """What a host reports about media; `MetricsFold` implements it."""
 
     def encoder_interval(self, start_us: int, stop_us: int, contents: int, tokens: int, gpus: int) -> None:
         """Take in what the encoder does without a break; `gpus` of its own, or 0."""
@@ -42,9 +42,9 @@ class MediaSink(Protocol):
 class EncoderLane:
     """What encodes for one engine. `gpus` of its own; 0: those of the engine."""
 
-    def __init__(self, cost: EncoderCost, contents: Mapping[bytes, MediaContent], gpus: int, told: MediaSink) -> None:
+    def __init__(self, cost: EncoderCost, contents: Mapping[bytes, MediaContent], gpus: int, sink: MediaSink) -> None:
         self.gpus = gpus
-        self.told = told
+        self.sink = sink
         self.waiting: list[EncodeMedia] = []
         self._cost, self._contents = cost, contents
         self._due: list[tuple[int, int, EncodeMedia]] = []  # heap: when, count
@@ -85,7 +85,7 @@ class EncoderLane:
             self._answer(stop_us, command)
         self.waiting.clear()
         tokens = sum(content.tokens for content in group)
-        self.told.encoder_interval(started_us, stop_us, len(group), tokens, self.gpus)
+        self.sink.encoder_interval(started_us, stop_us, len(group), tokens, self.gpus)
         return stop_us
 
     def _send(self, command: EncodeMedia, now_us: int) -> None:
@@ -96,13 +96,13 @@ class EncoderLane:
         self._free_us[gpu] = stop_us = started_us + max(1, round(self._cost.single_us(content)))
         size = content.tokens * self._cost.encoders.embedding_bytes
         self._answer(stop_us + round(NETWORK_LATENCY_US.value + size / (NETWORK_GBS.value * 1e3)), command)
-        self.told.encoder_interval(started_us, stop_us, 1, content.tokens, self.gpus)
+        self.sink.encoder_interval(started_us, stop_us, 1, content.tokens, self.gpus)
 
     def _answer(self, at_us: int, command: EncodeMedia) -> None:
         heappush(self._due, (at_us, self._count, command))
         self._count += 1
 
     def take(self, now_us: int) -> MediaEncoded:
-        """The next answer, which the engine hears of now."""
+        """Return the next answer, with the time at which the engine takes it in."""
         command = heappop(self._due)[2]
         return MediaEncoded(now_us, command.digest, generation=command.generation)

@@ -77,7 +77,7 @@ from lockstep.sim.host.sessions import changes_holding
 from lockstep.sim.workload.samples import OpenSamples
 
 OF_THE_DEVICE = frozenset((LaunchBatch, ProposeBatch, SampleBatch, StreamTokens))
-"""Commands that `EngineHost._fold` leaves to whoever folds a launch or a result."""
+"""Commands that `EngineHost._fold` leaves to its callers, which fold launches and results."""
 RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
 
 
@@ -151,13 +151,13 @@ class EngineHost:
         self._adapters = features.adapters
         self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
         self._forcing = features.forcing if engine.config.jumps else None
-        self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: whose they are
+        self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: the request, and its forced runs
         self.tiers = features.tiers
         self.encoder = features.encoder
         self._samples = OpenSamples()
         self._conversations = features.conversations
         self._awaiting: dict[RequestId, int] = {}  # media: since when
-        self._held = 0  # requests that the engine held when it was looked at who still awaits any
+        self._held = 0  # requests that the engine held when waits for media were last checked
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(options.receive_interval) if options.receive_interval != 1 else None
         self._receives = True  # whether the lane looks for arrivals before its next launch
@@ -166,12 +166,12 @@ class EngineHost:
         self._tried = 0  # microbatches that launched nothing since there was anything new
         self._awaited = False  # whether another rank waits for what this one would run
         self._woke_us = 0  # the clock's time, which stands still while the lane runs
-        self._others_us: float = NEVER_US  # when another process acts next: they plan only when one is told of an end
+        self._others_us: float = NEVER_US  # when another process acts next; others schedule only when a request ends
 
     def run(self) -> Generator[Event, None, None]:
-        """The CPU lane, a SimPy process: take in what is pending, launch if there is a slot, wait until more comes.
+        """Run the CPU lane, a SimPy process: take in pending facts, launch if there is a slot, wait until more comes.
 
-        Whoever else acts by the time at which the lane stands goes first: it may bring another arrival.
+        Another process that acts by the time of the lane goes first: it may bring another arrival.
         """
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
@@ -215,7 +215,7 @@ class EngineHost:
             yield env.timeout(now_us - self._woke_us)
 
     def _wake(self) -> int:
-        """The lane goes on after others may have acted. Return the time."""
+        """Read the clock after other processes may have acted. Return the time."""
         self._woke_us = int(self.env.now)
         self._others_us = self.env.peek()
         return self._woke_us
@@ -239,7 +239,7 @@ class EngineHost:
             elif self.port is not None and self.port.next_us <= now_us:
                 self._fold(self.port.take(now_us))
             elif self.exchange is not None and self.exchange.next_us <= now_us:
-                now_us = self._hear(self.exchange, now_us)
+                now_us = self._receive(self.exchange, now_us)
             elif self._conversations is not None and self._conversations.due:
                 self._fold(self._conversations.closing(now_us))
             elif self.wake_at_us is not None and self.wake_at_us <= now_us:
@@ -281,7 +281,7 @@ class EngineHost:
                 self._fold(opening if self._skipper is None else replace(opening, time_us=now_us))
         if self._skipper is None:
             step = self._fold(event)
-        else:  # a fact when the lane has looked; its client has waited since it came
+        else:  # a fact from the lane's next look on; its client waits from the arrival
             step = self._fold(replace(event, time_us=now_us), came_us=event.time_us)
         if type(event) is RequestArrived:
             for decided in step.decided:
@@ -290,7 +290,7 @@ class EngineHost:
         return self._spend(now_us, self.cpu.arrival_us, "arrival")
 
     def _forced(self) -> tuple[tuple[RequestId, int, bytes], ...]:
-        """What grammars force behind the result that comes next, by request."""
+        """Return the tokens that grammars force behind the next result: request, output offset, tokens."""
         batch, found = self.engine.in_flight[0], []
         if self._forcing is None or not batch.samplers.constrained:
             return ()
@@ -334,22 +334,24 @@ class EngineHost:
             for command in step.commands:
                 if type(command) is SampleBatch:
                     self.device.sample(command.batch_id, done_us)
-            self._others_us = self.env.peek()  # other ranks' passes may be behind this one
+            self._others_us = self.env.peek()  # passes of other ranks may wait for this one
         if self.port is not None:
             self.port.collected(batch.batch_id, step, done_us)
             self._others_us = self.env.peek()
         return done_us
 
     def _launch(self, now_us: int) -> int | None:
-        """Offer the slot to the engine. Return when the batch was handed to the device, None if there was none."""
+        """Offer the slot to the engine. Return when the batch was handed to the device; None if there was none."""
         engine = self.engine
         several, tried = engine.microbatches if engine.microbatches.several else None, self._tried
         if several is not None and engine.ranks is not None and not self._awaited and not self._able(several):
-            self._nothing_new = True  # the turn is not passed on before anybody needs it: who comes may want it
+            self._nothing_new = (
+                True  # the turn stays here until another microbatch needs it: the next arrival may belong to this one
+            )
             return None
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
         if self._conversations is not None and self._conversations.is_stale:
-            self._conversations.told.sessions_held(now_us, engine.sessions.pages_held_alone())
+            self._conversations.sink.sessions_held(now_us, engine.sessions.pages_held_alone())
             self._conversations.is_stale = bool(engine.sessions.unsettled)
         radix = engine.memory.radix
         cached_pages = radix.evictable_pages
@@ -376,9 +378,7 @@ class EngineHost:
         return handed_over_us
 
     def _next_microbatch(self, several: Microbatches) -> int:
-        """Whose turn it is: of those that may launch, the next one behind that which was offered a slot last; or the
-        one that the round of all ranks is about.
-        """
+        """Return the microbatch to offer a slot to: the one of the round of all ranks, or the next that may launch."""
         if self.engine.ranks is not None:
             return self.engine.ranks.slot
         able = self._able(several)
@@ -387,7 +387,7 @@ class EngineHost:
         return self._offered
 
     def _able(self, several: Microbatches) -> list[int]:
-        """Microbatches that have a slot free and may have something to launch."""
+        """Return the microbatches that have a free slot and may have something to launch."""
         engine = self.engine
         taken = [0] * several.count
         for batch in engine.in_flight:
@@ -395,21 +395,21 @@ class EngineHost:
         depth = engine.config.overlap_depth
         return [number for number in range(several.count) if taken[number] <= depth and engine.has_work(number)]
 
-    def _hear(self, exchange: RankExchange, now_us: int) -> int:
-        """Take in what all ranks agreed on, and run that; or offer a slot, because they wait for this one."""
+    def _receive(self, exchange: RankExchange, now_us: int) -> int:
+        """Take in what all ranks agreed on and run it; or offer a slot, because the other ranks wait for this one."""
         event = exchange.take(now_us)
         if event is None:
             self._nothing_new, self._awaited = False, True
             return now_us
         step = self._fold(event)
         done_us = self._carry_on(exchange, step, now_us)
-        if done_us is None:  # nobody had anything to run
+        if done_us is None:  # no rank had anything to run
             self._nothing_new = not (self.engine.waiting or self.engine.active)
             return now_us
         return done_us
 
     def _carry_on(self, exchange: RankExchange, step: Step, now_us: int) -> int | None:
-        """Say what this rank would run, or run what all agreed on. Return when that is done; None: it is neither."""
+        """Propose a batch of this rank, or run the agreed one. Return when that is done; None if it is neither."""
         done_us = None
         for command in step.commands:
             if type(command) is ProposeBatch:
@@ -421,11 +421,11 @@ class EngineHost:
                 self._planned, self._planned_shape = None, BatchShape()
                 self.batches += 1
                 done_us = now_us
-        self._others_us = self.env.peek()  # whoever was told something acts upon it
+        self._others_us = self.env.peek()  # other ranks may act on the proposal
         return done_us
 
     def _planned_by(self, now_us: int) -> int:
-        """Look at what a rank proposes, once. Return when it has been planned."""
+        """Account once for planning what this rank proposes. Return when it is planned."""
         held = self.engine.ranks.held if self.engine.ranks is not None else None
         if held is None or held.plan is self._planned:
             return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
@@ -469,7 +469,7 @@ class EngineHost:
         engine, device, journal, metrics = self.engine, self.device, self.journal, self.metrics
         waiting, active, free_pages = len(engine.waiting), engine.active, engine.memory.pool.free_count
         cached_pages = engine.memory.radix.evictable_pages
-        result_us = round(self.cpu.result_us(newest.rows))  # one cohort throughout, so one cost
+        result_us = round(self.cpu.result_us(newest.rows))  # one running batch throughout, so one cost
         launched_us = None
         while run.left and not self.stop_requested:
             batch = queue[0]
@@ -504,7 +504,7 @@ class EngineHost:
         return launched_us
 
     def _fold(self, event: ObservedEvent, came_us: int | None = None) -> Step:
-        """Step the engine, record, measure, and perform the commands that are the host's own affair.
+        """Step the engine, record, measure, and perform the commands that the host carries out itself.
 
         `came_us` is when the event came to pass, for the metrics, if the lane noticed it later.
         """
@@ -529,13 +529,13 @@ class EngineHost:
         return step
 
     def _start_encoding(self, encoder: EncoderLane, now_us: int) -> None:
-        """Let the encoder begin with what it was asked for; on the engine's GPUs batches wait for it."""
+        """Let the encoder begin with the ordered contents; on the engine's GPUs batches wait for it."""
         held_us = encoder.start(now_us, self.device.encoder_free_us)
         if held_us:
             self.device.encode_until(held_us)
 
     def _note_media(self, encoder: EncoderLane, step: Step, now_us: int) -> None:
-        """Note who begins to wait for media, and whose wait is over."""
+        """Note requests that begin to wait for media, and report waits that are over."""
         for decided in step.decided:
             if type(decided) is AdmissionDeferred and decided.reason == "media":
                 self._awaiting.setdefault(decided.request_id, now_us)
@@ -546,10 +546,10 @@ class EngineHost:
         for request_id in list(self._awaiting):
             request = self.engine.requests.get(request_id)
             if request is None or request.extras is None or not request.extras.awaits_media:
-                encoder.told.media_wait(request_id, now_us - self._awaiting.pop(request_id))
+                encoder.sink.media_wait(request_id, now_us - self._awaiting.pop(request_id))
 
     def _show(self, event: ObservedEvent, step: Step) -> None:
-        """Let those look at the engine who asked for it."""
+        """Pass the engine to the observer and to the check."""
         if self._observer is not None:
             self._observer.observe(event, step, self.engine)
         if self._check is not None:
@@ -559,12 +559,12 @@ class EngineHost:
                 self._check(self.engine)
 
     def _perform(self, command: Command, now_us: int) -> None:
-        """Do what the host itself has to do: tell where requests come from of an end, compile, load."""
+        """Carry out a command: report an end to the source of requests, compile, load, encode, transfer."""
         if type(command) is FinishRequest:
-            self._tell_end(command.request_id, now_us, answered=command.reason != "cancelled")
+            self._report_end(command.request_id, now_us, answered=command.reason != "cancelled")
             self._count_end()
         elif type(command) is RejectRequest:
-            self._tell_end(command.request_id, now_us, answered=False)
+            self._report_end(command.request_id, now_us, answered=False)
             self.rejected[command.reason] += 1
             self._count_end()
         elif type(command) is CompileGrammar:
@@ -583,8 +583,8 @@ class EngineHost:
             if held_us is not None:
                 self.device.hold_until(held_us)
 
-    def _tell_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
-        """Tell where a request came from of its end, which is that of its last sample."""
+    def _report_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
+        """Report the end of a request, which is that of its last sample, to the source of requests."""
         ended = self._samples.ended(request_id, answered=answered)
         if ended is None:
             return
@@ -597,13 +597,13 @@ class EngineHost:
             self.arrivals.broke_off(first, now_us)
 
     def _take_row(self, taken: RowTaken) -> None:
-        """Tell the device whose a row is now."""
+        """Assign a row on the device to the turn of its request."""
         first = self._samples.first_of(taken.request_id)
         turn = self.arrivals.open_turns[first]
         self.device.take_row(taken.row, turn, taken.adapter_slot, taken.request_id - first)
 
     def _load(self, command: LoadAdapter, now_us: int) -> AdapterLoaded:
-        """Begin to bring an adapter to the device; returns its answer, which comes later."""
+        """Begin to load an adapter to the device; return the answer, with the time at which it comes."""
         generation = self.engine.generation
         if self._adapters is not None:
             return self._adapters.begin(command, now_us, generation)
@@ -614,7 +614,7 @@ class EngineHost:
         self.ended += 1
         if self._on_finish is not None:
             self._on_finish(self.ended)
-        self._others_us = self.env.peek()  # somebody may act upon it
+        self._others_us = self.env.peek()  # another process may act on it
 
     def _spend(self, now_us: int, cost_us: float, what: str) -> int:
         """Keep the CPU lane busy; return when it is free again."""

@@ -9,7 +9,7 @@ from lockstep.sim.cost.parallel import Parallelism
 
 
 class PageBytes(NamedTuple):
-    """What one page of KV weighs, or a companion of one."""
+    """Bytes of one page of KV, of a window block or of a state block."""
 
     on_host: int  # the parts of all GPUs that hold it
     on_link: int  # the part of one GPU; with stages, of the one that has most

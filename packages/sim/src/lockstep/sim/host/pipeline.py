@@ -39,12 +39,12 @@ from lockstep.sim.metrics.run_data import RunData
 
 
 def device_type_of(cost: CostModel) -> type[Device]:
-    """What runs batches that cost so much."""
+    """Return the type of device that runs batches of this cost model."""
     return PipelinedDevice if isinstance(cost, PipelineModel) else Device
 
 
 def with_stages(data: RunData, host: EngineHost) -> RunData:
-    """The same, and how busy the stages were if the device has several."""
+    """Return the run with how busy the stages were, if the device has several."""
     stages, notes, several = host.device.stages, host.device.notes, host.engine.microbatches
     if stages is None:
         return data
@@ -72,7 +72,7 @@ class PipelinedDevice(Device):
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` behind what was launched before. Its tokens are drawn now, before its rows may change requests."""
+        """Run `plan` behind the batches launched before. Its tokens are drawn now, before its rows change requests."""
         tokens = self._sample(plan).tobytes()
         accepted = b"" if plan.speculation is None else self._accepted(plan)
         if plan.sample_after is not None or self.untimed:
@@ -83,25 +83,25 @@ class PipelinedDevice(Device):
         self._run(plan, shape, handed_over_us, tokens, accepted, 0)
 
     def hold_until(self, us: int) -> None:
-        """No batch that is handed over from now on begins before `us`, in any stage."""
+        """Delay the start of batches handed over from now on to `us`, in every stage."""
         self.stages.free_us = [max(free_us, float(us)) for free_us in self.stages.free_us]
 
     @property
     def free_us(self) -> int:
-        """When all that was handed over will have run."""
+        """When all batches handed over will have run."""
         return self._last_us
 
     @property
     def encoder_free_us(self) -> int:
-        """When the first stage, which encodes, is through with what was handed over."""
+        """When the first stage, which encodes, has run all batches handed over."""
         return math.ceil(self.stages.free_us[0])
 
     def encode_until(self, us: int) -> None:
-        """The first stage begins no batch before `us`; the others go on with those that they have."""
+        """Delay batches in the first stage to `us`; the other stages go on with theirs."""
         self.stages.free_us[0] = max(self.stages.free_us[0], float(us))
 
     def sample(self, batch_id: int, at_us: int) -> None:
-        """The matchers have moved: a deferred batch may sample once its forward has run. Time what can be timed."""
+        """Let a deferred batch sample, because its matchers have moved, and time all batches that can be timed."""
         for _ in range(len(self.untimed)):
             batch = self.untimed.popleft()
             self.untimed.append(batch._replace(sampled_us=at_us) if batch.plan.batch_id == batch_id else batch)

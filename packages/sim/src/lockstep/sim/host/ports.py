@@ -33,79 +33,79 @@ NEVER_US = 2**62
 
 
 class MetricsSink(Protocol):
-    """What the host tells whoever measures; see `metrics.MetricsFold`."""
+    """What a host reports for measurement; `MetricsFold` implements it."""
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
         """Take in one event and its Step."""
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
-        """Take in how things stand after a LaneReady."""
+        """Take in queue lengths and pages after a LaneReady."""
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
-        """Take in what the CPU lane did."""
+        """Take in an interval of work of the CPU lane."""
 
 
 class Observer(Protocol):
-    """Who sees each step and the engine behind it. Not told of uniform stretches of decodes, which decide nothing."""
+    """Receives each step, and the engine after it, except uniform stretches of decodes, in which nothing is decided."""
 
     def observe(self, event: ObservedEvent, step: Step, engine: Engine) -> None:
         """Take in one event and its Step; change nothing."""
 
 
 class RequestSource(Protocol):
-    """Where a lane's requests come from: `Arrivals`, or what a router sends it."""
+    """Source of the requests of a lane: `Arrivals`, or the requests that a router sends to it."""
 
     next_us: int
 
     @property
     def open_turns(self) -> Mapping[RequestId, Turn]:
-        """Those that arrived and have not ended."""
+        """Turns that arrived and have not ended, by request."""
 
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled | ControlRequested:
-        """The next fact, due at `next_us`."""
+        """Return the next fact, due at `next_us`."""
 
     @property
     def settled_until_us(self) -> int:
-        """Before this moment no request comes but those known now and those that follow this lane's own answers."""
+        """Time before which no request comes except the known ones and follow-ups of this lane's own answers."""
 
     def more(self, env: Environment) -> Event | None:
-        """What to wait for when nothing is due any more; None: nothing will come."""
+        """Return the event to wait for when nothing is due any more; None: nothing will come."""
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended."""
+        """Take in the end of an answer."""
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left."""
+        """Take in the rejection of a request, or its cancel."""
 
 
 class TransferPort(Protocol):
-    """What moves KV between this engine and others, on a clock that they share; see `handover.Port`."""
+    """Moves KV between this engine and others on a shared clock; `cluster.handover.Port` implements it."""
 
     next_us: int
 
     def take(self, now_us: int) -> TransferAdvanced:
-        """The next fact, due at `next_us`."""
+        """Return the next fact, due at `next_us`."""
 
     def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """Carry out an order."""
+        """Carry out a command."""
 
     def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """The result of a batch was taken in."""
+        """Take in that the result of a batch was collected."""
 
     def pause(self, next_us: int) -> Event:
-        """What to wait for until `next_us`, or until something comes before."""
+        """Return the event to wait for: `next_us`, or an earlier fact."""
 
 
 class RankExchange(Protocol):
-    """What ranks that run every pass together say to each other; see `data_parallel.RankPort`."""
+    """Exchange between ranks that run every pass together; `cluster.data_parallel.RankPort` implements it."""
 
     next_us: int
 
     def take(self, now_us: int) -> RanksAgreed | None:
-        """The next fact, due at `next_us`; None: the others wait for what this rank would run."""
+        """Return the next fact, due at `next_us`; None: the other ranks wait for this rank's proposal."""
 
     def propose(self, command: ProposeBatch, now_us: int) -> None:
-        """Tell the others."""
+        """Send a proposal to the other ranks."""
 
     def pause(self, next_us: int) -> Event:
-        """What to wait for until `next_us`, or until something comes before."""
+        """Return the event to wait for: `next_us`, or an earlier fact."""

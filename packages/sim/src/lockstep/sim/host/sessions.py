@@ -27,44 +27,44 @@ FIRST_CONTROL = 1_000_000  # controls of sessions are numbered behind those that
 
 
 class HoldingSink(Protocol):
-    """What whoever measures is told of sessions; see `metrics.MetricsFold`."""
+    """What a host reports about sessions; `MetricsFold` implements it."""
 
     def sessions_held(self, time_us: int, pages: int) -> None:
         """Take in how many pages sessions hold that no request does, from now on."""
 
 
 class Conversations:
-    """What is asked of one engine about sessions, beside their turns."""
+    """Control requests about the sessions of one engine."""
 
-    def __init__(self, capacity_tokens: int, told: HoldingSink) -> None:
+    def __init__(self, capacity_tokens: int, sink: HoldingSink) -> None:
         self._capacity_tokens = capacity_tokens
-        self.told = told
-        self.is_stale = False  # whether what sessions hold may have changed since somebody was told
+        self.sink = sink
+        self.is_stale = False  # whether what sessions hold may have changed since the last report
         self._control_id = FIRST_CONTROL
         self.due: deque[CloseSession] = deque()  # to be asked for at once
 
     def opening(self, turn: Turn, time_us: int) -> ControlRequested | None:
-        """What has to be asked before a turn: to open its session, if it is the first one to come."""
+        """Return the request that opens the session of a turn; None if the turn is not the first of a session."""
         if not turn.session or turn.after is not None:
             return None
-        return self._asked(time_us, OpenSession(turn.session, self._capacity_tokens))
+        return self._request(time_us, OpenSession(turn.session, self._capacity_tokens))
 
     def ended(self, turn: Turn, *, answered: bool) -> None:
-        """A turn ended: nobody needs its session any more if it was the last one, or if it broke off."""
+        """Take in the end of a turn. Its session is closed if the turn was the last one, or if it broke off."""
         if turn.session and (turn.session_last or not answered):
             self.due.append(CloseSession(turn.session))
 
     def closing(self, time_us: int) -> ControlRequested:
-        """The next one to be closed."""
-        return self._asked(time_us, self.due.popleft())
+        """Return the request that closes the next session that is due."""
+        return self._request(time_us, self.due.popleft())
 
-    def _asked(self, time_us: int, control: OpenSession | CloseSession) -> ControlRequested:
+    def _request(self, time_us: int, control: OpenSession | CloseSession) -> ControlRequested:
         self._control_id += 1
         return ControlRequested(time_us, self._control_id, control)
 
 
 CHANGES = frozenset((RequestAdmitted, RequestFinished, SessionYielded, SessionClosed))
-"""What is decided where sessions begin or cease to hold pages that no request does."""
+"""Decided events after which sessions may hold other pages that no request holds."""
 
 
 def changes_holding(step: Step) -> bool:

@@ -47,7 +47,7 @@ class Stages:
         return started_us, now_us, spans
 
     def sampled(self, at_us: float, sampling_us: float) -> None:
-        """The last stage waited with sampling what left it, and is through with that."""
+        """Account for sampling in the last stage that waited until its matchers had moved."""
         self.free_us[-1] = at_us
         self.busy_us[-1] += sampling_us
 
@@ -71,10 +71,10 @@ class StageNotes:
         self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
 
     def add(self, plan: BatchPlan, send_us: float, spans: Sequence[int]) -> None:
-        """A batch went through all stages."""
+        """Note a batch that went through all stages."""
         self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
 
     def times(self) -> StageTimes:
-        """All of it, as columns."""
+        """Return all notes as columns."""
         noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * self._stages)
         return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])

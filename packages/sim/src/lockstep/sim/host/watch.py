@@ -1,4 +1,4 @@
-"""Watch the scheduler think: a line per step on standard error, more with higher levels of LOCKSTEP_DEBUG."""
+"""A text line per step on standard error, and more text with higher levels of LOCKSTEP_DEBUG."""
 
 from __future__ import annotations
 

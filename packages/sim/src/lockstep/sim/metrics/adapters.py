@@ -1,4 +1,4 @@
-"""What adapters (LoRA) did to a run: who ran on one, how many were loaded, who waited for one. docs/metrics.md."""
+"""Counts of LoRA adapters: requests that ran on one, loads, waits for a load. See docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AdapterCounts:
         self._loading[command.adapter, command.version] = now_us
 
     def loaded(self, event: AdapterLoaded) -> None:
-        """A load ended; one from before a restart nobody asks about."""
+        """Take in the end of a load. A load that began before a restart is not counted."""
         began_us = self._loading.pop((event.adapter, event.version), None)
         self.loads_failed += bool(event.error)
         if began_us is not None and not event.error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WAITING_MANY = 1.0  # requests in the waiting line, on average: from here on there is a queue
+WAITING_MANY = 1.0  # requests in the waiting queue, on average: from here on there is a queue
 BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
 KV_FULL_SHARE = 0.95  # of the pool, held by requests
 
@@ -70,7 +70,7 @@ def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
         return Bottleneck("KV memory", _listed(retracted, peak))
     if bubbles is not None and bubbles > BUBBLE_SHARE:
         return Bottleneck("CPU", f"the GPU was idle {_percent(bubbles)} of the time with work there")
-    waits = "" if waiting is None else f"hardly anybody waits ({_number(waiting)} on average)"
+    waits = "" if waiting is None else f"hardly any request waits ({_number(waiting)} on average)"
     return Bottleneck("none", _listed(waits, f"GPU busy {_percent(busy)}"))
 
 

@@ -60,12 +60,12 @@ class Requests(Columns):
 
     @cached_property
     def completed(self) -> Bools:
-        """Requests that got their whole answer. Read-only."""
+        """Whether each request got its whole answer. Read-only."""
         return self._ended_by(COMPLETED)
 
     @cached_property
     def failed(self) -> Bools:
-        """Requests that the service let down; see FAILED. Read-only."""
+        """Whether the service failed each request; see FAILED. Read-only."""
         return self._ended_by(FAILED)
 
     def _ended_by(self, reasons: Sequence[str]) -> Bools:
@@ -114,7 +114,7 @@ WORK = CPU_COLUMNS.index("work")
 
 @dataclass(frozen=True, eq=False)
 class CpuIntervals(Columns):
-    """What the scheduler's CPU did, as told by the host."""
+    """Intervals of work of the scheduler's CPU, as the host reported them."""
 
     start_us: Int64s
     stop_us: Int64s

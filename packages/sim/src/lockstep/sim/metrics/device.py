@@ -20,7 +20,7 @@ from lockstep.sim.metrics.value_counts import ValueCounts, ValueCountsBuilder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceUse:
-    """What the batches of a run did to the device, added up."""
+    """Sums over the batches of a run: busy time of the device, gaps between decodes, batches by mode."""
 
     batches_by_mode: dict[str, int]
     busy: Spans
@@ -55,23 +55,23 @@ class DeviceUse:
 
 
 def at_work(requests: Requests, last_us: int) -> Spans:
-    """When at least one request was open; those that never ended are so until `last_us`."""
+    """Return the spans in which at least one request was open; a request that never ended is open until `last_us`."""
     return Spans.union(requests.arrival_us, np.where(requests.ended_us < 0, last_us, requests.ended_us))
 
 
 def at_work_us(run: RunData) -> int:
-    """For how long at least one request was open."""
+    """Return for how long at least one request was open."""
     return at_work(run.requests, run.span_us[1]).total_us()
 
 
 def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:
-    """Idle times of one device between two decode batches in a row, and the time that the second ones took."""
+    """Return idle times of one device between two consecutive decode batches, and the time of the second batches."""
     device = DeviceUse.of(run.packed)
     return device.decode_gaps_us, device.busy_after_decode_us
 
 
 def by_start(batches: PackedRows) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Mode, start and end of the batches whose times are known, by start: part by part if that is their order."""
+    """Yield mode, start and end of batches with known times, by start; part by part if they are in that order."""
 
     def measured() -> Iterator[tuple[Int64s, Int64s, Int64s]]:
         for columns in batches.parts():

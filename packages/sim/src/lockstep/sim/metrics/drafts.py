@@ -20,10 +20,12 @@ from lockstep.sim.metrics.summary import ratio
 
 
 class Drafts:
-    """What became of drafts: counts over all rows of all verifying batches whose results are known."""
+    """Counts of drafts over all rows of all verifying batches with a known result."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[int, tuple[NDArray[np.bool_], Int32s]] = {}  # by batch: who verifies, and how many drafts
+        self._in_flight: dict[
+            int, tuple[NDArray[np.bool_], Int32s]
+        ] = {}  # by batch: rows that verify, and how many drafts
         self.batches = 0
         self.tokens = 0  # that rows got, drafts and the one behind them
         self.verifies = False  # any drafts
@@ -62,7 +64,7 @@ class Drafts:
 
     @classmethod
     def join(cls, parts: Sequence[Drafts]) -> Drafts:
-        """Those of several engines together."""
+        """Add up the counts of several engines."""
         whole = cls()
         for part in parts:
             whole.batches += part.batches

@@ -126,8 +126,8 @@ class MetricsFold:
             needs_media: whether requests need their media here from the beginning: not on a decode engine.
             kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
             warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
-            host_page_bytes: what a page of KV weighs on the host; None: nothing is kept there, and nothing is told.
-            host_companion_bytes: what goes along with pages of hybrid models, by kind.
+            host_page_bytes: bytes of a page of KV in host memory; None: no pages are kept there, and no counts.
+            host_block_bytes: bytes of a window block and of a state block in host memory, by kind.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
@@ -155,7 +155,7 @@ class MetricsFold:
         self._last_message_us = array("q")
         self._itl_us_max = array("d")
 
-        # Who is open, and who ended since the last `compact`: the row, and the number of messages until then.
+        # Open requests, and those ended since the last `compact`: the row, and the number of messages until the end.
         self._row_of: dict[RequestId, int] = {}
         self._ended: dict[RequestId, tuple[int, int]] = {}
 
@@ -169,7 +169,7 @@ class MetricsFold:
         # Measured, but not settled: gaps of open requests, and batches whose result has not come.
         self._open_gaps: tuple[Rows, Float64s, Int32s] = (np.empty(0, np.uint32), np.empty(0), np.empty(0, np.int32))
         self._open_batches: NDArray[np.int64] = np.empty((len(BATCH_COLUMNS), 0), np.int64)
-        self._lost_batches: dict[int, int] = {}  # batch id -> row, of those nobody waits for any more
+        self._lost_batches: dict[int, int] = {}  # batch id -> row, of those given up
 
         # Settled.
         self._itl_us = ValueCountsBuilder()
@@ -242,32 +242,32 @@ class MetricsFold:
             self._learn(decided)
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
-        """Say how things stand after a LaneReady: requests waiting and running, pages free and cached."""
+        """Take in requests waiting and running, and pages free and cached, after a LaneReady."""
         gauges = self._gauges
         gauges.recent.frombytes(gauges.row(time_us, waiting, running, free_pages, cached_pages))
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
-        """Say what the scheduler's CPU did in [start_us:stop_us), such as "plan" or "results"."""
+        """Take in work of the scheduler's CPU in [start_us:stop_us), such as "plan" or "results"."""
         self._cpu.recent.frombytes(self._cpu.row(start_us, stop_us - start_us, self._works[what]))
 
     def encoder_interval(self, start_us: int, stop_us: int, contents: int, tokens: int, gpus: int) -> None:
-        """Say what the encoder does in [start_us:stop_us), on GPUs of its own or, with 0, on those of the engine."""
+        """Take in encoder work in [start_us:stop_us), on GPUs of its own or, with 0, on those of the engine."""
         self._media = self._media or MediaCounts()
         self._media.intervals.extend((start_us, stop_us, contents, tokens))
         self._media.gpus = gpus
 
     def media_wait(self, request_id: RequestId, waited_us: int) -> None:
-        """Say for how long a request was held for its media."""
+        """Take in for how long a request was held for its media."""
         if self._media is not None and request_id >= self._warm_up:
             self._media.waits_us.append(waited_us)
 
     def sessions_held(self, time_us: int, pages: int) -> None:
-        """Say how many pages sessions hold that no request does, from now on."""
+        """Take in how many pages are held by sessions alone from now on."""
         self._sessions = self._sessions or SessionCounts()
         self._sessions.held(time_us, pages)
 
     def take_measured(self, measured: MeasuredRows) -> None:
-        """Take in rows that somebody else measured."""
+        """Take in rows that the fast path measured."""
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, MODE] = coded(batches[:, MODE], measured.modes, self._modes)
         cpu[:, WORK] = coded(cpu[:, WORK], measured.works, self._works)
@@ -282,7 +282,7 @@ class MetricsFold:
             rows.pack()
 
     def take_measured_requests(self, measured: MeasuredRequests) -> None:
-        """Take in the requests of a run that somebody else measures, all of them anew, behind all rows until then."""
+        """Take in all requests of a run on the fast path anew, after `take_measured` of all rows until then."""
         requests = len(measured.request_id)
         if requests:
             self._first_us = int(measured.arrival_us[0])
@@ -321,7 +321,7 @@ class MetricsFold:
         self._tallies.put("deferred", measured.deferred)
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
-        """Measure what was taken in since the last time, and forget it. Changes no answer, and happens by itself.
+        """Measure what was taken in since the last call, and drop it. It changes no result and also runs by itself.
 
         Args:
             part_rows: the long lists are packed when so many rows have come; fewer are not worth it.
@@ -442,12 +442,12 @@ class MetricsFold:
         try:
             return self._row_of[request_id]
         except KeyError:
-            raise ContractError(_unknown(request_id)) from None
+            raise ContractError(_no_such_request(request_id)) from None
 
     # -------------------------------------------------------------------------------------------------- settling
 
     def _settle_messages(self) -> None:
-        """Measure the messages since the last time; then the gaps of those who ended."""
+        """Measure the messages since the last `compact`; then count the gaps of requests that ended."""
         gaps = [self._open_gaps]
         if self._sent_messages:
             gaps.append(self._measure_messages())
@@ -481,18 +481,18 @@ class MetricsFold:
         self._message_us = array("q")
         self._sent_messages.clear()
 
-        # What a client saw twice does not count.
+        # A token that a client received twice counts once.
         starts = np.flatnonzero(is_first(members))
         sent = np.frombuffer(self._sent, np.int32)
-        who = rows[members[starts]]
-        new_tokens = count_new_tokens(members, offsets, counts, sent[who].astype(np.int64))
+        owners = rows[members[starts]]
+        new_tokens = count_new_tokens(members, offsets, counts, sent[owners].astype(np.int64))
         if len(starts):
-            sent[who] = np.maximum(sent[who], np.maximum.reduceat(offsets + counts, starts))
+            sent[owners] = np.maximum(sent[owners], np.maximum.reduceat(offsets + counts, starts))
         if not new_tokens.all():
             kept = new_tokens > 0
             members, number, new_tokens = members[kept], number[kept], new_tokens[kept]
             starts = np.flatnonzero(is_first(members))
-            who = rows[members[starts]]
+            owners = rows[members[starts]]
 
         sizes = np.bincount(number, new_tokens, messages).astype(np.int64)
         self._messages.add_columns(message_us[sizes > 0], sizes[sizes > 0])
@@ -502,55 +502,56 @@ class MetricsFold:
         last_us = np.frombuffer(self._last_message_us, np.int64)
         output_tokens, itl_us_max = np.frombuffer(self._output_tokens, np.int32), np.frombuffer(self._itl_us_max)
         before_us = np.append(0, time_us[:-1])[: len(time_us)]
-        before_us[starts] = last_us[who]
+        before_us[starts] = last_us[owners]
         gaps = gaps_us(time_us, before_us, new_tokens)
         if len(starts):
-            first_us[who] = np.where(first_us[who] < 0, time_us[starts], first_us[who])
-            last_us[who] = time_us[np.append(starts[1:], len(time_us)) - 1]
-            output_tokens[who] += np.add.reduceat(new_tokens, starts, dtype=np.int32)
-            itl_us_max[who] = np.fmax(itl_us_max[who], np.fmax.reduceat(gaps, starts))  # fmax passes over NaN
+            first_us[owners] = np.where(first_us[owners] < 0, time_us[starts], first_us[owners])
+            last_us[owners] = time_us[np.append(starts[1:], len(time_us)) - 1]
+            output_tokens[owners] += np.add.reduceat(new_tokens, starts, dtype=np.int32)
+            itl_us_max[owners] = np.fmax(itl_us_max[owners], np.fmax.reduceat(gaps, starts))  # fmax passes over NaN
         real = before_us >= 0
         return rows[members[real]].astype(np.uint32), gaps[real], new_tokens[real].astype(np.int32)
 
     def _members(self) -> tuple[Int64s, Rows, Int64s]:
-        """Who the messages went to.
+        """Find the request of each entry of each message.
 
-        Returns: the rows of those who were open since the last `compact`, by request id; for each entry of each message
-            the index of its request in there, in the smallest type that holds it (numpy sorts 16 bits ten times
-            faster); and the number of its message.
+        Returns: the rows of requests that were open since the last `compact`, by request id; for each entry of each
+            message the index of its request in there, in the smallest type that holds it (numpy sorts 16 bits ten
+            times faster); and the number of its message.
         """
         open_, ended = self._row_of, self._ended
         known = np.fromiter(chain(open_, ended), np.int64, len(open_) + len(ended))
         rows = np.fromiter(chain(open_.values(), (row for row, _ in ended.values())), np.int64, len(known))
-        until = np.full(len(known), len(self._sent_messages), np.int64)  # who ended is sent nothing more
+        until = np.full(len(known), len(self._sent_messages), np.int64)  # an ended request is sent nothing more
         until[len(open_) :] = [messages for _, messages in ended.values()]
         order = np.argsort(known)
         known, rows, until = known[order], rows[order], until[order]
 
         # Decodes in a row go to the same requests, in one and the same array.
         running_batches: list[Int64s] = []
-        cohort_of: list[int] = []
+        batch_of: list[int] = []
         for message in self._sent_messages:
             if not running_batches or message.request_ids is not running_batches[-1]:
                 running_batches.append(message.request_ids)
-            cohort_of.append(len(running_batches) - 1)
+            batch_of.append(len(running_batches) - 1)
         ids = np.concatenate(running_batches)
         found = np.searchsorted(known, ids).astype(np.min_scalar_type(len(known)))
-        strangers = ids[np.append(known, -1)[found] != ids] if len(known) else ids
-        if len(strangers):
-            raise ContractError(_unknown(int(strangers[0])))
+        unknown = ids[np.append(known, -1)[found] != ids] if len(known) else ids
+        if len(unknown):
+            raise ContractError(_no_such_request(int(unknown[0])))
         parts = np.split(found, np.cumsum([len(running_batch) for running_batch in running_batches])[:-1])
-        members = np.concatenate([parts[running_batch] for running_batch in cohort_of])
-        number = np.repeat(np.arange(len(cohort_of)), [len(parts[running_batch]) for running_batch in cohort_of])
+        members = np.concatenate([parts[running_batch] for running_batch in batch_of])
+        number = np.repeat(np.arange(len(batch_of)), [len(parts[running_batch]) for running_batch in batch_of])
         late = np.flatnonzero(number >= until[members])
         if len(late):
-            raise ContractError(_unknown(int(known[members[late[0]]])))
+            raise ContractError(_no_such_request(int(known[members[late[0]]])))
         return rows, members, number
 
     def _settle_batches(self) -> None:
         """Join launches and results. Batches are settled in the order of their launches, when their results are there.
 
-        One for whose result more than COMPACT_RESULTS_MAX launches wait is taken for lost, until it comes after all.
+        A batch without a result is given up once more than COMPACT_RESULTS_MAX launches wait behind it. A result that
+        comes later still amends it.
         """
         batches = np.concatenate((self._open_batches, self._launched()), axis=1)
         results = np.array(self._results, np.int64).reshape(-1, 3)
@@ -579,7 +580,7 @@ class MetricsFold:
         self._open_batches = batches[:, settled:].copy()
 
     def _launched(self) -> NDArray[np.int64]:
-        """Launches since the last time, in BATCH_COLUMNS."""
+        """Return the launches since the last `compact`, in BATCH_COLUMNS."""
         launches = self._launches
         columns = np.full((len(BATCH_COLUMNS), len(launches)), -1, np.int64)
         if not launches:
@@ -604,9 +605,9 @@ class MetricsFold:
         return columns
 
     def late(self, slos: Sequence[Slo]) -> list[int]:
-        """For each SLO the requests so far that stand beyond its bound whatever follows: late, or failed.
+        """Count for each SLO the requests so far that miss its bound whatever follows: late, or failed.
 
-        Of gaps (`itl`) there are none: they are no requests.
+        The count of an SLO on gaps (`itl`) is 0, because gaps are not requests.
         """
         self.compact()
         requests = self._measured_requests()
@@ -632,7 +633,7 @@ class MetricsFold:
         return measure_samples(self._sampled, whole.arrival_us, first_us, whole.ended_us, whole.completed)
 
     def _measured_requests(self) -> Requests:
-        """Those behind the warm-up."""
+        """Return the requests after the warm-up."""
         requests = self._requests()
         if not self._warm_up:
             return requests
@@ -713,7 +714,7 @@ class MetricsFold:
         }
 
     def _describe_device(self, requests: Requests, device: DeviceUse) -> Summary:
-        """How busy the device was; None throughout for a host that reports no device times.
+        """Describe how busy the device was; all None for a host that reports no device times.
 
         A bubble is time in which the device was idle although a request had arrived and not ended.
         """
@@ -749,7 +750,7 @@ def sums_of(parts: Sequence[Int32s], sizes: Int64s) -> Int64s:
     return sums
 
 
-def _unknown(request_id: RequestId) -> str:
+def _no_such_request(request_id: RequestId) -> str:
     return (
         f"request {request_id} acts but never arrived, or has ended\n"
         "hint: fold a journal from its first record, each record once"

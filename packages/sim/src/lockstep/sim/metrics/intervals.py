@@ -18,7 +18,7 @@ Answers = dict[str, tuple[float, float] | None]
 
 @dataclass(frozen=True)
 class Intervals:
-    """For each answer what it lies between."""
+    """Lower and upper ends of each answer of a run."""
 
     calibration: str  # its title
     coverage: float

@@ -38,10 +38,10 @@ def gaps_us(message_us: Int64s, before_us: Int64s, new_tokens: Int64s | Int32s) 
 
 
 def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
-    """Which requests completed within every bound. A percentile's bound serves as each request's own.
+    """Return which requests completed within every bound. A percentile's bound applies to each request.
 
-    For ITL it is the request's longest gap that counts. What a request does not have, such as the TPOT of one token,
-    misses no bound.
+    For ITL the longest gap of the request counts. A latency that a request does not have, such as the TPOT of one
+    token, misses no bound.
     """
     good = requests.completed.copy()
     for slo in slos:
@@ -50,7 +50,7 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
 
 
 def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
-    """See RunData.measured_us."""
+    """Return the latency that an SLO bounds, see `RunData.measured_us`."""
     failures = int(requests.failed.sum())
     if slo.metric == "itl" and slo.percentile is not None:
         values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
@@ -69,7 +69,7 @@ def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | No
 
 
 def per_request(metric: SloMetric, requests: Requests) -> Float64s:
-    """One value per request, NaN where there is none."""
+    """Return one value per request, in microseconds; NaN where there is none."""
     if metric == "tpot":
         return requests.tpot_us
     if metric == "itl":

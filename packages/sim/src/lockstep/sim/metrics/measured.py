@@ -13,7 +13,7 @@ from lockstep.sim.metrics.columns import Float64s
 
 
 class MeasuredRows(NamedTuple):
-    """What `observe`, `gauge` and `cpu_interval` would have come to, of a run that somebody else measures."""
+    """Rows that replace calls of `observe`, `gauge` and `cpu_interval` in a run on the fast path."""
 
     batches: Int64s  # [batches, len(BATCH_COLUMNS)], settled ones; modes are places in `modes`
     modes: tuple[str, ...]
@@ -25,7 +25,7 @@ class MeasuredRows(NamedTuple):
 
 
 class MeasuredRequests(NamedTuple):
-    """The same of its requests, one row each in order of arrival, and of what is known in the end."""
+    """Requests of a run on the fast path, one row each in order of arrival, and counts known at the end."""
 
     request_id: Int64s
     arrival_us: Int64s
@@ -39,7 +39,7 @@ class MeasuredRequests(NamedTuple):
     labels: Callable[[Int64s], list[str]]  # of some rows
     tenants: list[str]
     last_us: int  # when the last event was
-    open_batches: Mapping[str, Int64s]  # whose result has not come, by name of the column; others are unknown
+    open_batches: Mapping[str, Int64s]  # without a result yet, by name of the column; other columns are unknown
     modes: tuple[str, ...]  # of these
     evicted_pages: Mapping[str, int]  # by reason
     deferred: Mapping[str, int]  # by reason

@@ -1,4 +1,4 @@
-"""What media did to a run: how much was encoded, what the embedding cache spared, who waited. docs/metrics.md."""
+"""Counts of media: contents encoded, contents found in the embedding cache, waits. See docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MediaCounts:
             self.prompt_tokens += sum(span.stop - span.start for span in event.spans if span.encoder_tokens)
 
     def ordered(self, command: EncodeMedia, *, needed: bool) -> None:
-        """The encoder was asked for a content; `needed`: nobody had said before that it is."""
+        """Take in an order to encode a content; `needed`: no earlier event has counted it as needed."""
         if needed:
             self.contents += 1
             self.tokens += command.encoder_tokens

@@ -25,7 +25,7 @@ class Packed:
 
     @classmethod
     def join(cls, parts: Sequence[Packed]) -> Packed:
-        """Those of several engines: batches by launch, CPU intervals engine by engine."""
+        """Join the lists of several engines: batches by launch, CPU intervals engine by engine."""
         modes, works = Codes(), Codes()
         batches, cpu = PackedRows(*BATCH_COLUMNS), PackedRows(*CPU_COLUMNS)
         launched = [
@@ -49,12 +49,12 @@ class Packed:
 
 
 def recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[Int64s, ...]:
-    """The same columns with other numbers for the texts in one of them."""
+    """Return the columns with the codes in one of them replaced by others."""
     return *columns[:place], codes[columns[place]], *columns[place + 1 :]
 
 
 class Codes(dict[str, int]):
-    """A number for every text, given out when it is first asked for."""
+    """A number for every text, in the order in which texts are first looked up."""
 
     def __missing__(self, text: str) -> int:
         self[text] = code = len(self)
@@ -62,7 +62,7 @@ class Codes(dict[str, int]):
 
 
 def coded(column: Int64s, names: Sequence[str], codes: Codes) -> Int64s:
-    """A column of places in `names` as one of `codes`, given out in the order in which they come."""
+    """Return a column of indices into `names` as a column of `codes`; new codes are numbered in order of appearance."""
     _, first = np.unique(column, return_index=True)
     for at in np.sort(first).tolist():
         codes[names[column[at]]]

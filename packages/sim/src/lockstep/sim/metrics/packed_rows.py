@@ -53,7 +53,7 @@ class PackedRows:
     def __init__(self, *names: str) -> None:
         self.names = names
         self.row: Callable[..., bytes] = Struct(f"{len(names)}q").pack
-        self.recent = array("q")  # rows behind the parts, end to end: whoever adds some writes here
+        self.recent = array("q")  # rows behind the parts, end to end: new rows are appended here
         self._parts: list[tuple[_Packed, ...]] = []
         self._packed_rows = 0
 
@@ -122,7 +122,7 @@ class PackedRows:
             row -= part[0].rows
 
     def _recent_columns(self) -> tuple[Int64s, ...]:
-        """Copies: an array whose memory is looked at cannot grow."""
+        """Return copies, because an array with an exported buffer cannot grow."""
         return tuple(np.array(self.recent, np.int64).reshape(-1, len(self.names)).T)
 
 

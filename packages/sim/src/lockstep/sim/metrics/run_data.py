@@ -32,14 +32,14 @@ class RunData:
 
     @property
     def batches(self) -> Batches:
-        """Every batch, 72 bytes each and their modes. Made anew each time: keep it for as long as it is read."""
+        """Every batch, 72 bytes each and their modes. Each access makes new arrays: keep the result while reading."""
         column, modes = self.packed.batches.column, objects(self.packed.modes)
         numbers = {name: column(name) for name in self.packed.batches.names if name != "mode"}
         return Batches(mode=modes[column("mode")], **numbers)
 
     @property
     def cpu(self) -> CpuIntervals:
-        """What the scheduler's CPU did. Made anew each time, like `batches`."""
+        """Intervals of work of the scheduler's CPU. Each access makes new arrays, like `batches`."""
         column, works = self.packed.cpu.column, objects(self.packed.works)
         start_us = column("start_us")
         return CpuIntervals(start_us, start_us + column("took_us"), works[column("work")])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SessionCounts:
-    """What sessions of the server did to a run; docs/metrics.md. What they held, only a host that runs can say."""
+    """Counts of server sessions. Only a live host reports the pages that sessions hold, a replayed journal does not."""
 
     def __init__(self) -> None:
         self.turns = self._kept_tokens = self._prompt_tokens = 0
@@ -26,7 +26,7 @@ class SessionCounts:
         self._held = array("q")  # time in us, pages
 
     def learn(self, decided: TurnStarted | SessionYielded | SessionClosed) -> None:
-        """Take in what the engine decided."""
+        """Take in a decided event about a session."""
         if isinstance(decided, TurnStarted):
             self.turns += 1
             self._kept_tokens += decided.kept_tokens
@@ -38,11 +38,11 @@ class SessionCounts:
             self._closed += 1
 
     def held(self, time_us: int, pages: int) -> None:
-        """So many pages are held by sessions alone from now on."""
+        """Take in how many pages are held by sessions alone from now on."""
         self._held.extend((time_us, pages))
 
     def describe(self, kv_pages: int | None) -> dict[str, Any]:
-        """For `sessions` of metrics.json."""
+        """Return the counts for `sessions` of metrics.json."""
         held = np.array(self._held, np.int64).reshape(-1, 2)
         times_us, pages = held[:, 0], held[:, 1]
         lasted_us = np.diff(times_us)

@@ -33,7 +33,7 @@ class Spans:
         return int((self.stops - self.starts).sum())
 
     def covered_us(self, at_us: Int64s) -> Float64s:
-        """How much of these spans lies before each moment."""
+        """Return for each moment how much of these spans lies before it, in microseconds."""
         if len(self.starts) == 0:
             return np.zeros(len(at_us))
         lengths = np.cumsum(self.stops - self.starts)

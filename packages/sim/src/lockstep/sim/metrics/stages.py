@@ -27,7 +27,7 @@ class StageTimes:
 
 
 def merged(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """The union of spans whose starts ascend."""
+    """Return the union of spans in ascending order of their starts."""
     out: list[tuple[int, int]] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         if out and start <= out[-1][1]:
@@ -40,7 +40,7 @@ def merged(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[in
 def _without(
     spans: list[tuple[int, int]], starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> list[tuple[int, int]]:
-    """What of `spans` is in none of the others. All ascend, and the others do not overlap."""
+    """Return the parts of `spans` that are in none of the others. All ascend, and the others do not overlap."""
     out: list[tuple[int, int]] = []
     others, at = list(zip(starts.tolist(), stops.tolist(), strict=True)), 0
     for start, stop in spans:

@@ -44,7 +44,7 @@ def describe(name: str, values: NDArray[Any] | ValueCounts) -> dict[str, float |
 
 
 def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
-    """The `latency` part of a summary: of completed requests."""
+    """Return the `latency` part of a summary, over completed requests."""
     done = requests.completed
 
     def known(column: NDArray[Any]) -> NDArray[Any]:
@@ -60,7 +60,7 @@ def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
 
 
 def describe_throughput(requests: Requests, slos: Sequence[Slo]) -> Summary:
-    """The `throughput` part of a summary: completed requests and their tokens over the makespan."""
+    """Return the `throughput` part of a summary: completed requests and their tokens over the makespan."""
     done = requests.completed
     span = makespan(requests)
     makespan_us = span[1] - span[0] if span else None
@@ -94,7 +94,7 @@ def describe_cpu(packed: Packed) -> Summary:
 
 
 def describe_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> Summary:
-    """An entry of the `slos` part of a summary."""
+    """Return an entry of the `slos` part of a summary."""
     measured_us = measure_slo(slo, requests, itl_us)
     finite = measured_us is not None and math.isfinite(measured_us)
     return {

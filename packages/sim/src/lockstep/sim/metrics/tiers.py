@@ -27,12 +27,12 @@ BlockUse = CopyToHost | LoadFromHost | WriteToStorage
 
 
 class TierCounts:
-    """What the tiers below the device did: docs/metrics.md, "Cache tiers"."""
+    """Counts of the cache tiers below the device: docs/metrics.md, "Cache tiers"."""
 
     def __init__(self, page_bytes: int, block_bytes: Mapping[str, int]) -> None:
         self._page_bytes, self._block_bytes = page_bytes, block_bytes
-        self._beside: dict[int, int] = {}  # bytes of companions, by the move under way
-        self._bytes_beside: Counter[str] = Counter()
+        self._block_bytes_moving: dict[int, int] = {}  # bytes of window and state blocks, by the move under way
+        self._block_bytes_moved: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._host_tokens = 0
@@ -48,31 +48,32 @@ class TierCounts:
         self._wait_us += event.load_wait_us
 
     def began(self, move: BlockUse) -> None:
-        """Take in a move with companions."""
+        """Take in a move with window or state blocks."""
         number = move.write_id if isinstance(move, WriteToStorage) else move.copy_id
-        self._beside[number] = sum(len(one.host) * self._block_bytes[one.kind] for one in move.blocks)
+        self._block_bytes_moving[number] = sum(len(one.host) * self._block_bytes[one.kind] for one in move.blocks)
 
     def fetched(self, event: PrefetchFinished) -> None:
-        """Take in what a prefetch brought."""
+        """Take in the window and state blocks that a prefetch brought."""
         beside = sum(len(one.indices) * self._block_bytes[one.kind] for one in event.blocks)
-        self._beside[event.prefetch_id] = beside
+        self._block_bytes_moving[event.prefetch_id] = beside
 
     def learn(self, event: TierOperationEnded) -> None:
-        """Take in what the tiers did."""
+        """Take in the end of a move, or evicted host pages."""
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
-        beside = self._beside.pop(event.operation, 0)
+        beside = self._block_bytes_moving.pop(event.operation, 0)
         came = event.outcome == "done" or (event.kind == "prefetch" and event.outcome not in ("void", "orphaned"))
-        self._bytes_beside[event.kind] += beside if came else 0
+        self._block_bytes_moved[event.kind] += beside if came else 0
 
     def describe(self, host_pages_evicted: int) -> Summary:
-        """For `cache` of metrics.json."""
+        """Return the counts for `cache` of metrics.json."""
         return {
             "prompt_tokens_from_host": self._host_tokens,
             "prompt_tokens_from_storage": self._storage_tokens,
             "moves": dict(sorted(self._moves.items())),
             "bytes_moved": {
-                kind: pages * self._page_bytes + self._bytes_beside[kind] for kind, pages in sorted(self._pages.items())
+                kind: pages * self._page_bytes + self._block_bytes_moved[kind]
+                for kind, pages in sorted(self._pages.items())
             },
             "host_pages_evicted": host_pages_evicted,
             "requests_waited_for_tiers": self._waited,

@@ -1,4 +1,4 @@
-"""What a plan found: one row per configuration, who wins, who is on the Pareto front, and the commands to go on with.
+"""What a plan found: one row per configuration, the winner, the Pareto front, and the commands to go on with.
 
 Everything here follows from the candidates, so equal searches give equal bytes.
 """
@@ -175,7 +175,7 @@ class ServeCommand(NamedTuple):
 
 
 def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
-    """`lockstep serve` for one replica of this configuration: the model itself, whose folder is FOLDER, and emulated.
+    """`lockstep serve` for one replica of this configuration: the model itself, from FOLDER, and emulated.
 
     Where prefill and decode are shared out, which is simulated only, these are for one of the decode engines.
 

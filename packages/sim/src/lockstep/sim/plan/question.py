@@ -388,7 +388,7 @@ def is_drawn(workload: Workload) -> bool:
 
 
 def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
-    """Sessions at a time for recorded sessions that nobody knows the beginning of; a rate for everything else."""
+    """Sessions at a time for recorded sessions without a recorded beginning; a rate for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
         return "rate"
     opened = open_workload(workload, seed=0, rate=math.inf, skip_bad_rows=skip_bad_rows, digest=False)
@@ -396,7 +396,7 @@ def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
 
 
 def content_files(question: Question) -> list[Path]:
-    """Files whose content decides the answer, besides what the package ships."""
+    """Files that decide the answer, besides what the package ships."""
     workload = question.workload
     sources = [source.workload for source in parse_mix(workload)] if workload.startswith(MIX_PREFIX) else [workload]
     names = [question.model, *question.gpus, *sources]

@@ -1,4 +1,4 @@
-"""What each side of a cluster had to do whose prompts are computed by some engines and continued by others.
+"""The work of each side of a cluster in which some engines compute prompts and others continue them.
 
 Before its first token a request waits for pages of the decode engine, for its turn on the prefill engine, until its
 prompt is computed, and for the link. These four are its TTFT; which is the longest on average is what limits prompts.

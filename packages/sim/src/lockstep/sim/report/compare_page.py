@@ -86,14 +86,14 @@ def render_comparison(found: Comparison, explained: Sequence[str] = ()) -> str:
 
 def _head(found: Comparison) -> str:
     places = sorted({f"{run.about.get('model')} on {run.engines_title}" for run in found.runs})
-    said = re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))
+    answer = re.sub(r"(?<=[0-9]) (?=(us|ms|s|min|%))", "&nbsp;", escape(headline(found).replace(" -> ", " → ")))
     fair = "".join(f"<li>{escape(line)}</li>" for line in found.warnings)
     notes = "".join(f"<li>{escape(line)}</li>" for line in found.notes)
     unfair = f'<div class="unfair" role="note"><b>✕ Not a fair comparison</b><ul>{fair}</ul></div>' if fair else ""
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> comparison of {len(found.runs)} simulated runs</span></p>
 <h1>{escape(", ".join(places))}</h1>
-<p class="answer compared">{said}</p>
+<p class="answer compared">{answer}</p>
 {unfair}{f'<ul class="remarks">{notes}</ul>' if notes else ""}
 {comparison_table(found.runs, linked=False)}
 {_settings(found)}
@@ -269,7 +269,7 @@ def _requests(found: Comparison, ratios: Sequence[Json]) -> str:
     )
     tables = "".join(_pair_tables(pairs, first) for _, pairs in paired)
     return f"""<section>
-<h2>Who felt the difference?</h2>
+<h2>Request by request</h2>
 <p class="lead">The workload is the same, so every request meets itself, with the same prompt and as long an answer.
 Left of 1x it was faster than in {escape(first)}, right of it slower.</p>
 <div class="grid3">{figures}</div>
@@ -373,9 +373,9 @@ def _figure_row(each: Figure, sure: IntervalRow | None) -> str:
         moved = each.changes[place - 1]
         words = f'<span class="moved {moved.verdict}">{MARKS[moved.verdict]}{escape(moved.words)}</span>'
         overlaps = None if sure is None else sure.overlaps[place - 1]
-        told = "" if overlaps is None else "intervals overlap" if overlaps else "intervals are apart"
+        verdict = "" if overlaps is None else "intervals overlap" if overlaps else "intervals are apart"
         notes = [show_ratio(moved.ratio)] if moved.ratio is not None and moved.verdict != "same" else []
-        notes += [told] if told else []
+        notes += [verdict] if verdict else []
         below = f"<small>{', '.join(notes)}</small>" if notes else ""
         cells += f'<td class="text">{words}{below}</td>'
     return f'<tr><th scope="row">{escape(each.title)}</th>{cells}</tr>'

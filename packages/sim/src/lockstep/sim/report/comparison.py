@@ -136,8 +136,8 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
         plain = f'<span class="label">{title}</span>'
         name = f'<th scope="row">{link if linked else plain}</th>'
         kind, words = verdict(run.meets_slos)
-        said = f'<span class="verdict {kind}">{words}</span>' if run.slos else NOTHING
-        slos = f'<td class="text">{said}</td>' if has_slos else ""
+        shown = f'<span class="verdict {kind}">{words}</span>' if run.slos else NOTHING
+        slos = f'<td class="text">{shown}</td>' if has_slos else ""
         cells = "".join(f"<td>{show(run)}</td>" for _, _, show in columns)
         found = run.bottleneck
         limit = f'<td class="text limit" title="{escape(found.evidence)}">{escape(found.name)}</td>'

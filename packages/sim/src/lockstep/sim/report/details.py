@@ -191,7 +191,7 @@ def _over_time(run: ReportRun, data: Json) -> str:
             "load",
             "Requests running and waiting",
             "requests",
-            "A waiting line that keeps growing means more load than this server can carry.",
+            "A waiting queue that keeps growing means more load than this server can carry.",
             legend=legend(("line decode", "running"), ("line dash prefill", "waiting")),
             empty=unless(has_gauges, "The host reported no queue lengths."),
         ),

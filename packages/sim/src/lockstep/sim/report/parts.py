@@ -1,6 +1,6 @@
 """Pieces of HTML that several sections use. Their arguments are HTML already, unless they say text.
 
-`escape` is how text comes into a page, all of them: whoever writes HTML takes it from here.
+`escape` is how text comes into a page: every module that writes HTML uses it.
 """
 
 from __future__ import annotations

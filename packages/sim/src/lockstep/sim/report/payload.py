@@ -160,7 +160,7 @@ def gpu_timeline(batches: Batches, spans_max: int) -> Json | None:
 
 
 def cpu_timeline(cpu: CpuIntervals, spans_max: int) -> Json | None:
-    """What the scheduler's CPU did, in a lane per kind of work; None if the host did not tell."""
+    """Work of the scheduler's CPU, in a lane per kind of work; None if the host reported none."""
     if cpu.start_us.size == 0:
         return None
     order = np.argsort(cpu.start_us, kind="stable")

@@ -1,4 +1,4 @@
-"""One run as a report takes it in."""
+"""A run to report: its facts, its measured data, its intervals."""
 
 from __future__ import annotations
 

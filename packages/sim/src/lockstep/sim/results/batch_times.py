@@ -44,7 +44,7 @@ class BatchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     shape: BatchShape  # of its first pass
     steps: int = 1  # passes, each of the same rows one position on
     took_us: float
-    predicted_us: float = 0.0  # 0: nobody said
+    predicted_us: float = 0.0  # 0: no prediction
 
     @property
     def passes(self) -> list[BatchShape]:
@@ -104,17 +104,17 @@ def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> Ba
 
 
 class Durations:
-    """How long each batch took, told one after the other as they end.
+    """Times of batches, in the order of their ends.
 
-    One that was launched behind another begins when that ends: its time is what the device needed, not how long it
-    waited.
+    A batch that was launched behind another begins when that one ends: its time is what the device needed, without the
+    wait.
     """
 
     def __init__(self) -> None:
         self._free_us = 0
 
     def took_us(self, started_us: int, finished_us: int) -> int:
-        """Of the batch that ends next; 0 where its times say nothing."""
+        """Return the time of the batch that ends next; 0 if its start and end are unknown."""
         began_us = max(started_us, self._free_us)
         self._free_us = max(self._free_us, finished_us)
         return max(0, finished_us - began_us)
@@ -129,8 +129,8 @@ def of_journal(folder: Path) -> BatchTimes:
         if type(event) is BatchFinished:
             plan = running.pop(event.batch_id, None)
             took_us = durations.took_us(event.started_us, event.finished_us)
-            told = plan is not None and plan.speculation is None and took_us  # what drafting took is nobody's to say
-            one = batch_time(plan, took_us) if plan is not None and told else None
+            known = plan is not None and plan.speculation is None and took_us  # the time of drafting is unknown
+            one = batch_time(plan, took_us) if plan is not None and known else None
             if one is None or not one.size:
                 skipped += 1
             else:
@@ -145,7 +145,7 @@ def of_journal(folder: Path) -> BatchTimes:
 
 
 def line_of(one: BatchTimesHeader | BatchTime) -> bytes:
-    """A line of a file: first what was measured, then each batch."""
+    """Return a line of a file: first the header, then each batch."""
     return msgspec.json.encode(one) + b"\n"
 
 

@@ -184,7 +184,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything; what cannot be told is None or empty, and `warnings` or `notes` say why."""
+    """A comparison. What cannot be compared is None or empty, and `warnings` or `notes` give the reason."""
 
     runs: tuple[StoredRun, ...]
     settings: tuple[Difference, ...]
@@ -397,8 +397,8 @@ def _merged(values: Sequence[Any]) -> Any:
     parts, start = [], 0
     for stop in range(1, len(values) + 1):
         if stop == len(values) or values[stop] != values[start]:
-            who = f"engine {start}" if stop == start + 1 else f"engines {start} to {stop - 1}"
-            parts.append(f"{who}: {setting(values[start])}")
+            place = f"engine {start}" if stop == start + 1 else f"engines {start} to {stop - 1}"
+            parts.append(f"{place}: {setting(values[start])}")
             start = stop
     return ", ".join(parts)
 
@@ -415,7 +415,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
         "grammar_forces": about.get("grammar_forces"),
         "samples": about.get("samples"),
         "server_sessions": about.get("server_sessions", False),
-        **{name: about.get("adapters", {}).get(said) for name, said in OF_ADAPTERS.items()},
+        **{name: about.get("adapters", {}).get(key) for name, key in OF_ADAPTERS.items()},
         "receive_interval": about.get("receive_interval", 1),
         "weights_dtype": cost.get("weights_dtype"),
         "kv_dtype": cost.get("kv_dtype"),
@@ -453,7 +453,7 @@ def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     for run, each in zip(runs, settings, strict=True):
         if run.is_measured:  # of an engine that was only seen from outside, nothing else is known
             names = {name: None for name in names if name in each}
-    # Constants follow from these; they are told only where nothing else explains them: a GPU file that was edited.
+    # Constants follow from these; they are shown only where nothing else explains them: an edited GPU file.
     is_explained = any(each.get(name) != settings[0].get(name) for each in settings for name in EXPLAIN_CONSTANTS)
     is_rerouted = any(each.get("router") != settings[0].get("router") for each in settings)
     for name in names:
@@ -740,7 +740,7 @@ def _moved(figure: Figure) -> str:
 
 
 def _ranking(found: Comparison) -> str:
-    """Of many runs: who has the shortest TTFT p99 among those that do as much work within their SLOs."""
+    """Return, of many runs, the headline: the shortest TTFT p99 among runs that do as much work within their SLOs."""
     met = [run for run in found.runs if run.meets_slos]
     if any(run.slos for run in found.runs):
         names = ", ".join(run.name for run in met)

@@ -34,7 +34,7 @@ METRIC_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "end to end"}
 
 
 def comparison_lines(found: Comparison) -> Iterator[str]:
-    """Everything that a person wants first, in order: who, is it fair, what was set, what came out, who felt it."""
+    """Yield the lines of a comparison: runs, warnings, settings, SLOs, figures, engines, intervals, pairs."""
     letters = letters_of(len(found.runs))
     yield from _wrapped("", headline(found))
     yield ""

@@ -187,7 +187,7 @@ def _facts_table(summary: Summary) -> Table:
 
 
 def _add_media(table: Table, media: Summary) -> None:
-    """What the encoder did, and for whom."""
+    """Add rows about media: contents encoded, requests that had any, waits."""
     table.add_section()
     about = f"images, videos and sounds of {media['requests']:,} requests; {media['prompt_tokens']:,} prompt tokens"
     table.add_row("media", f"{media['contents']:,}", about)
@@ -203,7 +203,7 @@ def _add_media(table: Table, media: Summary) -> None:
 
 
 def _add_adapters(table: Table, adapters: Summary) -> None:
-    """What was loaded, and who waited for it."""
+    """Add rows about adapters: loads, and requests that waited for one."""
     table.add_section()
     table.add_row("adapters", f"{adapters['adapters']:,}", f"different ones, of {adapters['requests']:,} requests")
     took = f"{show_us(adapters['load_us_mean'])} on average; {adapters['evictions']:,} evicted"

@@ -17,7 +17,7 @@ METRIC_NAMES = {
     "tpot": "time per output token",
     "itl": "gap between two tokens",
     "e2e": "end to end",
-    "queue": "time in the waiting line",
+    "queue": "time in the waiting queue",
 }
 
 
@@ -45,7 +45,7 @@ class SloRow:
 
     @property
     def bound(self) -> str:
-        """What a chart writes beside the line: `p99 SLO 500 ms`."""
+        """Label of the limit in a chart: `p99 SLO 500 ms`."""
         return f"{self.statistic} SLO {duration(self.bound_us)}".strip()
 
     @property
@@ -72,7 +72,7 @@ def offered_rate(arrival_us: NDArray[np.int64]) -> float | None:
 
 
 class Compared(Protocol):
-    """What a comparison asks of a run, whether it was just simulated or read back from its folder."""
+    """What a comparison reads of a run, whether it was just simulated or read back from its folder."""
 
     @property
     def name(self) -> str: ...

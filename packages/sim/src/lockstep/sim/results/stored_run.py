@@ -42,7 +42,7 @@ NEEDED = {
     "scheduler": ("waiting_mean", "running_max", "retractions", "admissions_deferred_by_reason"),
     "device": ("busy_us", "busy_fraction", "bubble_share"),
 }
-"""What is asked of every run by name; the rest is shown if it is there."""
+"""Figures that every run must have, by group; others are shown if they are present."""
 DEEPER = {"device": "pipeline", "cache": "links"}
 COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens", "retractions")
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
@@ -173,7 +173,7 @@ class StoredEngine:
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """What a run folder says of its run."""
+    """A run read back from its folder."""
 
     name: str  # short; what tables and charts write
     folder: Path
@@ -278,7 +278,7 @@ def _read_engines(folder: Path, metrics: Mapping[str, Any]) -> tuple[StoredEngin
     if "router" not in about:
         return (StoredEngine(metrics, 1.0),)
     engines = []
-    for number, said in enumerate(about["engines"]):
+    for number, listed in enumerate(about["engines"]):
         place = folder / "engines" / str(number)
         if not place.is_dir():
             raise ConfigError(
@@ -296,7 +296,7 @@ def _read_engines(folder: Path, metrics: Mapping[str, Any]) -> tuple[StoredEngin
                 "hint: simulate it again with --overwrite"
             )
         _check_journal(place, about)
-        engines.append(StoredEngine(own, float(said["weight"])))
+        engines.append(StoredEngine(own, float(listed["weight"])))
     return tuple(engines)
 
 
@@ -350,10 +350,12 @@ def _problem(metrics: Any) -> str:
     for part, name in ((read, "router"), (read, "balance"), (about, "hop_us"), (about, "engines"), (read, "engines")):
         if getattr(part, name) is UNSET:
             return f"{'about' if part is about else 'a cluster'} has no `{name}`"
-    said, measured = about.engines, read.engines
-    assert not isinstance(said, UnsetType)
+    listed, measured = about.engines, read.engines
+    assert not isinstance(listed, UnsetType)
     assert not isinstance(measured, UnsetType)
-    return "" if said and len(said) == len(measured) else f"{len(said)} engines in about, {len(measured)} measured"
+    return (
+        "" if listed and len(listed) == len(measured) else f"{len(listed)} engines in about, {len(measured)} measured"
+    )
 
 
 def _shallow(group: str, part: Any) -> Any:
@@ -410,9 +412,9 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the journal in `{folder}` cannot be read: {error}\nhint: simulate it again with --overwrite"
         ) from error
-    said = (about["seed"], about["workload"].get("digest"))
-    if (header.seed, header.host.get("workload_digest")) != said:
+    expected = (about["seed"], about["workload"].get("digest"))
+    if (header.seed, header.host.get("workload_digest")) != expected:
         raise ConfigError(
-            f"`{folder}` has a metrics.json of seed {said[0]} and workload {said[1]}, but a journal of seed "
+            f"`{folder}` has a metrics.json of seed {expected[0]} and workload {expected[1]}, but a journal of seed "
             f"{header.seed} and workload {header.host.get('workload_digest')}\nhint: simulate it again with --overwrite"
         )

@@ -18,7 +18,7 @@ USUAL = {"adapters": None, "max_lora_rank": LORA_RANK, "lora_targets": ALL_TARGE
 
 
 def check_adapters(scenario: Scenario) -> None:
-    """Raise ConfigError for options that nobody looks at, or that are not simulated together."""
+    """Raise ConfigError for options without effect, or not simulated together."""
     if scenario.adapters is None:
         for name, usual in USUAL.items():
             if getattr(scenario, name) != usual:

@@ -109,7 +109,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
 
 def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
-    """Raise ConfigError for options of drafts that nobody looks at, or that lack something."""
+    """Raise ConfigError for options of drafts that are without effect, or that lack something."""
     method = config.speculative_method or "none"
     given: dict[str, str | float | None] = {
         "acceptance": scenario.acceptance,

@@ -24,7 +24,7 @@ CACHE_TOKENS = 16_384  # set aside for an embedding cache without a limit
 
 
 def check_encoding(scenario: Scenario) -> None:
-    """Raise ConfigError for options that nobody looks at, cannot be, or are not simulated together."""
+    """Raise ConfigError for options without effect, out of range, or not simulated together."""
     if scenario.mm_encoder_tp_mode not in get_args(EncoderTpMode):
         raise ConfigError(f"`mm_encoder_tp_mode` must be weights or data, got `{scenario.mm_encoder_tp_mode}`")
     if not 0 <= scenario.encoder_gpus <= ENCODER_GPUS_MAX:
@@ -98,9 +98,9 @@ class EncoderSetup:
             shared_with=_shared_with(scenario),
         )
 
-    def lane(self, told: MediaSink) -> EncoderLane:
-        """A fresh one for one engine, whose metrics are told what it does."""
-        return EncoderLane(self.cost, self.contents, self.gpus, told)
+    def lane(self, sink: MediaSink) -> EncoderLane:
+        """Return a new encoder lane for one engine, which reports to the engine's metrics."""
+        return EncoderLane(self.cost, self.contents, self.gpus, sink)
 
     def slowed(self, factor: float) -> EncoderSetup:
         """The same with all times multiplied."""

@@ -32,7 +32,7 @@ def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def debug_level(environ: Mapping[str, str]) -> int:
-    """How much LOCKSTEP_DEBUG wants to see, 0 to 4. Raises ConfigError for anything else."""
+    """How much LOCKSTEP_DEBUG shows, 0 to 4. Raises ConfigError for anything else."""
     text = environ.get("LOCKSTEP_DEBUG", "0")
     if text not in map(str, LEVELS):
         raise ConfigError(f"LOCKSTEP_DEBUG must be 0 to {LEVELS[-1]}, got `{text}`\nhint: 1 prints a line per step")

@@ -22,7 +22,7 @@ from lockstep.sim.metrics.fold import MetricsFold
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
-# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in a plain run.
+# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in such a run.
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "

@@ -1,4 +1,4 @@
-"""Places to write to, tried before any work is done: what took minutes must not be lost for want of a folder."""
+"""Places to write to, tried before any work is done: a result of minutes must not be lost for lack of a folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Work in other processes of this machine, started afresh (spawn), so that they share nothing with this one.
 
-Arguments and results are plain: numbers, text, bytes. Whoever starts processes ends them, whatever they are doing.
+Arguments and results are plain: numbers, text, bytes. The process that starts others ends them, whatever they are
+doing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of an engine whose data-parallel ranks have schedulers of their own, and of each rank."""
+"""Settings of an engine with data-parallel ranks that have schedulers of their own, and of each rank."""
 
 from __future__ import annotations
 

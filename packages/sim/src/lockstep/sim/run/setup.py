@@ -203,7 +203,7 @@ class Setup:
         return lines
 
     def header(self) -> JournalHeader:
-        """What a replay must know, and what a person wants to know. No times, no paths: equal runs, equal journals."""
+        """What a replay needs, and what a reader looks for. No times, no paths: equal runs, equal journals."""
         return JournalHeader(
             config=self.config,
             seed=self.scenario.seed,

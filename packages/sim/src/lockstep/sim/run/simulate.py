@@ -95,7 +95,7 @@ class Run:
         }
 
     def remarks(self) -> list[str]:
-        """What a reader of the table must know, one line each; empty if all went as asked."""
+        """Remarks for a reader of the table, one line each; empty if all went as requested."""
         workload, config, scenario = self.setup.workload, self.setup.config, self.setup.scenario
         requests = self.data.summary["requests"]
         lines = []
@@ -308,7 +308,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
 
 
 def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
-    """Who sends what and when."""
+    """The requests with their moments."""
     cut = setup.config.truncate_input != "no"  # then what is too long is not turned away
     prompt_tokens_max = LENGTH_TOKENS_MAX if cut else setup.config.prompt_tokens_max(True)
     return arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)

@@ -3,7 +3,7 @@
     model = fit(open_workload("conversation_trace.jsonl.gz", seed=7))
     comparison = compare(workload.turns, draw_model(model, seed=7))
 
-What is fitted and how it is drawn from is told in fitted.py. How the arrivals are modelled is found by trying: every
+fitted.py explains what is fitted and how samples are drawn. How the arrivals are modelled is found by trying: every
 candidate is drawn from a few times, and the simplest one whose bursts are as large as the trace's, is taken.
 """
 
@@ -103,7 +103,7 @@ class Row:
     what: str
     trace: float | None
     generated: float | None
-    kind: str  # "count", "number" or "share", for who prints it
+    kind: str  # "count", "number" or "share", for printing
 
     @property
     def off(self) -> float | None:

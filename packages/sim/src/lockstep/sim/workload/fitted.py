@@ -9,7 +9,7 @@ distribution comes exactly once, so that the rare long silence is there in every
 
 **Requests** are drawn as whole rows (shared, new and output tokens, and how long ago the shared part was last used), so
 that lengths keep their joint distribution. A request that shares looks about `lag` requests back for one whose prompt
-is long enough and whose part in question nobody has used since, and begins with that:
+is long enough and whose shared part no request has used since, and begins with that:
 
     # | shared with an earlier prompt | new |       # the radix tree grows as the trace's did, with other content
 
@@ -58,7 +58,7 @@ _STANDARD = NormalDist()
 _SEARCH_STEPS = 256  # requests tried on either side of the one that `lag` names
 _STRATA_MAX = 65_536
 _WAITING_MAX = 64  # rows passed over in search of one that fits
-_GROUPS = 12  # of lengths of the prompt before, by which the follow-ups of one kind are told apart
+_GROUPS = 12  # of lengths of the prompt before, by which follow-ups of one kind are grouped
 
 
 class Quantiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,7 +130,7 @@ class WorkloadModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     format: Literal["lockstep-workload-model"] = "lockstep-workload-model"
     version: Literal[1] = 1
     provenance: dict[str, object]
-    turns: Annotated[int, Meta(ge=1)]  # in the trace; as many are drawn if nobody says how many
+    turns: Annotated[int, Meta(ge=1)]  # in the trace; as many are drawn by default
     arrivals: ArrivalModel
     requests: RequestModel
     follow_ups: FollowUpModel = FollowUpModel()
@@ -353,7 +353,7 @@ class _Opening:
             node = node.parent
 
     def owner(self, tokens: int) -> _Opening:
-        """Whose the last of the first `tokens` of this one is."""
+        """Return the opening that the last of the first `tokens` of this one belongs to."""
         node = self
         while node.parent is not None and tokens <= node.shared_tokens:
             node = node.parent
@@ -465,7 +465,7 @@ class _Requests:
             del self._openings[: -self._lag_max]
 
     def _find(self, shared_tokens: int, lag: int) -> _Opening | None:
-        """The opening nearest to `lag` openings ago that is long enough, of which nobody has used so much since."""
+        """Return the opening nearest to `lag` openings ago that is long enough and was not used so far since."""
         openings = self._openings
         newest = len(openings) - 1
         wanted = max(0, newest + 1 - lag)
@@ -492,9 +492,10 @@ class _Change:
     output_tokens: int
 
     def lost(self, tokens: int, output_tokens: int) -> int:
-        """What is given up of a history of `tokens` and `output_tokens`.
+        """Return the tokens that are dropped of a history of `tokens` and `output_tokens`.
 
-        Whoever keeps the most part gives up the end of it, however long the rest; who begins anew keeps the beginning.
+        A turn that keeps most of its history drops its end, however long the rest; a turn that starts anew keeps the
+        beginning.
         """
         recorded = self.before_tokens + self.answer_tokens
         if 2 * self.lost_tokens >= recorded:

@@ -8,7 +8,7 @@
 
 A prompt grows by what the model makes of them, so only a model can say how long it gets. Media stand in front of the
 last text of a turn, and stay where they are in the prompts of the turns behind it. Placeholders get ids of their own,
-which nobody looks at but who counts what prompts share; the scheduler numbers contents by their digests.
+which are used only to count what prompts share; the scheduler numbers contents by their digests.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, 
     fresh = _ids_stop(turns)
     items: list[list[_Item]] = []  # of each turn, those before it included
     ids: dict[tuple[int, int], int] = {}  # turn and place of an item that is its own: the first id
-    origin: list[list[tuple[int, int]]] = []  # of each item, whose own it was
+    origin: list[list[tuple[int, int]]] = []  # of each item, the turn that brought it first
     runs_first: list[int] = []
     runs_tokens: list[int] = []
     run_stops: list[int] = []

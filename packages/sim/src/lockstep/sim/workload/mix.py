@@ -139,9 +139,7 @@ def _with_own_ids(text: str, sources: Sequence[Turns]) -> list[Turns]:
         sources = [_compacted(source) for source in sources]
     stops = [_ids_stop(source) for source in sources]
     if sum(stops) >= TOKEN_IDS:
-        problem = (
-            f"its sources have {sum(stops):,} different tokens, more than the {TOKEN_IDS:,} that can be told apart"
-        )
+        problem = f"its sources have {sum(stops):,} different tokens, more than the {TOKEN_IDS:,} token ids"
         raise WorkloadError(text, problem, "take less of each: --limit, --time-window, or smaller n")
     bases = [sum(stops[:place]) for place in range(len(stops))]
     return [

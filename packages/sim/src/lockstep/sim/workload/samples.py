@@ -1,4 +1,4 @@
-"""Requests with several answers (n, best_of): which turns have them, whose tokens are whose, when all have come.
+"""Requests with several answers (n, best_of): which turns have them, the tokens of each, when all have ended.
 
     parse_samples("0.3x2..8")                # 0.3 of the turns with any output ask for 2 to 8 answers, evenly
     with_samples(turns, spec, seed=7)
@@ -97,7 +97,7 @@ def describe_samples(turns: Turns) -> str:
 
 
 class OpenSamples:
-    """The requests with several answers of one engine, none of which is known to whoever sent them but the first."""
+    """Open requests with several answers of one engine. The source of requests has the id of the first sample only."""
 
     def __init__(self) -> None:
         self._first: dict[RequestId, RequestId] = {}  # of those that are open
@@ -105,16 +105,16 @@ class OpenSamples:
         self._broken: set[RequestId] = set()
 
     def arrived(self, first: RequestId, samples: int) -> None:
-        """A request came with so many."""
+        """Take in a request with several samples."""
         self._first.update(dict.fromkeys(range(first, first + samples), first))
         self._open[first] = samples
 
     def first_of(self, request_id: RequestId) -> RequestId:
-        """The first of its samples, which is what its sender knows."""
+        """Return the first sample of the request that a sample belongs to."""
         return self._first.get(request_id, request_id)
 
     def ended(self, request_id: RequestId, *, answered: bool) -> tuple[RequestId, bool] | None:
-        """One ended. Returns the first of its samples, and whether all have their answer, if it was the last."""
+        """Take in the end of a sample. If it was the last, return the first sample and whether all were answered."""
         first = self._first.pop(request_id, None)
         if first is None:
             return request_id, answered

@@ -1,4 +1,4 @@
-"""Conversations whose tokens and KV the server keeps (`/open_session`): a turn sends what is new, and no more.
+"""Sessions whose tokens and KV the server keeps (`/open_session`): a turn sends only its new tokens.
 
     turns = with_server_sessions(turns)      # which turns are of a session, and how much of each the server has
     Conversations()                          # opens and closes them beside the requests of one engine
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def with_server_sessions(turns: Turns) -> Turns:
     """The same turns, each of a conversation with what the server keeps of it.
 
-    Where several turns wait for one answer nobody can say which of them a session goes on with: those have none.
+    Where several turns wait for one answer, the session is ambiguous: these turns have none.
     """
     root = turns.root()
     after = turns.after.astype(np.int64)

@@ -1,6 +1,6 @@
 """Prompts as runs of consecutive token ids.
 
-A workload knows which tokens are equal, not what they say. New content takes ids that no other content has, so two
+A workload defines which tokens are equal, not their text. New content takes ids that no other content has, so two
 prompts share exactly the tokens whose ids they share, and a prompt of 100,000 tokens is a handful of numbers:
 
     (0, 512, 7168, 6246)      # tokens 0..511, with which other prompts may begin too, then 7168..13413

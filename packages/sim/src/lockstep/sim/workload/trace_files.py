@@ -1,4 +1,4 @@
-"""Files of traces as bytes: plain, gzip or Zstandard, told by their first bytes and never by their name."""
+"""Files of traces as bytes: plain, gzip or Zstandard, recognised by their first bytes and never by their name."""
 
 from __future__ import annotations
 

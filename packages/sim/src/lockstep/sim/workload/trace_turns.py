@@ -187,7 +187,7 @@ def _by_token_ids(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ..
     """Prompts share tokens from their start, as far as they are equal.
 
     In sorted order a prompt shares most with its neighbour, so each is the beginning of the one before it, and a run of
-    ids that nobody has yet.
+    ids that are not in use yet.
     """
     prompts = {position: np.array(row.content, dtype=">u4") for position, row in enumerate(rows) if row.content}
     order = sorted(prompts, key=lambda position: prompts[position].tobytes())

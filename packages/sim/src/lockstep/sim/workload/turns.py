@@ -1,7 +1,6 @@
 """Requests to come: one of them, all of them as columns, and the error for a workload that cannot be used.
 
-A workload of a million turns is a few arrays. `Turns` is a sequence like any other, and makes a `Turn` when somebody
-asks for one:
+A workload of a million turns is a few arrays. `Turns` is a sequence like any other, and makes a `Turn` on access:
 
     turns[3]                 # a Turn
     for turn in turns: ...   # made in blocks, none kept
@@ -190,7 +189,7 @@ class Turns(Sequence[Turn]):
     def _made(self, rows: Int64s) -> Iterator[Turn]:
         """Make the turns of `rows`, a block at a time."""
         tenants, grammars, adapters = self.tenants, self.grammars, self.adapters
-        size = 16  # grows: who wants one turn does not pay for a block
+        size = 16  # grows, so that reading one turn does not make a whole block
         start = 0
         while start < len(rows):
             block = rows[start : start + size]

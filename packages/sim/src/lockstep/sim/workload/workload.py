@@ -5,7 +5,7 @@
     workload = open_workload("mix:chat=conversation_trace.jsonl.gz@3;code=azure.csv@1.5", seed=7)
 
 Traces are read by traces.py and servegen.py, specs by generate.py, fitted models by fitted.py, mixes by mix.py; all end
-as turns here, and nothing after knows the difference.
+as turns here, and no later code depends on the kind.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def open_workload(
         limit: keep the first so many turns, by arrival. The whole file is checked all the same.
         skip_bad_rows: leave bad rows out, and say so in `Workload.skipped`, instead of raising.
         time_window: keep what arrives in this window, such as `10m..1h`, and begin with its first arrival. It is by the
-            workload's own clock, which begins with the first arrival and knows nothing of `rate` and `rate_scale`.
+            workload's own clock, which begins with the first arrival and is independent of `rate` and `rate_scale`.
             Sessions are kept whole if they begin in it. `limit` counts what it leaves.
         digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
-        recorded_media: of a trace that tells media tokens from text, such as ServeGen's, they are spans of prompts;
+        recorded_media: of a trace that separates media tokens from text, such as ServeGen's, they are spans of prompts;
             otherwise they are tokens like any other.
     Raises: WorkloadError, before any of it is simulated.
     """
@@ -135,7 +135,7 @@ def open_workload(
     content = _open(asked)
     if recorded_media and content.turns.media is None:
         hint = "such as --media image=0.3x1..4:1024x768, which adds some"
-        raise WorkloadError(spec, "`media` is recorded, but this workload tells no media from text", hint)
+        raise WorkloadError(spec, "`media` is recorded, but this workload does not separate media from text", hint)
     turns = content.turns
     if time_window is not None:
         turns = _cut_to_window(spec, turns, time_window)

@@ -112,7 +112,7 @@ class ParsedAnswer:
         open_calls: dict[int, tuple[Called, list[str]]] = {}
         answer = cls()
 
-        def said(text: str) -> None:
+        def add(text: str) -> None:
             contents.append(text)
             if answer.order and isinstance(answer.order[-1], str):
                 answer.order[-1] += text
@@ -122,7 +122,7 @@ class ParsedAnswer:
         for event in events:
             match event:
                 case ContentDelta():
-                    said(event.text)
+                    add(event.text)
                 case Thought():
                     thoughts.append(event.text)
                 case CallBegan():
@@ -135,7 +135,7 @@ class ParsedAnswer:
                     answer.calls.append(called)
                     answer.order.append(called)
                 case CallBroken():
-                    said(event.raw)
+                    add(event.raw)
         answer.content, answer.thought = "".join(contents), "".join(thoughts)
         return answer
 
@@ -178,9 +178,9 @@ class AnswerParser:
             "call": self._call,
         }
         self._gap = ""  # white space that may belong to the format
-        self._held: list[str] = []  # text taken since the last recorded event
+        self._withheld: list[str] = []  # text taken since the last recorded event
         self._raw: list[str] = []  # text of the open call
-        self._holding = False  # whether a call may have begun
+        self._withholding = False  # whether a call may have begun
         self._calls_inside = 0  # calls since that point
         self._spoke = False  # whether this state has produced text
         self._after_call = False
@@ -190,7 +190,7 @@ class AnswerParser:
         self._keys: set[str] = set()  # argument names of the open call, where they come one by one
         self._value_of, self._members = Literal(), Members()
         self._kept: list[str] = []  # JSON that waits for the function's name, or the text of one value
-        self._name_said: list[str] = []
+        self._name_text: list[str] = []
         self._done = False  # the arguments of this object are complete
         self._shape = ""  # first character of the arguments
         self._key = ""  # newest argument, where they come one by one
@@ -221,13 +221,13 @@ class AnswerParser:
         if state.kind in ("content", "thought"):
             self._utter(state, rest)
             if self._gap and not (state.kind == "content" and self._after_call):
-                self._say(ContentDelta(self._gap) if state.kind == "content" else Thought(self._gap))
+                self._emit(ContentDelta(self._gap) if state.kind == "content" else Thought(self._gap))
             if state.kind == "thought":
                 self.thought_stop = self._gone
         else:
-            if not rest and not self._held and self._after_call:
+            if not rest and not self._withheld and self._after_call:
                 self._gap = ""
-            self._held += [self._gap, rest]
+            self._withheld += [self._gap, rest]
             if self._begun:
                 self._raw += [self._gap, rest]
             self._give_back()
@@ -240,7 +240,7 @@ class AnswerParser:
 
     # ----------------------------------------------------------------------------------------------------------- output
 
-    def _say(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         """Record an event, merged with the previous one if both are of one kind."""
         last = self._events[-1] if self._events else None
         match event, last:
@@ -260,54 +260,54 @@ class AnswerParser:
         body = text.rstrip(SPACE) if state.rules else text
         if body:
             front = self._gap
-            self._say(ContentDelta(front + body) if state.kind == "content" else Thought(front + body))
+            self._emit(ContentDelta(front + body) if state.kind == "content" else Thought(front + body))
             self._gap, self._spoke = "", True
             if state.kind == "content":
                 self._after_call = False
         self._gap += text[len(body) :]
 
-    def _tell(self, event: CallBegan | CallArguments | CallEnded | CallBroken) -> None:
+    def _emit_call(self, event: CallBegan | CallArguments | CallEnded | CallBroken) -> None:
         if self._calls_max is None or event.index < self._calls_max:
-            self._say(event)
+            self._emit(event)
 
     def _begin(self) -> None:
         self._index += 1
         self._begun = True
-        self._raw = list(self._held)
-        self._tell(CallBegan(self._index, self._make_id(), self._name))
+        self._raw = list(self._withheld)
+        self._emit_call(CallBegan(self._index, self._make_id(), self._name))
 
     def _argue(self, piece: str, pending: str = "") -> None:
         """Record more of the arguments: all that was taken except for `pending`."""
         if not self._begun:
             self._begin()
         if piece:
-            self._tell(CallArguments(self._index, piece))
-            self._held = [pending] if pending else []
+            self._emit_call(CallArguments(self._index, piece))
+            self._withheld = [pending] if pending else []
 
     def _end(self) -> None:
-        self._tell(CallEnded(self._index))
-        self._begun, self._after_call, self._held, self._raw = False, True, [], []
+        self._emit_call(CallEnded(self._index))
+        self._begun, self._after_call, self._withheld, self._raw = False, True, [], []
         self._calls_inside += 1
         self.calls += self._calls_max is None or self._index < self._calls_max
         self._keys = set()
 
     def _take(self, text: str) -> None:
         """Withhold text that belongs to the format, or to a possible call."""
-        if self._holding:
-            self._held.append(text)
+        if self._withholding:
+            self._withheld.append(text)
             if self._begun:
                 self._raw.append(text)
 
     def _give_back(self) -> None:
         """Record the withheld text as content: it is not a call, or a call beyond the limit."""
-        rest = "".join(self._held)
+        rest = "".join(self._withheld)
         if self._begun:
-            self._tell(CallBroken(self._index, "".join(self._raw), rest))
+            self._emit_call(CallBroken(self._index, "".join(self._raw), rest))
             self._after_call = False
         elif rest:
-            self._say(ContentDelta(rest))
+            self._emit(ContentDelta(rest))
             self._after_call = False
-        self._begun, self._holding, self._held, self._raw, self._keys = False, False, [], [], set()
+        self._begun, self._withholding, self._withheld, self._raw, self._keys = False, False, [], [], set()
 
     def _fail(self) -> bool:
         """Handle text that no rule allows. Returns whether parsing goes on."""
@@ -318,15 +318,15 @@ class AnswerParser:
     def _enter(self, name: str) -> None:
         state = self._state = self._format.states[name]
         self._spoke = False
-        if state.kind in ("content", "thought") and self._holding:
+        if state.kind in ("content", "thought") and self._withholding:
             if not self._calls_inside:
                 self._give_back()
-            self._holding, self._held = False, []
+            self._withholding, self._withheld = False, []
         elif state.kind in ("literal", "arguments"):
             self._value_of = Literal(PYTHON) if state.kind == "literal" else Literal()
         elif state.kind == "call":
             self._members, self._name, self._done, self._shape = Members(), "", False, ""
-            self._name_said, self._kept = [], []
+            self._name_text, self._kept = [], []
         elif state.kind == "value":
             self._kept, self._newline = [], ""
             self._streams = is_text(self._tools.get(self._name), self._key)
@@ -335,8 +335,8 @@ class AnswerParser:
 
     def _follow(self, rule: Rule, taken: str) -> bool:
         """Apply a rule: perform its action and go to its state."""
-        if rule.does == "open" and not self._holding:
-            self._holding, self._calls_inside = True, 0
+        if rule.does == "open" and not self._withholding:
+            self._withholding, self._calls_inside = True, 0
         self._take(self._gap + taken + (rule.text if rule.takes else ""))
         self._gap = ""
         if rule.does == "argument":
@@ -397,9 +397,9 @@ class AnswerParser:
     def _pass(self, state: State) -> None:
         """Go to the other state, since no rule of this one matches."""
         spoken = self._format.states[state.other].kind in ("content", "thought")
-        if self._holding and not spoken:
+        if self._withholding and not spoken:
             self._take(self._gap)
-        if state.trims or (self._holding and not spoken):
+        if state.trims or (self._withholding and not spoken):
             self._gap = ""
         self._enter(state.other)
 
@@ -473,13 +473,13 @@ class AnswerParser:
 
     def _follow_value(self, state: State, at: int) -> bool:
         """Emit a value that ends by itself as it comes."""
-        literal, said = self._value_of, []
+        literal, written = self._value_of, []
         while at < len(self._buffer) and literal.state not in ("whole", "bad"):
             at, piece = literal.run(self._buffer, at)
-            said.append(piece)
+            written.append(piece)
         self._take(self._buffer[self._at : at])
         self._at = at
-        self._argue("".join(said), literal.pending)
+        self._argue("".join(written), literal.pending)
         if literal.state == "bad":
             return self._fail()
         if literal.state != "whole":
@@ -505,7 +505,7 @@ class AnswerParser:
                     self._done = True
                 if not (self._done and self._name):
                     return self._fail()
-                self._held = []  # members after the arguments are not text
+                self._withheld = []  # members after the arguments are not text
                 self._enter(state.then)
                 return True
             if (members.piece or members.over) and not self._member(members):
@@ -517,11 +517,11 @@ class AnswerParser:
         if members.key == "name":
             if self._name:
                 return False
-            self._name_said.append(members.piece)
+            self._name_text.append(members.piece)
             if not members.over:
                 return True
-            said = "".join(self._name_said)
-            name = json.loads(said) if said.startswith('"') else ""
+            written = "".join(self._name_text)
+            name = json.loads(written) if written.startswith('"') else ""
             if NAME.fullmatch(name) is None or name != name.strip() or not self._may_call(name):
                 return False
             self._name = name

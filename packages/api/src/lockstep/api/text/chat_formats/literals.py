@@ -63,25 +63,25 @@ class Language:
 
     Args:
         quotes: characters that delimit strings.
-        words: names of true, false and null -> their JSON.
+        keywords: names of true, false and null -> their JSON.
         escapes: character after a backslash -> its JSON, or the number of hexadecimal digits that follow.
         unknown_escapes: whether the backslash of an unknown escape stands for itself.
     """
 
     quotes: str
-    words: Mapping[str, str]
+    keywords: Mapping[str, str]
     escapes: Mapping[str, str | int]
     unknown_escapes: bool = False
 
 
 JSON = Language(
     quotes='"',
-    words={word: word for word in ("true", "false", "null")},
+    keywords={word: word for word in ("true", "false", "null")},
     escapes={**{letter: "\\" + letter for letter in '"\\/bfnrt'}, "u": 4},
 )
 PYTHON = Language(
     quotes="'\"",
-    words={"True": "true", "False": "false", "None": "null", **JSON.words},
+    keywords={"True": "true", "False": "false", "None": "null", **JSON.keywords},
     escapes={
         **{letter: "\\" + letter for letter in '"\\bfnrt'},
         "'": "'",
@@ -101,7 +101,7 @@ PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f{'' if quote == chr(34) else c
 class Literal:
     """One value of a language, parsed as its text comes.
 
-    `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` tells
+    `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` is
     whether the current or last string is the name of a member. `pending` is text that was taken and is not certain yet:
     the beginning of a word or of an escape.
     """
@@ -157,7 +157,7 @@ class Literal:
                 self.in_key = self.state in KEYS
                 self._quote, self.state = letter, "string"
                 return at + 1, '"'
-            if self.state in VALUES and any(word.startswith(letter) for word in self._language.words):
+            if self.state in VALUES and any(word.startswith(letter) for word in self._language.keywords):
                 self.state = "word"
                 return self._word(letter, at)
         if following in ("first key", "first item"):
@@ -218,12 +218,12 @@ class Literal:
         return at + 1, meant
 
     def _word(self, letter: str, at: int) -> tuple[int, str]:
-        known = self._language.words.get(self.pending + letter)
+        known = self._language.keywords.get(self.pending + letter)
         if known is not None:
             self.pending = ""
             self._value_over()
             return at + 1, known
-        if not any(word.startswith(self.pending + letter) for word in self._language.words):
+        if not any(word.startswith(self.pending + letter) for word in self._language.keywords):
             self.state = "bad"
             return at, ""
         self.pending += letter
@@ -232,15 +232,15 @@ class Literal:
 
 def as_json(text: str, language: Language = JSON) -> str | None:
     """A whole text as one value in JSON; None if it is not exactly one value."""
-    literal, at, said = Literal(language), 0, []
+    literal, at, emitted = Literal(language), 0, []
     while at < len(text) and literal.state not in ("whole", "bad"):
         at, piece = literal.run(text, at)
-        said.append(piece)
-    return "".join(said) if literal.end() == "whole" and not text[at:].strip(SPACE) else None
+        emitted.append(piece)
+    return "".join(emitted) if literal.end() == "whole" and not text[at:].strip(SPACE) else None
 
 
 class Members:
-    """A JSON object whose members are emitted one after the other.
+    """A JSON object, with its members emitted one after the other.
 
     After each `run`, `piece` is new JSON of the value of `key`, and `over` whether that value ended with it.
     """
@@ -250,7 +250,7 @@ class Members:
         self.key = ""
         self.piece = ""
         self.over = False
-        self._key_said: list[str] = []
+        self._key_text: list[str] = []
 
     def run(self, text: str, at: int) -> int:
         """Take a stretch from `at` on. Returns its end. The state becomes bad for text that is not an object."""
@@ -260,14 +260,14 @@ class Members:
         if depth == 0 and text[at] != "{" and text[at] not in SPACE:
             literal.state = "bad"
             return at
-        stop, said = literal.run(text, at)
+        stop, emitted = literal.run(text, at)
         if depth == 1 and (before in KEYS or (in_key and before in IN_STRING)):
             if before in KEYS and literal.state == "string":
-                self._key_said = []
-            self._key_said.append(said)
+                self._key_text = []
+            self._key_text.append(emitted)
             if literal.state == "colon":
-                self.key = json.loads("".join(self._key_said))
+                self.key = json.loads("".join(self._key_text))
         elif depth > 1 or (depth == 1 and before in IN_VALUE):
-            self.piece = "" if literal.state == "value" and depth == 1 else said
+            self.piece = "" if literal.state == "value" and depth == 1 else emitted
             self.over = literal.depth == 1 and literal.state == "behind member"
         return stop

@@ -358,7 +358,7 @@ def _thinking(begin: str, end: str, goes_on: str) -> Mapping[str, State]:
 
 
 def with_thoughts(format: Format, thoughts: Thoughts, how: Opening) -> Format:  # noqa: A002 - it is one
-    """A format whose answers begin with thoughts, or within them."""
+    """A format with answers that begin with thoughts, or within them."""
     if how == "closed":
         return format
     states = {**format.states, **_thinking(thoughts.begin, thoughts.end, format.start)}
