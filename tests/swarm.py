@@ -40,11 +40,12 @@ from tests.support.driver.draw import (
 )
 from tests.support.driver.run import run_actions, shrunk
 from tests.support.hybrids import hybrid, hybrid_history
-from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS
+from tests.support.plants import FOUND_BY_STORY, OF_HYBRIDS, OF_MICROBATCHES, PLANTS, RELEASES
 from tests.support.scenario import run_file
 from tests.support.tiered import moving, returning, tiered
 
 SCENARIOS = Path(__file__).parent / "scenarios"
+ALL_PLANTS = PLANTS | RELEASES
 SEEDS_PER_TASK = 10
 TIERED_SEEDS = 10  # one history of so many has cache tiers below the device
 HYBRID_SEEDS = 10  # and one has sliding windows or linear attention
@@ -259,7 +260,7 @@ def explain(seed: int, error: str) -> None:
 
 def hunt(plant: str, first: int, most: int) -> tuple[str, str] | None:
     """Look for a planted bug: where it was found, and as what; None if it survived."""
-    with PLANTS[plant]():
+    with ALL_PLANTS[plant]():
         if plant in FOUND_BY_STORY:
             story = FOUND_BY_STORY[plant]
             try:
@@ -357,12 +358,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--first", type=int, help="first seed of the campaign (default: fresh)")
     parser.add_argument("--processes", type=int, default=cpu_count() or 1)
-    parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a bug; success is to find it")
+    parser.add_argument("--plant", choices=sorted(ALL_PLANTS), help="plant a bug; success is to find it")
     options = parser.parse_args()
     if options.steps is not None and (options.seed is not None or options.plant):
         parser.error("argument --steps: is for a campaign, not for --seed or --plant; leave it out")
     if options.seed is not None:
-        with PLANTS[options.plant]() if options.plant else nullcontext():
+        with ALL_PLANTS[options.plant]() if options.plant else nullcontext():
             steps, _, failure = run_seeds(options.seed, 1)
         print(f"seed {options.seed}: {failure[1]}" if failure else f"seed {options.seed}: {steps:,} steps, all well")
         return 1 if failure else 0

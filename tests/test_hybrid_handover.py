@@ -15,8 +15,10 @@ import pytest
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import ClockAdvanced, Pause, Resume, UpdateWeights
-from lockstep.core.kv.hybrid import NONE, Coming, Hybrid, StatePool, WindowPool
+from lockstep.core.kv.hybrid import NONE, Hybrid
 from lockstep.core.kv.memory import Memory
+from lockstep.core.kv.state_pool import StatePool
+from lockstep.core.kv.window_pool import Coming, WindowPool
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.histories import run_history
 from tests.support.served import Asked

@@ -34,9 +34,9 @@ from lockstep.sim.cost import (
     kv_capacity,
     roofline_model,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host.adapters import parse_targets
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare

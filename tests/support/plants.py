@@ -17,18 +17,23 @@ import numpy as np
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
+from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
-from lockstep.core.kv.hybrid import Hybrid, StatePool, WindowPool
+from lockstep.core.kv.hybrid import Hybrid
 from lockstep.core.kv.memory import DeferredFree, Memory
 from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
 from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.kv.state_pool import StatePool
+from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.running import RunningState
-from lockstep.core.requests.table import Int32s, Request, RunningBatch
+from lockstep.core.requests.table import Int32s, Request, RequestTable, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
+from lockstep.core.scheduler.admission import AdapterSlots
 from lockstep.core.scheduler.decode import DecodePlanner, Decodes
 from lockstep.core.scheduler.prefill import PrefillPlanner
 from lockstep.core.scheduler.state import SchedulerState
@@ -570,12 +575,95 @@ FOUND_BY_STORY: dict[str, str] = {
 
 OF_HYBRIDS = frozenset(
     "checkpoint_written_again slot_of_state_leaks state_of_another_boundary tombstone_matched "
-    "window_let_go_to_the_token window_lock_leak window_read_in_flight".split()
+    "window_let_go_to_the_token window_lock_leak window_read_in_flight "
+    "state_slot_not_freed window_not_unlocked window_page_not_freed".split()
 )
 """The bugs that only histories with windows or states can show."""
 
-OF_MICROBATCHES = frozenset("chunk_wants_a_place other_microbatches_not_searched place_kept_by_the_first".split())
+OF_MICROBATCHES = frozenset(
+    "chunk_wants_a_place microbatch_place_not_released other_microbatches_not_searched place_kept_by_the_first".split()
+)
 """The bugs that only histories with several microbatches can show."""
+
+# --------------------------------------------------------------------------------------------------- releases left out
+
+
+def row_not_freed() -> Plant:
+    """The row of a request that has left stays taken."""
+    return _replaced(RequestTable, "free_row", lambda original, table, row: None)
+
+
+def page_not_freed() -> Plant:
+    """One page of a row that is released comes back to nothing."""
+
+    def bug(release: Original, memory: Memory, deferred: DeferredFree, step: Step) -> None:
+        free = memory.pool.free_count
+        release(memory, deferred, step)
+        if memory.pool.free_count > free:
+            memory.pool.alloc(1)
+
+    return _replaced(Memory, "release", bug)
+
+
+def lock_not_released() -> Plant:
+    """The cached prefix of a request that has left stays locked."""
+    return _replaced(Memory, "let_go", lambda original, memory, handle, namespace, step: None)
+
+
+def running_place_not_released() -> Plant:
+    """A request that has left still counts towards `max_running_requests`."""
+
+    def bug(leave: Original, state: SchedulerState, *rest: object, **options: object) -> None:
+        leave(state, *rest, **options)
+        state.active += 1
+
+    return _replaced(SchedulerState, "leave", bug)
+
+
+def microbatch_place_not_released() -> Plant:
+    """A request that has left keeps its place in a microbatch."""
+    return _replaced(Microbatches, "give_place", lambda original, microbatches, request: None)
+
+
+def adapter_not_released() -> Plant:
+    """A row that is free still counts as a user of its adapter."""
+    return _replaced(AdapterSlots, "release", lambda original, slots, row: None)
+
+
+def window_page_not_freed() -> Plant:
+    """Full pages come back to their pool, and the window block of the last one does not."""
+    return _replaced(WindowPool, "drop", lambda original, window, pages: original(window, pages[:-1]))
+
+
+def window_not_unlocked() -> Plant:
+    """A row that is released keeps the locks on its window blocks."""
+    return _replaced(Hybrid, "let_go", lambda original, hybrid, row, held: None)
+
+
+def state_slot_not_freed() -> Plant:
+    """A row that is released keeps one of its slots of state."""
+
+    def bug(let_go: Original, states: StatePool, row: int) -> None:
+        let_go(states, row)
+        states.pool.alloc(1)
+
+    return _replaced(StatePool, "let_go", bug)
+
+
+def host_page_not_freed() -> Plant:
+    """Pages that are evicted from host memory come back to nothing."""
+    return _replaced(Tiers, "_give_back_host", lambda original, tiers, pages: original(tiers, pages[:-1]))
+
+
+def tier_locks_not_released() -> Plant:
+    """A copy between tiers has ended and keeps its locks."""
+    return _replaced(Tiers, "_release", lambda original, tiers, operation: None)
+
+
+def encoder_room_not_released() -> Plant:
+    """A request that needs no encoder output any more keeps it pinned."""
+    return _replaced(EncoderCache, "let_go", lambda original, cache, request_id, free_after=None: None)
+
 
 PLANTS: dict[str, Callable[[], Plant]] = {
     plant.__name__: plant
@@ -623,3 +711,22 @@ PLANTS: dict[str, Callable[[], Plant]] = {
         window_read_in_flight,
     )
 }
+
+RELEASES: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        adapter_not_released,
+        encoder_room_not_released,
+        host_page_not_freed,
+        lock_not_released,
+        microbatch_place_not_released,
+        page_not_freed,
+        row_not_freed,
+        running_place_not_released,
+        state_slot_not_freed,
+        tier_locks_not_released,
+        window_not_unlocked,
+        window_page_not_freed,
+    )
+}
+"""The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""

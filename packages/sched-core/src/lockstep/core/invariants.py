@@ -21,15 +21,16 @@ from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
-from lockstep.core.kv.hybrid import everybody
-from lockstep.core.requests.table import BASE, RequestState
+from lockstep.core.kv.running_view import everybody
+from lockstep.core.requests.table import BASE, Request, RequestState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lockstep.core.kv.hybrid import StatePool, WindowPool
     from lockstep.core.kv.radix import RadixNode
+    from lockstep.core.kv.state_pool import StatePool
     from lockstep.core.kv.tiers import Operation, Tiers
+    from lockstep.core.kv.window_pool import WindowPool
     from lockstep.core.scheduler.engine import Engine
 
 
@@ -52,6 +53,7 @@ def check(engine: Engine) -> None:
     _sessions(engine, facts)
     _held(engine)
     _adapters(engine, facts)
+    _resources(engine, facts)
     _transfers(engine, facts)
     _tiers(engine, facts)
     _hybrid(engine, facts)
@@ -479,6 +481,14 @@ def _adapters(engine: Engine, facts: Facts) -> None:
     for name in adapters.withdrawals:
         if name not in awaited:
             _fail(f"L8: nothing needs {name!r} any more, but its withdrawal was not answered")
+
+
+def _resources(engine: Engine, facts: Facts) -> None:
+    """S37: what each resource has given out follows from the rows that are not free."""
+    rows: dict[int, Request | None] = {request.row: request for request in facts.holders}
+    rows |= dict.fromkeys(deferred.row for deferred in engine.memory.deferred_frees)
+    for resource in engine.admission.resources:
+        resource.check(rows)
 
 
 def _transfers(engine: Engine, facts: Facts) -> None:

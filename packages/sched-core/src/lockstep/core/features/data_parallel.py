@@ -58,7 +58,7 @@ from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features.view import LaunchView
-from lockstep.core.kv.hybrid import everybody
+from lockstep.core.kv.running_view import everybody
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
 

@@ -47,7 +47,8 @@ from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.table import Int32s
 
 if TYPE_CHECKING:
-    from lockstep.core.kv.hybrid import EngineView, Hybrid
+    from lockstep.core.kv.hybrid import Hybrid
+    from lockstep.core.kv.running_view import EngineView
 
 NONE = -1  # no companion
 Kind = Literal["window", "state"]

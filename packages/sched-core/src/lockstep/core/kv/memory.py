@@ -28,10 +28,10 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
 from lockstep.core.kv.adapters import Adapters, NoAdapters
 from lockstep.core.kv.hybrid import hybrid_of
+from lockstep.core.kv.no_tiers import tiers_of
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match, NoRadixCache, RadixCache, RadixNode
 from lockstep.core.kv.resource import Resource, overrides
-from lockstep.core.kv.tiers import tiers_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lockstep.core.contract.config import SchedConfig
-from lockstep.core.kv.hybrid import EngineView
 from lockstep.core.kv.radix import Match
+from lockstep.core.kv.running_view import EngineView
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.table import Request
 

@@ -12,8 +12,8 @@ from msgspec import UNSET
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
-from lockstep.core.kv.hybrid import everybody
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
+from lockstep.core.kv.running_view import everybody
 from lockstep.core.requests.budget import (
     Deferral,
     PrefillBudget,

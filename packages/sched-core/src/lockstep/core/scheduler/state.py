@@ -48,9 +48,9 @@ from lockstep.core.features.speculation import Speculator
 from lockstep.core.features.view import RetractReason
 from lockstep.core.kv.adapters import adapters_of
 from lockstep.core.kv.memory import DeferredFree, Lent, Memory, Pending, Rewrite
+from lockstep.core.kv.no_tiers import NoTiers
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import radix_cache_of
-from lockstep.core.kv.tiers import NoTiers
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import NewTokenRatio, reserve_by_ratio

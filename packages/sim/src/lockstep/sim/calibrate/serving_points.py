@@ -41,10 +41,11 @@ from lockstep.sim.cost import (
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.cost.tables import BaseModel, base_cost_model
+from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostOptions

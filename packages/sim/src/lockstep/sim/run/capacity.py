@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,9 +26,6 @@ from lockstep.sim.run.adapters import lora_of
 from lockstep.sim.run.encoding import beside_encoder
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import hybrid_shares
-
-if TYPE_CHECKING:
-    pass
 
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:

@@ -1,0 +1,254 @@
+"""Slots of recurrent state: slots that rows compute in, and checkpoints, the state blocks of pages (hybrid.py)."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import BatchPlan, Step
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.requests.table import Int32s, RequestTable
+
+if TYPE_CHECKING:
+    from lockstep.core.requests.batching import InFlight
+
+
+NONE = -1  # no slot
+AS_IT_IS = -2  # the source of a slot to which nothing is done
+NEWEST: BatchId = 2**63 - 1  # every batch
+NEVER = 2**31 - 1  # the place of a checkpoint that no page may get
+
+
+class StatePool:
+    """Slots of recurrent state: one for each row, and checkpoints, each the companion of a cached full page."""
+
+    def __init__(
+        self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
+    ) -> None:
+        self.every = settings.checkpoint_tokens
+        self.page_size = config.page_size
+        self.caches = config.radix_cache
+        self.by_row = config.states_per_row  # slots that a row computes in
+        self.table = table
+        self.in_flight = in_flight
+        self.pool = PagePool(settings.state_slots)
+        self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row: the first it computes in
+        self.behind_drafts: dict[int, list[int]] = {}  # by row: the others, for the states behind drafts
+        self.checkpoint_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
+        self.page_of: Int32s = np.full(settings.state_slots, NONE, np.int32)  # by slot: whose checkpoint it is
+        self.locks: Int32s = np.zeros(settings.state_slots, np.int32)  # by slot: rows that start as a copy of it
+        self.used = np.zeros(settings.state_slots, np.int64)  # by slot: when it was last attached or copied
+        self.clock = 0
+        self.reading: dict[int, int] = {}  # by row: the checkpoint that it starts as a copy of, until it is copied
+        self.left: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
+        self.starts: list[tuple[int, int, int]] = []  # row, slot, and what it is a copy of, for the next plan
+        self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
+        self.coming: dict[RequestId, list[int]] = {}  # slots of transfers, until their requests have rows, or they end
+
+    @property
+    def idle(self) -> NDArray[np.intp]:
+        """Slots of checkpoints that nobody is copying."""
+        idle: NDArray[np.bool_] = (self.page_of >= 0) & (self.locks == 0)
+        return idle.nonzero()[0]
+
+    def available(self, path: Int32s) -> int:
+        """Slots that a newcomer behind these cached pages can have now."""
+        source = int(self.checkpoint_of[path[-1]]) if path.size else NONE
+        mine = source >= 0 and not self.locks[source]
+        return self.pool.free_count + self.idle.size - mine + sum(1 for _ in self._spare())
+
+    def _spare(self) -> list[tuple[int, tuple[int, int, BatchId]]]:
+        """Checkpoints of rows that no batch in flight writes."""
+        oldest = self.in_flight[0].plan.batch_id if self.in_flight else None
+        return [(row, one) for row, kept in self.left.items() for one in kept if oldest is None or one[2] < oldest]
+
+    def take_row(self, row: int, path: Int32s, step: Step) -> None:
+        """A row starts behind these pages: as a copy of the state there, or from zeros."""
+        source = int(self.checkpoint_of[path[-1]]) if path.size else NONE
+        if source >= 0:
+            self.locks[source] += 1
+            self.reading[row] = source
+            self._touch(source)
+        slot, *others = [self.alloc_for_row(step) for _ in range(self.by_row)]
+        self.slot_of[row] = slot
+        self.starts.append((row, slot, source))
+        if others:
+            self.behind_drafts[row] = others
+            self.starts += [(row, other, AS_IT_IS) for other in others]
+
+    def receive(self, request_id: RequestId, step: Step) -> None:
+        """A request whose state will come is given all the slots of its row; the state goes to the first."""
+        self.coming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
+
+    def adopt_row(self, row: int, request_id: RequestId) -> None:
+        """Its state has come, and the request takes this row: it goes on from there."""
+        slot, *others = self.coming.pop(request_id)
+        self.slot_of[row] = slot
+        self.starts.append((row, slot, slot))
+        if others:
+            self.behind_drafts[row] = others
+            self.starts += [(row, other, AS_IT_IS) for other in others]
+
+    def received(self, request_id: RequestId) -> None:
+        """A transfer has ended: what no row has adopted is free."""
+        self.pool.free(np.array(self.coming.pop(request_id, ()), np.int32))
+
+    def alloc_for_row(self, step: Step) -> int:
+        """A slot; rows yield the checkpoints that no page has yet, last of all."""
+        if not self.pool.free_count and not self.idle.size:
+            owner, spare = self._spare()[0]
+            self.left[owner].remove(spare)
+            self.pool.free(np.array([spare[1]], np.int32))
+        return self._alloc(step)
+
+    def _alloc(self, step: Step) -> int:
+        """A slot; the checkpoint not used longest makes room. The caller saw that there is one."""
+        if not self.pool.free_count:
+            idle = self.idle
+            oldest = int(idle[self.used[idle].argmin()])
+            self._discard(np.array([oldest], np.int32))
+            step.decided.append(BlocksEvicted(step.time_us, "state", 1))
+        return int(self.pool.alloc(1)[0])
+
+    def _discard(self, slots: Int32s) -> None:
+        self.checkpoint_of[self.page_of[slots]] = NONE
+        self.page_of[slots] = NONE
+        self.pool.free(slots)
+
+    def _touch(self, slot: int) -> None:
+        self.used[slot] = self.clock
+        self.clock += 1
+
+    def leave_checkpoints(self, plan: BatchPlan, oldest: BatchId, step: Step) -> tuple[list[int], list[int], list[int]]:
+        """Which rows of a plan leave a checkpoint behind: positions in the plan, where they stand then, slots.
+
+        At the last multiple of `checkpoint_tokens` that a row passes, as long as there are slots for it.
+        `oldest`: the first batch that is not collected.
+        """
+        boundaries = plan.stops // self.every * self.every
+        if plan.speculation is not None:  # the first that a row may pass is the likeliest
+            boundaries[plan.extend_rows :] = (plan.starts[plan.extend_rows :] // self.every + 1) * self.every
+        passing = ((boundaries > plan.starts) & (boundaries <= plan.stops)).nonzero()[0].tolist()
+        index: list[int] = []
+        slots: list[int] = []
+        for i in passing if self.caches else ():
+            row = int(plan.rows[i])
+            if i >= plan.extend_rows:  # of decodes the newest is enough
+                self._forget_decodes(row, oldest)
+            if not self.pool.free_count and not self.idle.size:
+                break
+            slot = self._alloc(step)
+            self.left.setdefault(row, []).append((int(boundaries[i]) // self.page_size, slot, plan.batch_id))
+            index.append(i)
+            slots.append(slot)
+        return index, [int(boundaries[i]) for i in index], slots
+
+    def _forget_decodes(self, row: int, oldest: BatchId) -> None:
+        """Free a row's checkpoints that no batch in flight writes: those of its prompt are a page's by now."""
+        kept = self.left.get(row, [])
+        done = [one for one in kept if one[2] < oldest]
+        self.left[row] = [one for one in kept if one not in done]
+        self.pool.free(np.array([slot for _, slot, _ in done], np.int32))
+
+    def verified(self, batch: InFlight) -> None:
+        """A verifying batch is delivered: rows have the checkpoints that they passed, and no others."""
+        steps = batch.steps
+        assert steps is not None
+        verifying = batch.plan.sample_rows >= batch.plan.extend_rows
+        columns = batch.samplers.rows[verifying], batch.sampled_at[verifying], steps[verifying]
+        for row, first, count in zip(*(column.tolist() for column in columns), strict=True):
+            passed = range(first, first + count)  # states behind so many positions
+            kept = self.left.get(row, [])
+            wrong = [one for one in kept if one[2] == batch.plan.batch_id and one[0] * self.page_size not in passed]
+            if wrong:
+                self.left[row] = [one for one in kept if one not in wrong]
+                self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
+
+    def attach(self, page: int, slot: int) -> None:
+        """A checkpoint was loaded for a cached page: it is its, unless that has one by now."""
+        if self.checkpoint_of[page] >= 0:
+            self.pool.free(np.array([slot], np.int32))
+            return
+        self.checkpoint_of[page], self.page_of[slot] = slot, page
+        self._touch(slot)
+
+    def copied(self, row: int) -> None:
+        """The batch with which a row starts is collected."""
+        source = self.reading.pop(row, NONE)
+        if source >= 0:
+            self.locks[source] -= 1
+
+    def publish(self, row: int, pages: Int32s, collected: BatchId = NEWEST) -> None:
+        """The first pages of a row are cached: the checkpoints that batches up to `collected` left there are theirs.
+
+        `pages`: those of the radix cache.
+        """
+        kept = self.left.get(row)
+        if not kept:
+            return
+        theirs = [one for one in kept if one[0] <= pages.size and one[2] <= collected]
+        self.left[row] = [one for one in kept if one not in theirs]
+        for boundary, slot, _ in theirs:
+            page = int(pages[boundary - 1])
+            if self.checkpoint_of[page] >= 0:
+                self.pool.free(np.array([slot], np.int32))
+                slot = int(self.checkpoint_of[page])
+            else:
+                self.checkpoint_of[page], self.page_of[slot] = slot, page
+            self._touch(slot)
+
+    def share(self, row: int, pages: Int32s, already: int) -> None:
+        """The first pages of a row are cached, but what computes them is in flight: so are the checkpoints there.
+
+        Only of pages that were not cached `already`: what is cached with them is hidden again if their batch fails.
+        """
+        kept = self.left.get(row, [])
+        shared = [one for one in kept if already < one[0] <= pages.size]
+        if shared:
+            self.left[row] = [one for one in kept if one not in shared]
+        for boundary, slot, batch_id in shared:
+            page = int(pages[boundary - 1])
+            self.checkpoint_of[page], self.page_of[slot] = slot, page
+            self._touch(slot)
+            if batch_id >= self.in_flight[0].plan.batch_id:  # otherwise it is there, and is shared late
+                self.locks[slot] += 1
+                self.unwritten[slot] = batch_id
+
+    def written(self, batch_id: BatchId) -> None:
+        """A batch is delivered, or failed: it writes no checkpoint any more."""
+        for slot in [slot for slot, writer in self.unwritten.items() if writer == batch_id]:
+            self.locks[slot] -= 1
+            del self.unwritten[slot]
+
+    def failed(self, batch_id: BatchId, rows: list[int]) -> None:
+        """What these rows leave behind with a batch that failed, and with those behind it, is the state of nothing."""
+        self.written(batch_id)
+        for row in rows:
+            if row in self.left:
+                self.left[row] = [
+                    (NEVER, slot, left_by) if left_by >= batch_id else (boundary, slot, left_by)
+                    for boundary, slot, left_by in self.left[row]
+                ]
+
+    def let_go(self, row: int) -> None:
+        """Nothing in flight uses a row any more: its slots are free."""
+        self.copied(row)
+        slots = [int(self.slot_of[row]), *self.behind_drafts.pop(row, ())]
+        slots += [slot for _, slot, _ in self.left.pop(row, [])]
+        self.slot_of[row] = NONE
+        self.pool.free(np.array(slots, np.int32))
+
+    def drop(self, pages: Int32s) -> None:
+        """These full pages are nobody's any more: their checkpoints are free."""
+        slots = self.checkpoint_of[pages]
+        slots = slots[slots >= 0]
+        if slots.size:
+            self._discard(slots)
+
+
+STATE_COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")

@@ -1,0 +1,451 @@
+"""The pages of sliding-window layers: each is the window block of a full page (theory: hybrid.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.core.contract.commands import NO_ROWS, Step
+from lockstep.core.contract.config import HybridMemory, SchedConfig
+from lockstep.core.contract.events import BlocksEvicted, RequestId
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.running_view import EngineView, Runners, Stand, everybody
+from lockstep.core.requests.delivery import step_numbers
+from lockstep.core.requests.retraction import members_growing, pages_ahead
+from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
+
+if TYPE_CHECKING:
+    from lockstep.core.kv.memory import Memory
+    from lockstep.core.requests.batching import InFlight
+    from lockstep.core.requests.budget import PrefillBudget
+
+
+NONE = -1  # no window page
+EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such part at once
+
+
+class Coming(NamedTuple):
+    """Window pages of a request that has no row yet, since its KV is computed elsewhere."""
+
+    first: int  # page index of the first that it locks
+    shared: int  # pages in front of those it was given, which the radix cache has
+    pages: Int32s  # full pages from `first` on, whose companions it locks
+    promised: int  # companions that it opens as it decodes, as `WindowPool.promised` says
+    last: int  # pages it ever has
+
+
+class WindowPool:
+    """The pages of sliding layers, each the companion of a full page."""
+
+    def __init__(self, config: SchedConfig, settings: HybridMemory, table: RequestTable) -> None:
+        self.config = config
+        self.page_size = config.page_size
+        self.behind = settings.window_tokens - 1  # positions before a token that it sees
+        self.row_pages_max = settings.row_pages_max(config.page_size, config.positions_ahead)
+        self.depth = config.overlap_depth
+        self.steps = config.decode_steps_per_launch
+        self.by_one = config.positions_per_decode == 1
+        self.behind_prompts = config.overlap_depth * config.positions_per_decode  # while the batch of one is in flight
+        self.table = table
+        self.pool = PagePool(settings.window_pages)
+        self.window_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
+        self.locks: Int32s = np.zeros(config.pages, np.int32)  # by full page: rows that may still read its companion
+        self.used = np.zeros(config.pages, np.int64)  # by full page: when its companion was last let go of
+        self.clock = 0
+        self.evictable = 0  # companions that nobody locks
+        self.first: Int32s = np.zeros(config.rows_max, np.int32)  # by row: the first page index it locks
+        self.shared: Int32s = np.zeros(config.rows_max, np.int32)  # by row: its protected pages
+        self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new companions, for the next plan
+        self.coming: dict[RequestId, Coming] = {}  # of transfers, until the request has a row
+        self.quarantined: dict[RequestId, Int32s] = {}  # of transfers given up: pages whose companions may be written
+
+    # ---- what there is
+
+    @property
+    def available(self) -> int:
+        """Window pages that can be had now."""
+        return self.pool.free_count + self.evictable
+
+    def first_seen(self, pages: Int32s | int) -> Any:
+        """The first page index that a token right behind so many pages sees."""
+        return np.maximum(np.asarray(pages, np.int32) * self.page_size - self.behind, 0) // self.page_size
+
+    def usable(self, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """By page of a path: whether the window in front of its end is there, where each page's companion is or not."""
+        number = np.arange(there.size, dtype=np.int32)
+        lost = np.maximum.accumulate(np.where(there, NONE, number))
+        seen: NDArray[np.bool_] = lost < self.first_seen(number + ONE)
+        return seen
+
+    def unbroken(self, request: Request, path: Int32s) -> int:
+        """Pages of a path whose windows are there as far as who begins behind the whole prompt reads them."""
+        first = self._first_to_come(request)
+        lost = (self.window_of[path[first:]] < 0).nonzero()[0]
+        return first + int(lost[0]) if lost.size else path.size
+
+    def locked_by_match(self, path: Int32s) -> int:
+        """Evictable companions that starting behind a path would lock."""
+        tail = path[int(self.first_seen(path.size)) :]
+        return int(np.count_nonzero(self.locks[tail] == 0))
+
+    # ---- hold
+
+    def take_row(self, row: int, path: Int32s) -> None:
+        """A row starts behind these pages."""
+        first = int(self.first_seen(path.size))
+        self.first[row], self.shared[row] = first, path.size
+        self.lock(path[first:])
+
+    def lock(self, pages: Int32s) -> None:
+        """Somebody reads the companions of these full pages, each named once, until `unlock`."""
+        self.evictable -= int(np.count_nonzero(self.locks[pages] == 0))
+        self.locks[pages] += ONE
+
+    def take(self, count: int, step: Step) -> Int32s:
+        """So many companions, of no page yet. The caller saw that there are."""
+        missing = count - self.pool.free_count
+        if missing > 0:
+            self._evict(max(missing, self.pool.total // EVICT_AHEAD_SHARE), step)
+        return self.pool.alloc(count)
+
+    def attach(self, pages: Int32s, blocks: Int32s) -> None:
+        """These companions were loaded for cached pages: they are theirs, unless a page has one by now."""
+        lacks = self.window_of[pages] < 0
+        self.pool.free(blocks[~lacks])
+        pages, blocks = pages[lacks], blocks[lacks]
+        if pages.size:
+            self.window_of[pages] = blocks
+            self.used[pages] = self.clock + np.arange(pages.size)
+            self.clock += pages.size
+            self.evictable += int(np.count_nonzero(self.locks[pages] == 0))
+            self.mapped.append((pages, blocks))
+
+    def open(self, pages: Int32s, step: Step) -> None:
+        """These full pages are a row's from now on: give each its companion. The caller saw that there are so many."""
+        blocks = self.take(pages.size, step)
+        self.window_of[pages] = blocks
+        self.locks[pages] = ONE
+        self.mapped.append((pages, blocks))
+
+    def out_of_sight(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+        """What rows hold below the page indices `keep`: full pages, and of each its row and index. int32 [n] all."""
+        counts = np.maximum(keep - self.first[rows], 0)
+        if not counts.any():
+            return NO_ROWS, NO_ROWS, NO_ROWS
+        of, at = rows.repeat(counts), self.first[rows].repeat(counts) + step_numbers(counts)
+        return self.table.pages[of, at], of, at
+
+    def slide(self, rows: Int32s, keep: Int32s) -> None:
+        """Rows see nothing below the page indices `keep` any more, and nor does what is in flight of them."""
+        pages, of, at = self.out_of_sight(rows, keep)
+        if not pages.size:
+            return
+        self.first[rows] = np.maximum(self.first[rows], keep)
+        self.unlock(pages)
+        own = pages[at >= self.shared[of]]
+        if own.size:
+            self.drop(own)
+
+    def slides_by_growth(
+        self, running_batch: RunningBatch, positions: Int32s, busy: list[Int32s]
+    ) -> tuple[Int32s, Int32s]:
+        """Of a cohort's members that open a page next: their rows, and the page indices below which each is done.
+
+        `busy`: rows of prompts in flight, which may read further back than decodes do; they are left out.
+        """
+        growing = members_growing(positions, np.array(self.page_size - 1, np.int32))
+        rows, boundary = (
+            running_batch.rows.take(growing),
+            (positions.take(growing) - np.int32(self.depth)) // self.page_size,
+        )
+        for extending in busy:
+            idle = ~np.isin(rows, extending)
+            rows, boundary = rows[idle], boundary[idle]
+        return rows, self.first_seen(np.maximum(boundary, 0))
+
+    def slides(self, runners: Runners) -> tuple[Int32s, Int32s]:
+        """Before the cohort's next decode: rows that may let go, and the page indices below which each is done.
+
+        Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
+        """
+        running_batch = runners.running_batch
+        if self.by_one:
+            return self.slides_by_growth(running_batch, runners.positions, extending_rows(runners.in_flight))
+        stands = np.zeros(self.table.pages.shape[0], np.int32)
+        stands[running_batch.rows] = runners.positions
+        for batch in reversed(tuple(runners.in_flight)):
+            stands[batch.plan.rows] = batch.starts
+        return running_batch.rows, self.first_seen(stands[running_batch.rows] // self.page_size)
+
+    def opening(self, runners: Runners) -> int:
+        """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
+        if self.steps == 1 and self.by_one:
+            return members_growing(runners.positions, runners.page_mask).size
+        return pages_ahead(runners.running_batch, runners.positions, self.page_size, self.steps)
+
+    def unlock(self, pages: Int32s) -> None:
+        """Rows let go of these full pages' companions, one lock for each time a page is named."""
+        np.subtract.at(self.locks, pages, 1)
+        self.used[pages] = self.clock + np.arange(pages.size)
+        self.clock += pages.size
+        free = np.unique(pages[self.locks[pages] == 0])
+        self.evictable += int(np.count_nonzero(self.window_of[free] >= 0))
+
+    def hand_over(self, mine: Int32s, theirs: Int32s, held: NDArray[np.bool_]) -> None:
+        """A row reads `theirs` from now on, which the radix cache has, instead of its own pages `mine`. int32 [n] both.
+
+        Where the radix cache has a tombstone, it gets the row's companion. `held`: of which the row locks companions.
+        What stays with `mine` stays locked until that page comes back: batches in flight may read it.
+        """
+        fills = (self.window_of[theirs] < 0) & (self.window_of[mine] >= 0)
+        if fills.any():
+            source, target = mine[fills], theirs[fills]
+            blocks = self.window_of[source]
+            self.window_of[target], self.window_of[source] = blocks, NONE
+            self.locks[target], self.locks[source] = self.locks[source], 0
+            self.used[target] = self.used[source]
+            self.mapped.append((target, blocks))
+        locks = theirs[held & ~fills]
+        self.evictable -= int(np.count_nonzero(self.locks[locks] == 0))
+        self.locks[locks] += ONE
+
+    def drop(self, pages: Int32s) -> None:
+        """Nobody reads these full pages any more: their companions are free."""
+        with_one = pages[self.window_of[pages] >= 0]
+        if with_one.size:
+            self.evictable -= int(np.count_nonzero(self.locks[with_one] == 0))
+            self.locks[with_one] = 0
+            self.pool.free(self.window_of[with_one])
+            self.window_of[with_one] = NONE
+
+    def _evict(self, count: int, step: Step) -> None:
+        """Make tombstones of the companions that were let go of longest ago."""
+        candidates = ((self.window_of >= 0) & (self.locks == 0)).nonzero()[0]
+        count = min(count, candidates.size)
+        if count < candidates.size:
+            candidates = candidates[np.argpartition(self.used[candidates], count - 1)[:count]]
+        oldest = candidates[np.argsort(self.used[candidates])]
+        self.drop(oldest.astype(np.int32))
+        step.decided.append(BlocksEvicted(step.time_us, "window", count))
+
+    # ---- from and to another engine
+
+    def receive(self, request: Request, path: Int32s, pages: Int32s, stop: int, step: Step) -> None:
+        """A request whose KV will come is given `pages` behind the cached `path`, for positions up to `stop`."""
+        first = self._first_to_come(request)
+        tail, given = path[first:], pages[max(first - path.size, 0) :]
+        self.evictable -= int(np.count_nonzero(self.locks[tail] == 0))
+        self.locks[tail] += ONE
+        if given.size:
+            self.open(given, step)
+        promised, last = self.promised(request, stop, first), -(-request.reach // self.page_size)
+        self.coming[request.request_id] = Coming(first, path.size, np.concatenate((tail, given)), promised, last)
+
+    def adopt_row(self, row: int, request_id: RequestId) -> None:
+        """All has come, and the request takes this row: what it locks is the row's."""
+        self.first[row], self.shared[row] = self.coming.pop(request_id)[:2]
+
+    def quarantine(self, request_id: RequestId) -> None:
+        """Nobody waits for it any more: what was cached is let go of, what it was given may be written yet."""
+        coming = self.coming.pop(request_id, None)
+        if coming is not None:
+            cached = max(coming.shared - coming.first, 0)
+            self.unlock(coming.pages[:cached])
+            self.quarantined[request_id] = coming.pages[cached:]
+
+    def has_room_to_receive(
+        self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
+    ) -> bool:
+        """Whether there are windows for a request whose KV will come, and for those before it.
+
+        Each may open as many pages as `reserved` tokens need, or, under reserve `full`, all it ever does.
+        `reserved`: None for who has the engine for itself.
+        """
+        first, now = self._first_to_come(request), -(-stop // self.page_size)
+        wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
+        runners = everybody(engine)
+        next_ones = self.opened_next(runners, path)
+        if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
+            own = now - first + self.promised(request, stop, first)
+            return own <= self.unpromised(runners) and wanted <= self.available - next_ones
+        if reserved is None or wanted > self.available:
+            return wanted <= self.available
+        running_batch, positions, most = runners.running_batch, runners.positions, -(-reserved // self.page_size)
+        standing = [(now, first, -(-request.reach // self.page_size))]
+        standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
+        now_of, first_of, last_of = np.array(standing, np.int32).T
+        now_of = np.concatenate((now_of, -(-positions // self.page_size)))
+        first_of = np.concatenate((first_of, self.first[running_batch.rows]))
+        last_of = np.concatenate((last_of, -(-(running_batch.limits - ONE) // self.page_size)))
+        to_open = np.minimum(self.row_pages_max - (now_of - first_of), last_of - now_of)
+        return wanted + max(int(np.clip(to_open, 0, most).sum()), next_ones) <= self.available
+
+    def _first_to_come(self, request: Request) -> int:
+        """The first page index whose window a request needs that begins behind its whole prompt."""
+        return int(self.first_seen(request.prompt_tokens // self.page_size))
+
+    def of_last_window(self, request: Request, start: int, pages: Int32s) -> Int32s:
+        """Companions of those of a prompt's pages, from page index `start` on, that its first decode may see."""
+        return self.window_of[pages[max(self._first_to_come(request) - start, 0) :]]
+
+    # ---- what rows will want
+
+    def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+        """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
+        running_batch, positions = engine.running_batch, engine.positions
+        if not running_batch.size:
+            return 0
+        next_ones = self.opened_next(engine, kept)
+        now, last = -(-positions // self.page_size), -(-(running_batch.limits - ONE) // self.page_size)
+        if self.config.reserve == "on_demand":
+            return next_ones
+        left = (running_batch.limits - positions) * np.where(running_batch.ignores_eos, 1.0, engine.ratio.value)
+        most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
+        return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
+
+    def unpromised(self, engine: Runners) -> int:
+        """Pages that nobody who is active holds or may still open: what reserve `full` has left.
+
+        A page that several hold counts for each of them, since each may slide past it while the others stay.
+        """
+        running_batch, page_size = engine.running_batch, self.page_size
+        now = -(-engine.positions // page_size)
+        first = self.first[running_batch.rows]
+        most = self.row_pages_max - (now - first)
+        until = np.zeros(self.table.pages.shape[0], np.int32)
+        for batch in engine.in_flight:  # who decodes behind its prompt lets go of nothing before that is delivered
+            prompts = batch.plan.rows[: batch.plan.extend_rows]
+            until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
+        most = np.maximum(most, -(-until[running_batch.rows] // page_size) - now)
+        left_to_open = np.minimum(most, -(-(running_batch.limits - ONE) // page_size) - now)
+        charged = int((now - first).sum() + np.maximum(left_to_open, 0).sum())
+        ranges = [self.table.pages[row, i:j] for row, i, j in zip(running_batch.rows, first, now, strict=True)]
+        for request in engine.requests.values():
+            if request.row >= 0 and not request.decodes:
+                start, stop = int(self.first[request.row]), -(-request.computed // page_size)
+                charged += stop - start
+                if request.state is RequestState.RUNNING:
+                    charged += self.promised(request, request.computed, start)
+                ranges.append(self.table.pages[request.row, start:stop])
+        for coming in self.coming.values():
+            charged += coming.pages.size + coming.promised
+            ranges.append(coming.pages)
+        held = np.unique(np.concatenate((NO_ROWS, *ranges))).size
+        locked = self.pool.total - self.available
+        return self.pool.total - charged - (locked - held)
+
+    def left_for_newcomers(self, engine: Runners) -> int:
+        """Pages beside what those who run will want."""
+        if self.config.reserve == "full":
+            return min(self.unpromised(engine), self.available)
+        return self.available - self.to_come(engine)
+
+    def promised(self, request: Request, stop: int, first: int) -> int:
+        """Pages that a request still opens as it decodes, once its prompt is computed to `stop`, from `first` on."""
+        if self.config.reserve == "on_demand":
+            return 0
+        now = -(-stop // self.page_size)
+        most = self.row_pages_max - (now - first)
+        most = max(most, -(-(stop + self.behind_prompts) // self.page_size) - now)
+        return max(min(most, -(-request.reach // self.page_size) - now), 0)
+
+    def room(
+        self, engine: Runners, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
+    ) -> int:
+        """Tokens that a request may take from `start` on, at most `take`, beside what others will want.
+
+        `path`: the cached pages in front of it, if it has no row yet.
+        """
+        if self.config.reserve == "full":
+            tail = path.size - int(self.first_seen(path.size))
+            next_ones = self.opened_next(engine, path)
+            left = min(self.unpromised(engine) - tail, self.available - next_ones - self.locked_by_match(path))
+        else:
+            newcomers = sum(
+                self.promised(one, one.computed, int(self.first[one.row]))
+                for one in budget.newcomers
+                if one is not request and one.row >= 0
+            )
+            left = self.available - self.to_come(engine, path) - newcomers - self.locked_by_match(path)
+        stop = start + take
+        first = int(self.first[request.row]) if request.row >= 0 else int(self.first_seen(path.size))
+        if stop == len(request.tokens) // 4:
+            own = self.promised(request, stop, first)
+            if -(-stop // self.page_size) - -(-start // self.page_size) + own <= left:
+                return take
+            take -= 1  # all but its end, which wants more
+        return min(take, max(left, 0) * self.page_size + -start % self.page_size)
+
+    def opened_next(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+        """Pages that next decodes open, and let go of none for; what a microbatch lets go of comes in its own turn."""
+        apart = engine.apart if isinstance(engine, Stand) else ()
+        return sum([max(self.lacking(one, kept) + self.available, 0) for one in apart or (engine,)])
+
+    def lacking(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+        """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now.
+
+        `kept`: full pages whose companions somebody is about to lock, so that letting go of them frees none.
+        """
+        opening = self.opening(engine)
+        if not opening:
+            return -self.available
+        pages, counts = np.unique(self.out_of_sight(*self.slides(engine))[0], return_counts=True)
+        freed = (self.locks[pages] == counts) & ~np.isin(pages, kept)
+        return opening - int(np.count_nonzero(freed)) - self.available
+
+    def once_delivered(self, leaving: list[tuple[int, int]], memory: Memory, opening: int) -> WindowPool:
+        """These windows once everything in flight is delivered and the rows `leaving` are given back, each with the
+        positions it stands at; the others have opened so many pages by then. A copy, to ask `room` of.
+        """
+        later = copy(self)
+        later.locks, later.first = self.locks.copy(), self.first.copy()
+        for batch in memory.in_flight:
+            for i, request in batch.alive():
+                row, keep = request.row, int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
+                if i < batch.plan.extend_rows and keep > later.first[row]:
+                    later.locks[self.table.pages[row, later.first[row] : keep]] -= ONE
+                    later.first[row] = keep
+        for row, computed in leaving:
+            later.locks[self.table.pages[row, later.first[row] : -(-computed // self.page_size)]] -= ONE
+        for _, pages in memory.deferred_pages:
+            later.locks[pages] = 0
+        came = (self.window_of >= 0) & (self.locks > 0) & (later.locks == 0)
+        later.evictable += int(np.count_nonzero(came)) - opening
+        return later
+
+    def returning(self, engine: EngineView) -> int:
+        """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
+        moved. An underestimate."""
+        memory, found, locks = engine.memory, 0, self.locks
+        if memory.tiers.operations:
+            moving = memory.tiers.window_locks()
+            locks = self.locks - moving
+            found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
+        until = {  # by row: below this page
+            deferred.row: -(-deferred.computed // self.page_size)
+            for deferred in memory.deferred_frees
+            if deferred.row not in memory.lent
+        }
+        for batch in engine.in_flight:  # of several chunks of a prompt the last one says it
+            for i, request in batch.alive():
+                if i < batch.plan.extend_rows:
+                    until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
+        for batch in engine.in_flight:
+            until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
+        found += sum(self._held_alone(row, stop, locks) for row, stop in until.items())
+        return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.deferred_pages)
+
+    def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
+        return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))
+
+
+WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")
+
+
+def extending_rows(in_flight: Iterable[InFlight]) -> list[Int32s]:
+    """Rows of prompts in flight, by batch."""
+    return [batch.plan.rows[: batch.plan.extend_rows] for batch in in_flight if batch.plan.extend_rows]
