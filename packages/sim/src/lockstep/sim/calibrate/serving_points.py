@@ -36,6 +36,7 @@ from lockstep.sim.cost import (
     Duration,
     GpuSpec,
     KvDtype,
+    MemoryNeeds,
     ModelSpec,
     Parallelism,
     WeightsDtype,
@@ -314,8 +315,7 @@ def play(
         point.split,
         **dtypes,
         page_tokens=config.page_size,
-        sampled_rows=config.max_running_requests,
-        state_rows=point.concurrency,
+        needs=MemoryNeeds(sampled_rows=config.max_running_requests, state_rows=point.concurrency),
     )
     config = SchedConfig(**{**_fields(config), "pages": kv.pages})
     metrics = MetricsFold(kv_pages=config.pages)
