@@ -9,7 +9,7 @@ import pytest
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.options import option_table, options_of
 from lockstep.sim.cli.plan import PlanOptions
-from lockstep.sim.cli.simulate import RunOptions
+from lockstep.sim.cli.run_options import RunOptions
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import tier_fields
