@@ -75,9 +75,9 @@ class Facts:
         self.holders = [  # of rows
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
-        self.positions: list[int] = positions.tolist()  # where each of those who decode does so next
+        self.positions: list[int] = positions.tolist()  # the next position of each decoding request
         stands = dict(zip(running_batch.rows.tolist(), self.positions, strict=True))
-        self.computed = [  # by holder: positions whose KV is launched, as Engine.computed_of says
+        self.computed = [  # by holder: positions with launched KV, as Engine.computed_of gives them
             stands.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
             for request in self.holders
         ]
@@ -264,7 +264,7 @@ def _all_pages(pages: int) -> bytes:
 
 
 def _reserve(engine: Engine, facts: Facts) -> None:
-    """S24: where all output is reserved, what those who are active hold and may still open is no more than there is."""
+    """S24: where all output is reserved, what active requests hold and may still open is no more than there is."""
     if engine.config.reserve != "full":
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
@@ -308,7 +308,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
 def _sessions(engine: Engine, facts: Facts) -> None:
     """S1, S13, S15: a session holds a path of its own tokens; its turns are live, those behind the first are held.
 
-    KV of weights that were replaced is cached only as long as somebody holds it.
+    KV of weights that were replaced is cached only as long as it is locked.
     """
     sessions, memory = engine.sessions, engine.memory
     turns: list[int] = []
@@ -364,7 +364,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
 
 
 def _speculation(engine: Engine) -> None:
-    """S7, S23: who may stand at its end waits for a result that says so; no drafts where every token is looked at."""
+    """S7, S23: a row that may stand at its end waits for a result; no drafts where every token is looked at."""
     if not engine.computes_ahead:
         return
     for request_id, known in engine.jump_forward.forced.items():
@@ -391,7 +391,8 @@ def _speculation(engine: Engine) -> None:
 
 
 def _grammars(engine: Engine) -> None:
-    """S15, S23: who waits for a grammar is held, who runs has a compiled one; deferred batches wait for older ones."""
+    """S15, S23: a request without its grammar waits outside the queue, a running one has it; deferred batches wait for
+    older ones."""
     known = engine.grammars.known
     users: dict[bytes, int] = {}
     for request in engine.requests.values():
@@ -416,7 +417,7 @@ def _grammars(engine: Engine) -> None:
 
 
 def _line(engine: Engine) -> None:
-    """L5, S14: nobody who waits was passed by too often; a remembered match is what the tree would say now."""
+    """L5, S14: no waiting request was bypassed too often; a remembered match is what the tree would give now."""
     limit, radix = engine.config.bypass_limit, engine.memory.radix
     for request in engine.waiting:
         if limit is not None and request.bypassed > limit:
@@ -430,7 +431,7 @@ def _line(engine: Engine) -> None:
 
 
 def _held(engine: Engine) -> None:
-    """S15, D11: who is held waits for so many things: a turn, a grammar, a sample that computes the prompt, media."""
+    """S15, D11: a request has as many open prerequisites as it waits for: turn, grammar, leading sample, media."""
     engine.media.check()
     followers = [request.request_id for those in engine.prerequisites.followers.values() for request in those]
     media = [
@@ -459,7 +460,7 @@ def _held(engine: Engine) -> None:
 
 
 def _adapters(engine: Engine, facts: Facts) -> None:
-    """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for somebody."""
+    """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for a request."""
     adapters = engine.memory.adapters
     if not adapters.present:
         return
@@ -492,7 +493,8 @@ def _resources(engine: Engine, facts: Facts) -> None:
 
 
 def _transfers(engine: Engine, facts: Facts) -> None:
-    """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; who could go on does."""
+    """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; a request that could go on
+    does."""
     transfers, memory = engine.transfers, engine.memory
     if not transfers.hands_over:
         _same("S31 rows that are read from elsewhere", memory.lent, {})
@@ -532,7 +534,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     if memory.tiers.device_busy:
         alone = False  # a move locks pages, and its answer gives them
     if any(one.slot != NO_SLOT for one in everyone):
-        alone = False  # who has one waits for a grammar or for media
+        alone = False  # a request with one waits for a grammar or for media
     first = [one for one in transfers.line if not transfers.comes_after_another(engine.requests[one])]
     if alone and first and not engine.paused and engine.maintenance.admits:
         _fail(f"L2: {first} wait for pages or slots, which nobody has")
@@ -601,7 +603,7 @@ def _read_by(tiers: Tiers, load: Operation) -> NDArray[np.int32]:
 
 
 def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
-    """S1, S9 of companions in host memory: each is free, on its way, or of one cached host page; who reads locks."""
+    """S1, S9 of blocks in host memory: each is free, on its way, or of one cached host page; readers lock."""
     assert tiers.blocks is not None
     cached = np.zeros(tiers.pool.total, np.bool_)
     for node in nodes:
@@ -666,7 +668,7 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
 
 
 def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
-    """A window page is free or belongs to one full page that somebody has; what may be read is there and locked."""
+    """A window page is free or belongs to one full page in use; what may be read is there and locked."""
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
     moves = list(memory.tiers.operations.values())
@@ -715,7 +717,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
 
 
 def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
-    """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. Who copies one locks it."""
+    """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. A copy locks it."""
     checkpoints = (states.page_of >= 0).nonzero()[0]
     tiers = engine.memory.tiers
     moves = list(tiers.operations.values())
@@ -799,7 +801,8 @@ def _ranks(engine: Engine) -> None:
 
 
 def _microbatches(engine: Engine, facts: Facts) -> None:
-    """S18, S24, S30: who runs has a place in one microbatch, where it decodes; each has its share of all in flight."""
+    """S18, S24, S30: a running request has a place in one microbatch, where it decodes; each has its share of all in
+    flight."""
     several = engine.microbatches
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]

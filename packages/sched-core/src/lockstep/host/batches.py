@@ -23,7 +23,7 @@ Float32s = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What the executor may want to know of a row's holder beyond the plan. All of it is in the journal."""
+    """What the executor may need of a row's holder beyond the plan. All of it is in the journal."""
 
     tokens: Int32s = field(default_factory=lambda: NONE)  # the prompt, and output kept over a retraction
     prompt_tokens: int = 0  # of these

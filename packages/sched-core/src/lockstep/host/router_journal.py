@@ -65,7 +65,7 @@ def label_key(label: str, tenant: str) -> str:
 
 
 def session_key(name: str) -> str:
-    """What a router calls a session: it needs to know whether two are the same, and not what clients call them."""
+    """The router's name of a session: it serves to compare sessions, and hides what clients call them."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

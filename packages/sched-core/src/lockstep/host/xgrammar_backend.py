@@ -1,6 +1,6 @@
 """xgrammar behind `grammars.GrammarBackend`: compiles for tens of milliseconds, then makes masks the fastest.
 
-It needs torch and transformers, and passes over keywords of JSON Schema that it does not know, so an answer may not
+It needs torch and transformers, and passes over keywords of JSON Schema that it does not support, so an answer may not
 validate against a schema that has such: llguidance refuses them, and is the default.
 
 Source of the interface: xgrammar.mlc.ai/docs, version 0.2.

@@ -5,7 +5,8 @@ open --Drain--> draining --everything ended--> answered; Resume, or a Pause that
                                                by what was asked: it is answered with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered when the device did it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
-LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered when nobody uses it any more
+LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered when no request uses it any
+more
 
 Dispatch is by the class of the control. A handler returns why it refuses, "" when it is done, or None when the answer
 comes later.
@@ -66,7 +67,7 @@ MAY_BE_UNSET = ("max_queued_requests", "chunked_prefill_size")
 
 
 class Pace(msgspec.Struct):
-    """What operators want of launches: a gap between them, and to be told of how many the profiler saw."""
+    """Orders of operators about launches: a gap between them, and a report of how many the profiler saw."""
 
     gap_us: int = 0
     not_before_us: int = 0  # the next launch, while there is a gap
@@ -130,7 +131,7 @@ class Controls:
             step.commands.append(ControlAnswered(event.control_id, not refused, refused))
 
     def answer_drains(self, step: Step, *, ok: bool, message: str = "") -> None:
-        """Answer everybody who waits for the end of a drain."""
+        """Answer all drains that wait for the end."""
         for control_id in self.drains:
             step.commands.append(ControlAnswered(control_id, ok, message))
         self.drains = []

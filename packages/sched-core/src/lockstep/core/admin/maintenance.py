@@ -2,18 +2,18 @@
 
     queued --its turn--> begun --nothing in its way--> ordered --the host's answer--> answered
                            |                                                             |
-       nobody is admitted from here on; "in_place", "retract", "cancel": nothing is launched either
+       no request is admitted from here on; "in_place", "retract", "cancel": nothing is launched either
 
 A job is ordered only once nothing is in flight and no adapter is being loaded, so that no batch runs on two versions of
-the weights and nothing is written to memory that is gone; "wait" and the release of memory wait until nobody holds a
-row as well. Nothing is launched, and no load is begun, before the answer.
+the weights and nothing is written to memory that is gone; "wait" and the release of memory wait until no request holds
+a row as well. Nothing is launched, and no load is begun, before the answer.
 
-**Weights and KV.** The version is part of the key under which KV is cached (`Memory.keyed`), so nobody reads KV of
-other weights. What nobody holds is evicted at the swap. What rows still hold ("in_place") is evicted as they leave;
+**Weights and KV.** The version is part of the key under which KV is cached (`Memory.keyed`), so no request reads KV of
+other weights. What is unlocked is evicted at the swap. What rows still hold ("in_place") is evicted as they leave;
 their KV mixes versions and is never published.
 
 **Memory.** Releasing kv_cache voids what is cached; weights must be there for any launch, and with them go the slots of
-adapters, which are loaded again when somebody waits for them. While anything is released nothing is launched, and
+adapters, which are loaded again when a request waits for them. While anything is released nothing is launched, and
 requests wait. New weights leave the slots alone: an adapter is what is added to them, whatever they are.
 
 A restart undoes an order that was not answered: the job is ordered again under the new generation. It does not undo

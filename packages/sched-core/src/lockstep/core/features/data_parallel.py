@@ -1,21 +1,21 @@
 """Data-parallel attention: ranks with requests of their own that run every pass together, and agree on it before.
 
-Each rank has an Engine, a journal and KV of its own; experts, and whatever else all ranks share, want the rows of all.
+Each rank has an Engine, a journal and KV of its own; experts, and whatever else all ranks share, need the rows of all.
 So a slot that is free launches nothing: the rank plans, and says in a `ProposeBatch` how much that is. The hosts turn
-the proposals of all ranks into one `RanksAgreed`, the same for each, and only that launches. Whoever has nothing to
-run joins with an idle batch as soon as anybody has something.
+the proposals of all ranks into one `RanksAgreed`, the same for each, and only that launches. A rank with nothing to
+run joins with an idle batch as soon as any rank has something.
 
     LaneReady -> ProposeBatch(5) ->| all ranks |-> RanksAgreed(5) -> LaunchBatch, the same round on every rank
 
-**A proposal binds.** Its plan counts as in flight from then on, so whoever leaves in between is dead in it like in any
-launched plan, and its counts stay true. Nothing is ever undone. Whatever decides whether prompts go ahead is therefore
-asked *before* anything is planned: a rank that could extend, and may be told not to, proposes nothing and says that it
-wants to (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that RanksAgreed, and
-propose again: two exchanges where somebody wants to extend, one everywhere else.
+**A proposal binds.** Its plan counts as in flight from then on, so a request that leaves in between is dead in it like
+in any launched plan, and its counts stay true. Nothing is ever undone. Whatever decides whether prompts go ahead is
+therefore asked *before* anything is planned: a rank that could extend, and may be told not to, proposes nothing and
+says that it wants to (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that
+RanksAgreed, and propose again: two exchanges where a rank could extend, one everywhere else.
 
 **The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
 with prompts waits, within limits, until every rank has some. `DELAYER` is the table of that: how ranks stand, and what
-follows. It never holds up what helps nobody by waiting: prompts go ahead where nobody decodes, or where somebody goes
+follows. It never delays prompts in vain: prompts go ahead where no rank decodes, or where a rank goes
 on with a prompt that is split. If asked to it waits for more: where every rank has prompts, but only few of them or few
 places for them, so that one extend takes in what would have been several (SGLang's slot and queue triggers).
 
@@ -27,9 +27,10 @@ any extends all take the branch of extends, a graph is replayed if all can, and 
 results on all ranks or on none. The only clock is that of the first rank.
 
 **Stages.** Where ranks are pipelined, a round is of one microbatch, the same on all ranks (`slot`), and of the next one
-once that has launched or has found nothing: all launch in the same order, so stages meet in the same passes. Whoever
-has nothing in a microbatch joins with an idle batch of it. The delayer's table is that of each microbatch: who decodes
-in it and has places in it is what waits or does not; one with no place for anybody would end the waits of the others.
+once that has launched or has found nothing: all launch in the same order, so stages meet in the same passes. A rank
+that has nothing in a microbatch joins with an idle batch of it. The delayer's table is that of each microbatch: its
+decoding requests and its places decide what waits; one without a free place would otherwise end the waits of the
+others.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ requests that wait, and the most of them that one of its latest extends took in.
 
 IDLE: Counts = (0, 0, 0, 1)
 OF_THE_PASS = len(IDLE)
-RECENT_EXTENDS = 16  # whose requests are looked at: SGLang's window
+RECENT_EXTENDS = 16  # with requests that are looked at: SGLang's window
 NO_IDS = np.empty(0, np.int64)
 NO_IDS.flags.writeable = False
 
@@ -121,7 +122,7 @@ SITUATIONS: dict[DelaySituation, str] = {
 class Delay(NamedTuple):
     """How long prompts have waited for those of other ranks."""
 
-    passes: int = 0  # in a row; 0: nobody waits
+    passes: int = 0  # in a row; 0: no prompt waits
     since_us: int = 0  # by the first rank's clock
 
     @property
@@ -262,7 +263,7 @@ class Rounds:
         self.slot = 0  # the microbatch that the round at hand is about
         self.rules_delay = config.prefill_delayer is True or bool(config.prefill_full_skip_passes)
         self.round = 0  # the next to be proposed, or the one proposed
-        self.proposed: Counts | None = None  # what this rank has said, and nobody answered yet
+        self.proposed: Counts | None = None  # what this rank has proposed, without an answer yet
         self.wish: Wish | None = None  # said with it
         self.held: InFlight | None = None  # the plan of that, or of the one before that was put off; the last in flight
         self.awaits_results = False  # all wait until nothing launched is in flight
@@ -286,7 +287,7 @@ class Rounds:
         return mine - (self.held is not None)
 
     def restarted(self, generation: int) -> None:
-        """The device is gone, of every rank: rounds begin again, and who waited for others has waited for nothing."""
+        """The device is gone, of every rank: rounds begin again, and waits for other ranks are void."""
         self.digest = blake2b(
             _encode(generation), digest_size=DIGEST_BYTES
         ).digest()  # some may have been a round ahead
@@ -356,7 +357,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------ agreements
 
     def agreed(self, event: RanksAgreed, step: Step) -> bool:
-        """All have proposed: launch, or decide together who extends, and propose again.
+        """All have proposed: launch, or decide together which ranks extend, and propose again.
 
         Returns whether prompts may go ahead and there is nothing to run.
         Raises: ContractError, changing nothing, for what cannot be.
@@ -377,7 +378,7 @@ class Rounds:
         wanting = sum(wish.wants for wish in event.wishes)
         if not config.overlap_consecutive_prefills and self.extended and (wanting or extends):
             if any(wish.in_flight for wish in event.wishes):
-                self.awaits_results = True  # until then nobody launches behind that extend, whoever it was
+                self.awaits_results = True  # until then no rank launches behind that extend, whichever rank it was
                 self._note(("awaits results", self.round))
                 return False
         if wanting:

@@ -1,4 +1,4 @@
-"""Prefill and decode on different engines: what becomes of a request whose KV is computed here and used there.
+"""Prefill and decode on different engines: the course of a request with KV computed here and used there.
 
 A request of a *room* comes to two engines. The prefill engine computes its prompt and draws its first token, and sends
 the KV part by part, behind the batches that compute it. The decode engine gives pages to the writer, waits until all of
@@ -11,20 +11,21 @@ Each side has a table, `SENDER` and `RECEIVER`: the state of a transfer, what ha
 moves along them and nowhere else; docs/distributed.md shows them. A transfer is named by the request's id on its
 engine, which is never used twice: so facts about a transfer that is over are known to be late, and ignored.
 
-**Who touches pages.** Pages that a writer or reader elsewhere may touch belong to the transfer until it has *ended* on
+**Shared pages.** Pages that a writer or reader elsewhere may touch belong to the transfer until it has *ended* on
 this side: done, failed or link_down, of which the host tells exactly once. A request that goes before that leaves them
 in quarantine. On the decode side these are the pages given to the writer; on the prefill side the row of the request,
 which `Memory.lent` pins.
 
-**Nobody waits for pages while holding some.** A transfer is given all pages up to and with the one its first decode
-writes, or none; who is ready therefore needs a row and no page. Who is ready can be made to give its pages back, and
-who receives ends without anybody here. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for each request
+**No request waits for pages while holding some.** A transfer is given all pages up to and with the one its first decode
+writes, or none; a ready request therefore needs a row and no page. It can be made to give its pages back, and
+a receiving one ends by itself. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for each request
 that runs or will, or what the largest of those that run still needs, whichever is more.
 
-**Nobody takes what another holds up.** A sample that follows another and a turn that is not on take neither slot nor
-pages; an encoder is asked once both sides are sure; who is ready, and so holds pages, gets its adapter before the line.
+**A waiting dependant blocks no request.** A sample that follows another and a turn that may not start take neither slot
+nor pages; encoding begins once both sides are sure; a ready request, which holds pages, gets its adapter before the
+queue.
 
-**A change of the role** (`RoleChange`) lets nobody in, ends whoever is left when its time is over, and happens when
+**A change of the role** (`RoleChange`) admits no request, ends those left when its time is over, and happens when
 nothing of the old role is left: no request, no batch, no transfer.
 """
 
@@ -169,7 +170,7 @@ class RoleChange(msgspec.Struct):
 
     control_id: int
     role: Role
-    due_us: int  # whoever is left then ends
+    due_us: int  # requests left then end
 
 
 class TransferImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -242,8 +243,10 @@ class Transfers:
         self._prerequisites = prerequisites
         self.all: dict[RequestId, Transfer] = {}  # that are not over, in the order of their arrival
         self.rooms: dict[int, RequestId] = {}
-        self.line: list[RequestId] = []  # who waits for a slot ("accepted"), or for pages too ("preallocating")
-        self.ready: list[RequestId] = []  # who waits for a row, as their KV arrived
+        self.line: list[
+            RequestId
+        ] = []  # requests that wait for a slot ("accepted"), or for pages too ("preallocating")
+        self.ready: list[RequestId] = []  # requests that wait for a row, as their KV arrived
         self.change: RoleChange | None = None
         self.sending = 0  # requests whose prompt is computed and only has to be sent yet
         self._take_role(config)
@@ -265,7 +268,7 @@ class Transfers:
 
     @property
     def holds_pages(self) -> bool:
-        """Whether any transfer keeps pages, beside the rows of who runs."""
+        """Whether any transfer keeps pages, beside the rows of running requests."""
         return any(transfer.state in TOUCHED or transfer.state == "ready" for transfer in self.all.values())
 
     @property
@@ -284,12 +287,13 @@ class Transfers:
         return transfer is not None and transfer.state in HELD
 
     def ready_on(self, adapter: Adapter) -> list[Request]:
-        """Who is ready and runs on this adapter."""
+        """The ready requests that run on this adapter."""
         ready = [self._scheduler.requests[request_id] for request_id in self.ready]
         return [request for request in ready if request.adapter == adapter]
 
     def adapters_wanted(self) -> list[Adapter]:
-        """Of those who are ready, as long as they may start: they hold pages, so they go before anybody in the line."""
+        """Adapters of ready requests, as long as they may start: they hold pages, so they go before the waiting
+        queue."""
         if self._scheduler.launches_blocked:
             return []
         return [self._scheduler.requests[request_id].adapter for request_id in self.ready]
@@ -362,7 +366,7 @@ class Transfers:
                 self._scheduler.finish(request, "transfer", step)
 
     def restarted(self, step: Step) -> None:
-        """The device is gone, and with it all that was on its way from it or to it, and who touched it."""
+        """The device is gone, and with it all that was on its way from it or to it, and the requests concerned."""
         for transfer in list(self.all.values()):
             request = self._scheduler.requests.get(transfer.request_id)
             if transfer.state != "quarantined":
@@ -378,7 +382,7 @@ class Transfers:
         self._compute_here(request, step)
 
     def makes_way(self, step: Step) -> bool:
-        """Take windows back for a split prompt, which nobody else will give any: of the newest who gets no row.
+        """Take windows back for the chunked request, if no other request will give any: of the newest without a row.
 
         Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
         """
@@ -393,7 +397,7 @@ class Transfers:
         return False
 
     def give_up_all(self, step: Step) -> None:
-        """The same for everybody who is ready."""
+        """Take back the pages of all ready requests."""
         for transfer in self.in_state("ready"):
             self.give_up(self._scheduler.requests[transfer.request_id], step)
 
@@ -416,7 +420,7 @@ class Transfers:
         self._scheduler.join_queue(request)
 
     def _abandon(self, transfer: Transfer, step: Step) -> None:
-        """This side wants no more of a transfer."""
+        """This side gives a transfer up."""
         if transfer.state != "ready":
             step.commands.append(CancelTransfer(transfer.request_id))
         self._forget_sent(transfer)
@@ -504,7 +508,7 @@ class Transfers:
             return
         request = self._scheduler.requests.get(event.transfer_id)
         self._refuse_impossible(event, transfer, request)
-        if request is None or transfer.state == "quarantined":  # nobody waits for it any more
+        if request is None or transfer.state == "quarantined":  # no request waits for it any more
             self._move(transfer, cause, step)
         elif cause == "accepted":
             transfer.start_tokens = transfer.given_tokens = event.start_tokens
@@ -535,7 +539,8 @@ class Transfers:
             raise ContractError(f"transfer {event.transfer_id} starts at {start} of {request.prompt_tokens} tokens")
 
     def _begin_output(self, request: Request, event: TransferAdvanced, step: Step) -> None:
-        """The first token is known: send it, and end whom it ends, by the same precedence as any other token."""
+        """The first token is there: send it, and end the request if it ends it, by the same precedence as any other
+        token."""
         assert event.first_token is not None
         token = np.array([event.first_token], np.int32)
         request.tokens += token.tobytes()
@@ -562,7 +567,7 @@ class Transfers:
     # -------------------------------------------------------------------------------------------------- slots and pages
 
     def settle(self, step: Step) -> None:
-        """Give whoever waits what can be had now. Called after every event."""
+        """Give waiting requests what is available now. Called after every event."""
         if self.change is not None:
             self._change_role(self.change, step)
         if not self.line or self._scheduler.paused or not self._scheduler.admits:
@@ -584,7 +589,7 @@ class Transfers:
                 return
 
     def _change_role(self, change: RoleChange, step: Step) -> None:
-        """End whoever is overdue; when nobody is left, here or on the other sides, take the new role."""
+        """End overdue requests; when none is left, here or on the other sides, take the new role."""
         if self._scheduler.requests and change.due_us <= self._scheduler.now_us:
             left = list(self._scheduler.requests.values())
             self._scheduler.leave_running(left)
@@ -600,7 +605,7 @@ class Transfers:
     def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
         """Give the writer pages, if they can be had; the cached beginning of the prompt need not come."""
         if self._scheduler.waiting or self._scheduler.prefilling is not None:
-            return False  # whoever lost its pages goes first
+            return False  # requests that lost their pages go first
         memory, page_size = self._scheduler.memory, self._scheduler.config.page_size
         if self._sessions.open:
             self._sessions.yield_until(memory, lambda: self._fits(request, memory.match_to_receive(request)), step)
@@ -735,7 +740,7 @@ class Transfers:
         return True
 
     def take_rows(self, step: Step) -> list[ExtendPart]:
-        """Whoever is ready takes a row with all its pages; the first token is its part of the next batch."""
+        """Ready requests take a row with all their pages; the first token is their part of the next batch."""
         parts, adapters = [], self._scheduler.memory.adapters
         for request_id in list(self.ready):
             transfer, request = self.all[request_id], self._scheduler.requests[request_id]

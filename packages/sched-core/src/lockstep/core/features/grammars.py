@@ -1,4 +1,4 @@
-"""Structured output: who waits for a grammar, and which tokens the matchers must have seen before a batch samples.
+"""Structured output: requests that wait for a grammar, and tokens that matchers must have seen before a batch samples.
 
 The host compiles grammars and keeps the matchers, one for each request and epoch; this file orders both. It holds
 digests and numbers, never masks or logits.
@@ -41,7 +41,7 @@ Advance = tuple[RequestId, int, tuple[int, ...]]
 
 
 class GrammarEntry(msgspec.Struct):
-    """What became of one digest, and who needs it."""
+    """The state of one digest, and the requests that need it."""
 
     error: str | None = None  # None: not answered yet; "": compiled
     users: int = 0  # requests that have not ended
@@ -68,7 +68,7 @@ class Grammars:
             raise RequestRefused("queue_full", message)
 
     def must_wait(self, request: Request, timeout_us: int | None, step: Step) -> bool:
-        """Whether a newcomer's grammar is not compiled yet. The first who needs it has it compiled."""
+        """Whether a new request's grammar is not compiled yet. The first request that needs it has it compiled."""
         if request.grammar is None:
             return False
         digest = request.grammar.digest
@@ -87,7 +87,7 @@ class Grammars:
         return True
 
     def answered(self, event: GrammarReady, step: Step) -> None:
-        """A grammar compiled, or did not: those who wait for it join the line, or end. Only the first answer counts."""
+        """A grammar compiled, or did not: its waiting requests join the queue, or end. Only the first answer counts."""
         known = self.known.get(event.digest)
         if known is None or known.error is not None:
             return
@@ -101,14 +101,14 @@ class Grammars:
                 self._scheduler.join_queue(request)
 
     def ended(self, request: Request) -> None:
-        """A request ended. If it waited, its grammar goes on being compiled, for whoever comes next."""
+        """A request ended. If it waited, its grammar goes on being compiled, for later requests."""
         if request.grammar is not None:
             known = self.known[request.grammar.digest]
             known.users -= 1
             known.waiting.pop(request.request_id, None)
 
     def ask_again(self, step: Step) -> None:
-        """After a restart: who was compiling may be gone. Only the first answer counts, so asking twice is harmless."""
+        """After a restart: compilations may be lost. Only the first answer counts, so ordering twice is harmless."""
         for known in self.known.values():
             for request_id in known.waiting:
                 grammar = self._scheduler.requests[request_id].grammar

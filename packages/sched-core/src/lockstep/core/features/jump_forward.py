@@ -1,7 +1,7 @@
 """Jump-forward: where a grammar admits one continuation only, its tokens are computed together, none is waited for.
 
-Behind `{"verdict": "yes", ` a schema may leave nothing but `"percent": `. The host, who has the matchers, says with
-each token which ones are forced behind it (`TokensForced`): each is the only token that its mask admits.
+Behind `{"verdict": "yes", ` a schema may leave nothing but `"percent": `. The host, which has the matchers, reports
+with each token which ones are forced behind it (`TokensForced`): each is the only token that its mask admits.
 So they are facts before they are sampled, and the next launch of the row computes them behind its newest token:
 
     outputs      s - 1      s      s + 1    s + 2
@@ -9,7 +9,7 @@ So they are facts before they are sampled, and the next launch of the row comput
                  `------ one launch -------'
 
 That is a verification whose drafts are all right (speculation.py), so who ends, what is streamed, retraction, snapshots
-and the tables on the device are what they are for drafts. Two things differ: nobody guesses, and the result leaves
+and the tables on the device are what they are for drafts. Two things differ: there is no guess, and the result leaves
 nothing open, so that what is launched behind it starts at a known position.
 
 Each forced token is drawn as it always is, by its own position's seed under a mask that admits it alone: the answer is
@@ -18,9 +18,9 @@ what it is without, and the journal says which tokens were forced, so that a rep
     result of output n - 1: forced f0 f1 f2      with overlap 1, the batch that samples n is in flight
     next launch                                  s = n + 1: that one will sample f0; this one computes f0 f1 f2
 
-What is known waits in `Engine.forced` until its tokens are delivered; whoever leaves its row forgets it, and is told
-again. Forced tokens are a luxury as drafts are: where pages lack, fewer are computed at once. Rows with stop texts have
-none, since their host looks at each token by itself; a stop token is never forced, since it might end the answer.
+Forced tokens wait in `Engine.forced` until they are delivered; a request that leaves its row loses them, and receives
+them again. Forced tokens are a luxury as drafts are: where pages lack, fewer are computed at once. Rows with stop texts
+have none, since their host looks at each token by itself; a stop token is never forced, since it might end the answer.
 """
 
 from __future__ import annotations

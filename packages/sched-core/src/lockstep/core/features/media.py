@@ -8,15 +8,15 @@ a new one, which costs it a cache hit and nothing else.
 **Encoder output.** A request with media is held until the encoder has seen all of them. It takes the whole room it
 needs in the encoder cache at once or none of it, in the order in which requests asked, and gives it back when its
 prompt is computed or it leaves; but what a launched batch may read stays until that is collected. So room taken is
-always given back by somebody who does not wait for room, and nobody who is refused keeps a part of what it wanted.
+always given back by a request that does not wait for room, and a refused one keeps no part of what it needed.
 
 **Encoder budget.** Having room is not being encoded: with a budget, contents line up for the encoder, and it is asked
-for the next one when what it is at leaves enough of the budget, or when it is at nothing. Whom nobody needs any more
+for the next one when what it is at leaves enough of the budget, or when it is at nothing. What is not needed any more
 leaves that line; what the encoder was asked for, it answers.
 
     absent --room--> queued --budget: EncodeMedia--> encoding --MediaEncoded--> ready --room is needed--> absent
-                        |                                                         nobody pins it
-                        +--nobody pins it--> absent
+                        |                                                         unpinned
+                        +--unpinned--> absent
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class EncoderEntry(msgspec.Struct):
 
     tokens: int
     ready: bool = False
-    outdated: bool = False  # of weights that were replaced: for those only who had begun to compute with it
+    outdated: bool = False  # of weights that were replaced: only for requests that had begun to compute with it
 
 
 class EncoderCache:
-    """Encoder output, bounded: what is there, who needs it to stay, and who waits for room."""
+    """Encoder output, bounded: what is there, which requests pin it, and which wait for room."""
 
     def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
         self.budget_tokens = budget_tokens  # being encoded at once, unless one content alone is more; None: no limit
         self.encodings: dict[bytes, EncoderEntry] = {}  # least recently used first
-        self.pins: dict[RequestId, dict[bytes, int]] = {}  # who needs what: tokens by digest
-        self.line: dict[RequestId, dict[bytes, int]] = {}  # who waits for room for what, first come first
+        self.pins: dict[RequestId, dict[bytes, int]] = {}  # what each request needs: tokens by digest
+        self.line: dict[RequestId, dict[bytes, int]] = {}  # what each request waits for room for, first come first
         self.deferred: list[tuple[BatchId, list[bytes]]] = []  # what work in flight reads for requests that have left
         self.queued: dict[bytes, None] = {}  # has room, and the encoder was not asked for it yet: first come first
         self.dropping: list[bytes] = []  # what went to make room, and the host was not told yet
@@ -137,7 +137,7 @@ class EncoderCache:
         return sum(one.tokens for digest, one in self.encodings.items() if not one.ready and digest not in self.queued)
 
     def _forget_unwanted(self) -> None:
-        """What is queued for nobody any more gives its room back."""
+        """What is queued without a request gives its room back."""
         pinned = {digest for needed in self.pins.values() for digest in needed}
         for digest in [digest for digest in self.queued if digest not in pinned]:
             del self.queued[digest], self.encodings[digest]
@@ -148,7 +148,7 @@ class EncoderCache:
         return [request_id for request_id in self._needing(digest) if self._complete(request_id)]
 
     def failed(self, digest: bytes) -> list[RequestId]:
-        """One could not be encoded. Returns those who needed it; they hold nothing any more."""
+        """One could not be encoded. Returns the requests that needed it; they hold nothing any more."""
         del self.encodings[digest]
         losers = self._needing(digest)
         for request_id in losers:
@@ -169,7 +169,7 @@ class EncoderCache:
         return request_id in self.pins or request_id in self.line
 
     def _needing(self, digest: bytes) -> list[RequestId]:
-        """Who pins it, first come first."""
+        """The requests that pin it, first come first."""
         return [request_id for request_id, media in self.pins.items() if digest in media]
 
     def _complete(self, request_id: RequestId) -> bool:

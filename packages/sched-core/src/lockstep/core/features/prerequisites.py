@@ -8,8 +8,8 @@ before hands the lead to the next one; a leader that is retracted still leads.
 the encoder had made. See `media`.
 
 **Turns and grammars** hold a request as well: see `sessions` and `grammars`. Media of a turn are those of its session
-and its own, so it asks for them when its turn comes. Whoever holds a request keeps the record of it, and calls
-`Engine.join_line` once when that is over; after the last it waits in the line.
+and its own, so it requests them when its turn comes. The feature behind a prerequisite keeps the record of it, and
+calls `Engine.join_line` once when that is over; after the last it waits in the line.
 
 accepted --a leader computes its prompt--> held --delivered, or it leads now--> its media --all encoded--> the line
 """
@@ -117,7 +117,7 @@ class Prerequisites:
             step.decided.append(AdmissionDeferred(self._scheduler.now_us, request.request_id, "media"))
 
     def lost_media(self, request: Request) -> bool:
-        """Whether it waits for its turn, and has media that nobody keeps for it."""
+        """Whether it waits for its turn, and has media that are not kept for it."""
         has = request.extras
         if has is None or not has.media or has.leader != NO_REQUEST or request.state is not RequestState.WAITING:
             return False
@@ -148,7 +148,7 @@ class Prerequisites:
         self._serve(step)
 
     def weights_changed(self, step: Step) -> None:
-        """The encoder sees again what it saw with the weights before, for all who wait. Nothing is in flight."""
+        """The encoder repeats its work of the weights before, for all waiting requests. Nothing is in flight."""
         self.media.outdate()
         waiting = [request for request in self._scheduler.requests.values() if request.row < 0]
         pinning = [request for request in waiting if request.request_id in self.media.pins]
@@ -169,7 +169,7 @@ class Prerequisites:
                 self._scheduler.reject(one.request_id, "media", message, step)
 
     def release_deferred(self, batch_id: BatchId, step: Step) -> None:
-        """A batch was collected: what only it read for somebody who has left may go."""
+        """A batch was collected: output that only it read for requests that have left may go."""
         self.media.release_deferred(batch_id)
         self._serve(step)
 

@@ -11,8 +11,8 @@ out, failed or was rejected leaves it as it was, so the next turn starts where t
 **KV.** A session holds the cached path of its tokens by a lock of its own (`session_kv` hold), from the moment a turn's
 KV is published to the end of the next completed turn. Such pages are *session-held*: cached, in the radix cache's
 books, and not evictable. When an admission or a decode lacks pages, sessions yield: those with no turn first, least
-recently used first, before anybody is retracted. A session that yielded keeps its tokens; its next turn computes what
-the cache has lost. With `session_kv` evictable nothing is ever held.
+recently used first, before any request is retracted. A session that yielded keeps its tokens; its next turn computes
+what the cache has lost. With `session_kv` evictable nothing is ever held.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class Sessions:
         self._scheduler = scheduler
         self._prerequisites = prerequisites
         self.open: dict[str, Session] = {}
-        self.free: list[str] = []  # whose next turn may start; emptied within the step
-        self.unsettled: list[tuple[BatchId, str]] = []  # whose KV is published once this batch is collected
+        self.free: list[str] = []  # sessions with a next turn that may start; emptied within the step
+        self.unsettled: list[
+            tuple[BatchId, str]
+        ] = []  # sessions with KV that is published once this batch is collected
         self.due_us: int | None = None  # the next time-out of any session
         self.uses = 0
 

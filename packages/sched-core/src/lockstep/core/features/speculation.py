@@ -12,8 +12,8 @@ starts at `base` plus what the results in flight will say (`starts_after`), so i
 With a result the row is moved back by the drafts that were wrong, and so is its place in every batch behind; pages
 that it can no longer reach go back at once, since no batch in flight can write them any more.
 
-Whoever may have reached its length with what is in flight sits out until that is known: nobody runs past its end.
-Drafts are a luxury: nobody is retracted, and no session yields, to make room for them. Where pages lack, fewer are
+A row that may have reached its length with what is in flight sits out until that is known: no row runs past its end.
+Drafts are optional: no request is retracted, and no session yields, to make room for them. Where pages lack, fewer are
 verified, down to none; the next decodes of other microbatches have theirs first. Rows under a grammar or with stop
 texts have none, for their hosts must see each token before the next is drawn; but what a grammar forces is verified as
 drafts are (jump_forward.py).
@@ -82,7 +82,7 @@ class Chances(msgspec.Struct):
 
     def worth_drafting(self, config: SchedConfig, rows: int) -> int:
         """Drafts of each of so many rows: while one is at least as likely to count as was asked for, and one at least,
-        or nobody would learn that they are right again. Places that were never tried count as the one before.
+        or a recovery would go unnoticed. Places that were never tried count as the one before.
         """
         limit, least = config.speculative_max_batch_size, config.speculative_min_chance
         if limit is not UNSET and rows > limit:
@@ -140,7 +140,7 @@ class Speculator:
         forced = NO_ROWS
         if self.jump_forward.forced:
             forced = self.jump_forward.counts_of(members, most)
-            drafts += forced  # who has any is under a grammar, and drafts nothing
+            drafts += forced  # a row with forced tokens is under a grammar, and drafts nothing
         held = -(-most // page_size)
         available = self._pages_to_open()
         while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
@@ -204,7 +204,7 @@ class Speculator:
     def settle(self, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
         """A verifying batch is delivered: where its rows stand is known, here and in every batch behind it.
 
-        int32 [samplers], as `accepted_of` has it. Pages that nobody can reach any more go back.
+        int32 [samplers], as `accepted_of` has it. Pages beyond reach go back.
         """
         assert batch.steps is not None
         wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted

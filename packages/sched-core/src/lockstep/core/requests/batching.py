@@ -72,7 +72,8 @@ class InFlight:
 
     @property
     def starts(self) -> Int32s:
-        """Where its rows start, the most that results leave open: exact for who is in no batch before it. [rows]"""
+        """Where its rows start, the most that results leave open: exact for rows that are in no batch before it.
+        [rows]"""
         if not self.verifies:
             return self.plan.starts
         starts = self.plan.starts.copy()
@@ -99,7 +100,8 @@ class InFlight:
                 yield i, request
 
     def ending_requests(self) -> Iterator[Request]:
-        """Whom this batch ends whatever it samples: by length, or because only its prompt was to be computed."""
+        """The requests that this batch ends whatever it samples: by length, or because only the prompt was to be
+        computed."""
         for i in self.ending:
             request, row = self.samplers.requests[i], int(self.samplers.rows[i])
             if request.row == row and row not in self.dead:
@@ -107,7 +109,7 @@ class InFlight:
         yield from self.computed_requests()
 
     def computed_requests(self) -> list[Request]:
-        """Whose prompt ends with this batch, and they with it."""
+        """The requests that end with this batch, with their prompts."""
         rows = [(self.requests[i], int(self.plan.rows[i])) for i in self.plan.pooled_rows.tolist()]
         return [request for request, row in rows if request.row == row and row not in self.dead]
 

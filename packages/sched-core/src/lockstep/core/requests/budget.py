@@ -1,8 +1,8 @@
-"""Who may start, and how long the next chunk is.
+"""Which requests may start, and how long the next chunk is.
 
 Three budgets limit an extend, all in tokens:
 
-    total    KV the pool could still give, less what running requests will want before they end (the *reserve*);
+    total    KV the pool could still give, less what running requests will need before they end (the *reserve*);
              beside it `current`, the same without any reserve, only decides whether to look further
     input    new tokens one extend may take (`max_prefill_tokens`)
     chunk    new tokens before a prompt is split (`chunked_prefill_size`)
@@ -13,10 +13,10 @@ of both. The reserve is a policy:
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
                showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
-               Who ignores end tokens, with nothing cached, is admitted by when the others end instead: `lasts_with`.
-    on_demand  the pages that the next decode needs: whoever's whole prompt fits beside them starts, and who outgrows
-               the pool is retracted. vLLM.
-    full       every page that anybody active will still open: nobody is ever retracted for pages. mini-sglang.
+               A request that ignores end tokens, with nothing cached, is admitted by when the others end instead:
+    `lasts_with`. on_demand  the pages that the next decode needs: a request starts whose whole prompt fits beside them,
+               and one that outgrows the pool is retracted. vLLM.
+    full       every page that an active request will still open: none is ever retracted for pages. mini-sglang.
 
 The ratio is an estimate in tokens, with a page of slack for each newcomer. The other two count pages and are exact.
 """
@@ -78,17 +78,17 @@ class NewTokenRatio:
 
 
 def reserve_by_ratio(remaining: NDArray[np.int32], ignores_eos: NDArray[np.int32], ratio: float) -> int:
-    """Tokens that running requests will still want: int32 [n] still to come; [n] 1 for those that run to the limit."""
+    """Tokens that running requests will still need: int32 [n] still to come; [n] 1 for those that run to the limit."""
     clipped = np.minimum(remaining, CLIP)
     certain = int(clipped.dot(ignores_eos))  # in 32 bits: half a million rows of 4,096
     return certain + int((int(np.add.reduce(clipped)) - certain) * ratio)
 
 
 def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool:
-    """Whether `free` tokens of KV suffice until the last of some requests has ended, whoever ends giving its own back.
+    """Whether `free` tokens of KV suffice until the last of some requests has ended, each end giving its own back.
 
     Args:
-        left: [n], tokens that each will still sample; who has none left does not count.
+        left: [n], tokens that each will still sample; requests with none left do not count.
         held: [n], tokens that each holds now, and gives back at its end, with what it wrote until then.
     """
     order = left.argsort(kind="stable")
@@ -100,9 +100,9 @@ def lasts(left: NDArray[np.float64], held: NDArray[np.int32], free: int) -> bool
 
 
 def lasts_with(running_batch: RunningBatch, positions: Int32s, joining: list[Request], ratio: float, free: int) -> bool:
-    """Whether `free` tokens of KV last for a cohort and those who join it, see `lasts`.
+    """Whether `free` tokens of KV last for a running batch and the requests that join it, see `lasts`.
 
-    Who ignores end tokens runs to its limit; of all others' outputs the share `ratio` is expected.
+    A request that ignores end tokens runs to its limit; of all others' outputs the share `ratio` is expected.
 
     Args:
         positions: int32 [members], where each member of the cohort decodes next.
@@ -152,7 +152,7 @@ class PrefillBudget:
         self.unit = config.chunk_unit_tokens  # `input` and `chunk` are charged in multiples of this
         self.beyond = config.decode_look_ahead - 1  # tokens that must fit beyond the one being computed
         self.set_aside = 0  # pages that are left to the decodes of the same pass
-        self.newcomers: list[Request] = []  # in this extend, for whom no decode counts yet
+        self.newcomers: list[Request] = []  # in this extend, without a decode that counts yet
 
     def shorten(self, tokens: int | None) -> None:
         """Hold the chunk to so many tokens, if that is less, but not to less than one unit of splitting."""
@@ -184,7 +184,7 @@ class PrefillBudget:
         self.set_aside = set_aside
 
     def hold(self, tokens: int) -> None:
-        """Cached tokens a candidate locks cannot be evicted for anybody any more."""
+        """Cached tokens that a candidate locks cannot be evicted any more."""
         self.total -= tokens
         self.current -= tokens
 

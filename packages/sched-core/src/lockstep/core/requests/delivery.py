@@ -1,4 +1,4 @@
-"""What becomes of a batch's tokens: who ends by them, and which of them are sent now.
+"""What becomes of a batch's tokens: which requests end by them, and which tokens are sent now.
 
 A request that watches its text for stop texts may have to hold back tokens that could be the beginning of one. So what
 it was sent does not follow from what it has: `Request.sent` remembers. For all others it does, see `sent_by`.
@@ -16,7 +16,8 @@ from lockstep.core.requests.table import ONE, Int32s, Request
 
 
 def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:
-    """Who ends with a batch of one token per sampler, and why, in their order. Precedence: see events.FinishReason."""
+    """The requests that end with a batch of one token per sampler, and why, in order. Precedence: see
+    events.FinishReason."""
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
     for i in event.grammar_ended:
@@ -37,7 +38,7 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
 
 
 def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
-    """Of a batch with several tokens per sampler, end to end: who ends, and how many tokens of each count.
+    """Of a batch with several tokens per sampler, end to end: the ends, and how many tokens of each count.
 
     What a request sampled behind its end never was.
     """
@@ -51,7 +52,7 @@ def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReas
 
 
 def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
-    """Of a batch with several tokens per sampler: who runs into a stop token, and how many tokens of each count."""
+    """Of a batch with several tokens per sampler: rows with a stop token, and how many tokens of each count."""
     samplers, steps = batch.samplers, batch.steps
     assert steps is not None
     counts, ends = steps.copy(), []
@@ -68,7 +69,7 @@ def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
 
 
 def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
-    """Of a batch that verified drafts, its tokens end to end: who ends, and how many tokens of each count.
+    """Of a batch that verified drafts, its tokens end to end: the ends, and how many tokens of each count.
 
     The precedence holds token by token. Rows that are reported on by their place have one token: they had no drafts.
     """

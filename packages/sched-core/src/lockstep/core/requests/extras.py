@@ -1,4 +1,4 @@
-"""What a plan says of requests that want more than tokens: spans of media, logprobs of the prompt, hidden states.
+"""What a plan holds of requests that need more than tokens: spans of media, logprobs of the prompt, hidden states.
 
 All of it is about extends. How far each request was served is in its `Extras`: a position whose result was delivered
 is not asked about again after a retraction, and none whose result was lost is left out.
@@ -88,7 +88,7 @@ def wants_logprobs(request: Request) -> bool:
 
 
 def with_extras(taken: RowTaken, extras: Extras) -> RowTaken:
-    """What the executor must know of the row's holder for as long as it has the row."""
+    """What the executor needs of the row's holder for as long as it has the row."""
     return msgspec.structs.replace(
         taken,
         logprobs=extras.logprobs,

@@ -114,7 +114,7 @@ class Microbatches:
         """Turn to the microbatch of an offered slot, or of a round that data-parallel ranks agreed on.
 
         Args:
-            any_full: whether any microbatch is full, as the engine knows between launches; false clears all of them.
+            any_full: whether any microbatch is full, as of the last launch; false clears all of them.
         Returns: whether admission to this microbatch ran out before.
         """
         if not any_full:

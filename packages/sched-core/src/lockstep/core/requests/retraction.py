@@ -1,4 +1,4 @@
-"""Who gives pages back when the next decode does not fit."""
+"""Which request gives pages back when the next decode does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: I
     """The member to retract. Index into the cohort, which must have at least two members: one always runs on.
 
     length    fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
-    newest    who joined last, as vLLM: those before it keep their places
+    newest    the latest to join, as vLLM: those before it keep their places
     priority  the least important first, and of these as under length
     """
     if config.retraction_policy == "newest":

@@ -208,7 +208,7 @@ class Request:
         self.grammar_due_us: int | None = None  # while its grammar is compiled: when it gives up
         self.grammar_outputs = OUTPUTS_MAX  # output tokens its grammar takes: past these it admits nothing more
         self.sampling = arrived.sampling
-        self.session = arrived.session  # whose turn it is; cleared when that closes before its end
+        self.session = arrived.session  # of this turn; cleared when the session closes before its end
         self.session_start = arrived.session_start
         self.streams = arrived.stream
         self.stream_every = 1
@@ -220,7 +220,7 @@ class Request:
         self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
         self.row = NO_ROW
         self.decodes = False  # whether it is a member of the engine's cohort
-        self.computed = 0  # positions whose KV is launched, unless it is in the cohort: then see Engine.positions
+        self.computed = 0  # positions with launched KV, unless it is in a running batch: then see its positions
         self.chunks = 0
         self.handle: RadixNode | None = None  # its lock on the radix cache
         self.protected_pages = 0  # leading pages of its row that the radix cache owns
@@ -334,7 +334,7 @@ def _pairs(runs: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 class RequestTable:
-    """Rows of requests: the device's page table, mirrored here, the output tokens, and who holds each row.
+    """Rows of requests: the device's page table, mirrored here, the output tokens, and the holder of each row.
 
     `pages` [rows, pages_width] and `outputs` [rows, outputs_width] grow by doubling as longer requests come. A row's
     pages are valid up to what its holder has launched, its outputs up to what was delivered; the rest is left over.

@@ -46,9 +46,9 @@ class DecodePlanner:
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
-        """The cohort's next token as part of an extend; of nobody, if they cannot be mixed or a page is missing.
+        """The running batch's next token as part of an extend; empty, if they cannot be mixed or a page is missing.
 
-        Who sits out goes next, so that prompts that keep coming do not hold up who decodes.
+        Rows that sit out go next, so that a stream of prompts does not delay decodes.
         """
         if not wanted or not running.batch.size:
             return NO_DECODES

@@ -78,7 +78,7 @@ class DecodeRun:
         return step
 
     def launched(self, event: LaneReady) -> Step:
-        """The Step of a free slot: one more token for everybody."""
+        """The Step of a free slot: one more token for each member."""
         running_batch, starts = self._running_batch, self._positions
         step = Step(time_us=event.time_us)
         plan = BatchPlan(
@@ -137,7 +137,7 @@ class DecodeRun:
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def _look_ahead(self) -> None:
-        """See who opens a page with the next launch; the run is over if the free list does not have it."""
+        """Find the members that open a page with the next launch; the run is over if the free list does not have it."""
         self._growing = members_growing(self._positions, self._engine.page_mask)
         memory = self._engine.memory
         if self._growing.size > memory.pool.free_count:
@@ -149,8 +149,8 @@ class DecodeRun:
 def _steady_launches(engine: SchedulerState) -> int:
     """How many launches may follow one another, from here, with nothing to decide but to go on.
 
-    Everything in flight is a decode of today's cohort; nobody can be admitted, ends by length, may end by a token, has
-    a timer, or is leaving a row. Pages are looked after launch by launch.
+    Everything in flight is a decode of today's running batch; no request can be admitted, ends by length, may end by a
+    token, has a timer, or is leaving a row. Pages are looked after launch by launch.
     """
     running, config, adapters = engine.microbatches.current, engine.config, engine.memory.adapters
     running_batch = running.batch

@@ -225,7 +225,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEY
     adapters: dict[str, Any] | None = None
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
     forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
-    host: bytes = b""  # what the host keeps beside it, of which the engine knows nothing
+    host: bytes = b""  # what the host keeps beside it, opaque to the engine
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts

@@ -1,4 +1,4 @@
-"""The waiting line: in which order requests are considered for admission, and who may pass whom.
+"""The waiting queue: the order in which requests are considered for admission, and which may be bypassed.
 
 The *line* is `Engine.waiting`: requests as they came, retracted ones where they were requeued. A *policy* is a pure
 function of a `WaitingQueue`, which shows the line as columns, and returns positions in the order in which they are to
@@ -7,20 +7,20 @@ be considered. Those of the core are at the end of this file; installed packages
 What holds under every policy:
 
 **Bounded bypass.** A waiting request counts the requests that stood behind it in the line and were admitted before it.
-Once there are `bypass_limit` of them it goes first, in line order, ahead of the policy's order, and nobody behind it is
-considered unless it is admitted. So nobody is ever passed by more than `bypass_limit` times, whatever a policy says.
+Once there are `bypass_limit` of them it goes first, in queue order, ahead of the policy's order, and no request behind
+it is considered unless it is admitted. So no request is ever bypassed more than `bypass_limit` times, under any policy.
 The counts are brought up to date when a pass ends; but a pass also knows its *patience*, the admissions after which
-somebody may have reached the limit, and when they have happened it counts and puts the order right before it goes on.
+a request may have reached the limit, and when they have happened it counts and puts the order right before it goes on.
 
 **De-duplication** (`prefix_deduplication`). Requests that share a long prefix which is not cached yet would all compute
-it. "last": all but the first of them in the line go behind everybody else. "defer": a request is put off while another
+it. "last": all but the first of them in the queue go behind all others. "defer": a request is deferred while another
 one, already admitted, computes the very pages that it needs next; it is considered again once these are published, or
-once the other has left. Whoever is put off waits for a request that runs, so something always moves.
+once the other has left. A deferred request waits for one that runs, so something always moves.
 
 **Nothing is done twice.** The order of the last pass is kept until something it was made from has changed: the line,
-or what the policy looked at, which its view noted (prefix matches, the clock, work done, who runs). A match is looked
-up again only when the part of the tree it depends on has changed (`radix.Found`). All this is a cache: a restored
-engine starts without it and decides the same.
+or what the policy looked at, which its view noted (prefix matches, the clock, work done, running requests). A match is
+looked up again only when the part of the tree it depends on has changed (`radix.Found`). All this is a cache: a
+restored engine starts without it and decides the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lockstep.core.kv.radix import Found, RadixCache
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
 
 LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)
-DUPLICATE_CACHED_TOKENS_MAX = 32  # whoever has more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
+DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
 DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
 REFRESHED_REQUESTS = 128  # of the line, whose cached prefixes are refreshed (SGLang's limit)
 ENDLESS = 1 << 62
@@ -141,7 +141,7 @@ class WaitingQueue(RequestColumns):
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """Tokens of each whose KV is in the radix cache now, as far as each may use it; looked up if need be."""
+        """Tokens of each with KV in the radix cache now, as far as each may use it; looked up if need be."""
         page_size = self.config.page_size
         if not self.config.radix_cache:
             return (0,) * len(self)
@@ -182,8 +182,8 @@ def matched(request: Request, radix: RadixCache) -> Found:
 def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
     """Count the cached prefixes of those first in the line as used just now, the head's last of all.
 
-    So they outlive what nobody waits for, however long the line moves on nothing else. SGLang does so for policies that
-    do not look at the cache; here it is for any.
+    So they outlive what no request waits for, however long the queue moves on nothing else. SGLang does so for policies
+    that do not look at the cache; here it is for any.
     """
     for request in reversed(waiting[:REFRESHED_REQUESTS]):
         radix.touch(matched(request, radix).node)
@@ -206,9 +206,11 @@ class Ordering:
         self._limit = ENDLESS if config.bypass_limit is None else config.bypass_limit
         self._defers = config.prefix_deduplication == "defer"
         self._lasts = config.prefix_deduplication == "last"
-        self._plain = own is fcfs and config.prefix_deduplication == "off"  # then only own obstacles let anybody pass
+        self._plain = (
+            own is fcfs and config.prefix_deduplication == "off"
+        )  # then only deferrals of a request's own let others pass
         self._passed_by: list[Request] = []  # of the plain pass that is on: those that were not admitted
-        self._may_be_urgent = True  # somebody may have been passed by often enough: false spares a look at everybody
+        self._may_be_urgent = True  # a request may have been bypassed often enough: false spares a look at all
         self._next_pages = -(-DUPLICATE_SHARED_TOKENS_MIN // config.page_size)
 
         # the order of the last pass, and what it was made from
@@ -218,7 +220,7 @@ class Ordering:
         self._made_from: tuple[object, ...] = ()
         self._epoch = -1
 
-        # the pass that is on: who computes what, by where it begins and what follows there
+        # the current pass: which request computes what, by where it begins and what follows there
         self._writers: list[Request] = []
         self._written: dict[int, dict[tuple[str, bytes], Request]] = {}
         self._put_off = False
@@ -228,12 +230,12 @@ class Ordering:
     def turn(self, scheduler: SchedulerView) -> Iterator[Request]:
         """The waiting requests, in the order in which to consider them.
 
-        Whoever no longer waits when the next one is asked for was admitted. The line keeps them until `close`.
+        A request that no longer waits when the next one is taken was admitted. The queue keeps it until `close`.
         """
         return self._plain_turn(self.waiting) if self._plain else self._policy_turn(scheduler)
 
     def _policy_turn(self, scheduler: SchedulerView) -> Iterator[Request]:
-        """As the policy says, but whoever was passed by often enough first."""
+        """In the policy's order, but requests that were bypassed often enough first."""
         order, at, admitted, patience = self._ordered(scheduler), 0, 0, -1
         if self._defers:
             self._begin_writers(scheduler)
@@ -243,7 +245,7 @@ class Ordering:
             yield request
             if request.state is WAITING:
                 if request.bypassed >= self._limit:
-                    return  # nobody passes it any more
+                    return  # it may not be bypassed any more
                 continue
             self._view = None
             if self._defers:
@@ -256,7 +258,7 @@ class Ordering:
                 order, at, admitted, patience = self._urgent_first(order[at:], self.waiting), 0, 0, -1
 
     def _plain_turn(self, line: list[Request]) -> Iterator[Request]:
-        """The line as it stands. It stops where somebody who had to stay behind may be passed no more."""
+        """The queue as it stands. It stops where a request that had to stay behind may be bypassed no more."""
         passed_by = self._passed_by = []
         patience = ENDLESS
         for request in line:
@@ -275,7 +277,7 @@ class Ordering:
         return (self.waiting if plain else self._ordered(scheduler))[:count]
 
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
-        """Under "defer": who computes, already or in this pass, the pages that the request needs next. Else None."""
+        """Under "defer": the request that computes, already or in this pass, the pages needed next. Else None."""
         radix = scheduler.memory.radix
         if not self._defers or not radix.present or request.bypassed >= self._limit:
             return None
@@ -304,7 +306,7 @@ class Ordering:
         self.prefilled_tokens += tokens
 
     def joins(self, request: Request) -> None:
-        """Somebody who was held is in the line: it may have waited before, and been passed by often enough then."""
+        """A request joined the queue: it may have waited before, and been bypassed often enough then."""
         if request.bypassed >= self._limit:
             self._may_be_urgent = True
 
@@ -345,7 +347,7 @@ class Ordering:
         return self._order
 
     def _stands(self, scheduler: SchedulerView) -> bool:
-        """Whether the order of the last pass, in which nobody was admitted, would come out again."""
+        """Whether the order of the last pass, which admitted no request, would come out again."""
         view = self._view
         return (
             view is not None
@@ -396,7 +398,7 @@ class Ordering:
         return order
 
     def _duplicates_last(self, order: list[Request], view: WaitingQueue) -> list[Request]:
-        """Those that begin like one ahead of them in the line go behind everybody, in line order."""
+        """Those that begin like one ahead of them in the queue go behind all others, in queue order."""
         span = DUPLICATE_SHARED_TOKENS_MIN * TOKEN_BYTES
         seen: dict[tuple[str, bytes], Request] = {}
         last: dict[int, Request] = {}
@@ -419,12 +421,12 @@ class Ordering:
         return urgent + [request for request in order if request.bypassed < limit] if urgent else order
 
     def _patience(self, line: list[Request]) -> int:
-        """How many may be admitted until somebody may have been passed by `bypass_limit` times."""
+        """How many may be admitted until a request may have been bypassed `bypass_limit` times."""
         limit = self._limit
         return min([limit - request.bypassed for request in line if request.bypassed < limit], default=ENDLESS)
 
     def _count(self) -> None:
-        """Take the admitted out of the line; everybody ahead of one of them was passed by."""
+        """Take the admitted out of the queue; all requests ahead of one of them were bypassed."""
         behind, staying = 0, []
         for request in reversed(self.waiting):
             if request.state is WAITING:
@@ -440,7 +442,7 @@ class Ordering:
     # -------------------------------------------------------------------------------------------------------- writers
 
     def _begin_writers(self, scheduler: SchedulerView) -> None:
-        """Who computes a prompt now: what is launched of it is published when its batch comes back."""
+        """The requests that compute a prompt now: what is launched is published when its batch comes back."""
         self._writers = [scheduler.prefilling] if scheduler.prefilling is not None else []
         for batch in scheduler.in_flight:
             rows = batch.plan.rows[: batch.plan.extend_rows].tolist()
@@ -454,7 +456,7 @@ class Ordering:
             self._write(written, start, request)
 
     def _write(self, written: dict[tuple[str, bytes], Request], start: int, writer: Request) -> None:
-        """Note what a writer computes from byte `start` of its tokens on. Who came first is the one to wait for."""
+        """Note what a writer computes from byte `start` of its tokens on. The first writer is the one to wait for."""
         stop = start + self._next_pages * self._config.page_size * TOKEN_BYTES
         written.setdefault((writer.namespace, writer.tokens[start:stop]), writer)
 
@@ -484,9 +486,10 @@ def lpm(line: WaitingQueue) -> Sequence[int]:
 
 
 def dfs_weight(line: WaitingQueue) -> Sequence[int]:
-    """Branch by branch of the radix tree, those for whom most requests wait first; deepest first inside a branch.
+    """Branch by branch of the radix tree, the branch with the most waiting requests first; deepest first inside a
+    branch.
 
-    Ties as the first of each branch waits. Whoever has nothing cached comes last.
+    Ties as the first of each branch waits. Requests with nothing cached come last.
     """
     top = -1  # stands for all roots
     weights: Counter[int] = Counter()

@@ -1,18 +1,18 @@
-"""Who makes room for a more important request: priority preemption.
+"""Priority preemption: which requests are retracted for a more important one.
 
 A request that waits has its turn and lacks memory, a row or a place among those that run. Then requests that decode and
 are less important by more than `priority_preemption_threshold` are retracted, if that is enough for it to start; if
-not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so nobody is retracted while
+not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so none is retracted while
 the request waits for what others gave up before.
 
-**Nobody is retracted in circles.** A victim is strictly less important than the request it made room for, so it is
+**No retraction in circles.** A victim is strictly less important than the request it made room for, so it is
 considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
 one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
 still more important ones, and goes first for that reason.)
 
-**Microbatches.** Whoever decodes may be retracted, in whichever of them; only a place is one of a microbatch. A request
-starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the least
-important of all who decode: nobody is retracted for a place before the microbatch of that one is launched.
+**Microbatches.** Any decoding request may be retracted, in any microbatch; only a place belongs to a microbatch. A
+request starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the
+least important of all decoding ones: none is retracted for a place before the microbatch of that one is launched.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def make_room(
 ) -> list[Request]:
     """Retract members so that the request can start, now or once work in flight has given their pages back.
 
-    Nobody is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
+    No request is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
     adapter or for a tier.
 
     Args:
         budget: of the extend that is being put together; it regains what comes free at once.
         parts: requests in that extend so far.
-    Returns: whom it retracted; they do not stand in the line yet.
+    Returns: the retracted requests; they are not in the waiting queue yet.
     """
     config, memory = state.config, state.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
@@ -142,7 +142,7 @@ def make_room_for_split(
 
 
 def stays_behind(state: SchedulerState, request: Request) -> bool:
-    """Whether a request that waits would have to make room for the prompt that is split, for want of window pages.
+    """Whether a waiting request would have to make room for the chunked request, for lack of window pages.
 
     It does not start before that is computed: it would be retracted again.
     """
@@ -170,12 +170,12 @@ def _goes_on(
 
 
 def tokens_kept_free(state: SchedulerState) -> int:
-    """Tokens of the total budget that those who decode take: their reserve, and what decodes in the same pass."""
+    """Tokens of the total budget that running requests take: their reserve, and what decodes in the same pass."""
     return state.reserve_of(*state.everybody) + _tokens_along(state, state.running_batch.size)
 
 
 def _tokens_along(state: SchedulerState, members: int) -> int:
-    """Tokens of the total budget that so many take who decode in the same pass."""
+    """Tokens of the total budget that so many take which decode in the same pass."""
     config = state.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
     return members * state.tokens_per_decode if along else 0
@@ -186,7 +186,7 @@ class AdmissionNeed(NamedTuple):
 
     request: Request
     match: Match | None
-    matched_pages: int  # of its prefix, that nobody holds: they cannot be had for anything else
+    matched_pages: int  # of its prefix, unlocked so far: not available for anything else
     wanted: int  # tokens of the total budget
     new_pages: int  # that its whole prompt needs
     pages: int  # of its first extend
@@ -214,7 +214,7 @@ class AdmissionNeed(NamedTuple):
     def is_met(self, state: SchedulerState, budget: PrefillBudget, leaving: list[int]) -> bool:
         """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
 
-        Until that has come back the others go on, and open pages. `leaving`: indices into all who decode.
+        Until that has come back the others go on, and open pages. `leaving`: indices into all decoding requests.
         """
         config, memory, (running_batch, positions) = state.config, state.memory, state.everybody
         page_size, microbatches = config.page_size, state.microbatches

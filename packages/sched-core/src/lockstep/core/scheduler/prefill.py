@@ -87,14 +87,15 @@ class PrefillPlanner:
         return self._extend_batch(running, parts, step) if parts else None
 
     def plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
-        """Whoever's KV has come from elsewhere goes on behind its first token, and the cohort with it."""
+        """Requests with KV that has come from elsewhere go on behind their first token, and the running batch with
+        them."""
         if not self._state.transfers.ready:
             return None
         parts = self._state.transfers.take_rows(step)
         return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
-        """What this extend may take, beside what the running requests will want and what decodes along with it."""
+        """What this extend may take, beside what running requests will need and what decodes along with it."""
         config = self._state.config
         reserve = (
             self._reserved() if self._state.waiting and (self._state.active or self._state.transfers.hands_over) else 0
@@ -113,7 +114,7 @@ class PrefillPlanner:
         return budget
 
     def _reserved(self) -> int:
-        """Tokens that are not for newcomers: what `reserve` leaves to those who are active."""
+        """Tokens that are not for new requests: what `reserve` leaves to active ones."""
         reserved, split = self._state.reserve_of(*self._state.everybody), self._state.prefilling
         if split is not None and self._state.config.reserve == "full":
             page_size = self._state.config.page_size

@@ -81,16 +81,16 @@ class Results:
         if self._state.sessions.unsettled:
             self._state.sessions.settle(plan.batch_id)
         if samplers.constrained:
-            self._state.expire(step)  # who ends in this step moves no matcher
+            self._state.expire(step)  # a request that ends in this step moves no matcher
             grammars.collected(event, batch, self._state.in_flight, self._state.memory.table.outputs, step)
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
-        """A prompt is computed and cached up to `stop`: a tier below may want it."""
+        """A prompt is computed and cached up to `stop`: a tier below may store it."""
         if request.handle is not None:
             self._state.memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
-        """Record a batch's tokens, stream what is due, and end whom they end."""
+        """Record a batch's tokens, stream what is due, and end the requests that end by them."""
         samplers, outputs = batch.samplers, self._state.memory.table.outputs
         tokens = np.frombuffer(event.tokens, np.int32)
         first = batch.sampled_at - samplers.prompts

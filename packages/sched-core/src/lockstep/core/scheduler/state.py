@@ -383,7 +383,7 @@ class SchedulerState:
         self.waiting.remove(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """A request that waits ends. Whoever is behind it may fit."""
+        """A waiting request ends. A request behind it may fit."""
         if self.held.pop(request.request_id, None) is None:
             self.waiting.remove(request)
             self.batch_is_full = False
@@ -474,7 +474,8 @@ class SchedulerState:
             self.requeue(request, step)
 
     def requeue(self, request: Request, step: Step) -> None:
-        """Put a retracted request where `retracted_requeue` wants it, or hold it for media that it needs again."""
+        """Put a retracted request where `retracted_requeue` places it, or make it wait for media that it needs
+        again."""
         if self.prerequisites.lost_media(request):
             self.prerequisites.await_media(request, step)
             return
@@ -485,13 +486,13 @@ class SchedulerState:
             self.waiting.append(request)
 
     def cancel_all(self, requests: list[Request], step: Step) -> None:
-        """End these requests at their clients' or an operator's wish."""
+        """End these requests on the order of their clients or of an operator."""
         self.leave_running(requests)
         for request in requests:
             self.finish(request, "cancelled", step, flush=True)
 
     def retract_all(self, reason: RetractReason, step: Step) -> None:
-        """Take the pages of everybody who runs back."""
+        """Take the pages of all running requests back."""
         running = [request for request in self.requests.values() if request.row >= 0]
         if self.transfers.all:
             self.transfers.give_up_all(step)
