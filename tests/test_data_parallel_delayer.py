@@ -16,7 +16,6 @@ from lockstep.core.contract.events import (
     Wish,
 )
 from lockstep.core.features.data_parallel import DELAYER, SITUATIONS, Counts, Delay, Rounds, situation_of
-from lockstep.core.scheduler.engine import Engine
 from tests.support.rank_group import RankGroup
 from tests.support.small_ranks import (
     DELAYING,
@@ -315,9 +314,9 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank asks its own clock how long prompts have waited."""
     decide = Rounds._decide
 
-    def by_own_clock(self: Rounds, engine: Engine, event: RanksAgreed, step: Any) -> bool:
-        own = tuple(msgspec.structs.replace(one, time_us=engine.now_us) for one in event.wishes)
-        return decide(self, engine, msgspec.structs.replace(event, wishes=own), step)
+    def by_own_clock(self: Rounds, event: RanksAgreed, step: Any) -> bool:
+        own = tuple(msgspec.structs.replace(one, time_us=self._scheduler.now_us) for one in event.wishes)
+        return decide(self, msgspec.structs.replace(event, wishes=own), step)
 
     monkeypatch.setattr(Rounds, "_decide", by_own_clock)
 

@@ -21,7 +21,6 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features import data_parallel
 from lockstep.core.features.data_parallel import Counts, Delay, Rounds
-from lockstep.core.scheduler.engine import Engine
 from tests.support.rank_group import run_history
 from tests.support.served import Answer, Asked, serve
 from tests.support.small_ranks import (
@@ -142,9 +141,9 @@ def idle_rank_returns_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank with nothing to run does not propose (VL#43547)."""
     propose = Rounds._propose
 
-    def early(self: Rounds, engine: Engine, step: Any, *, wants: bool) -> None:
-        if self.held is not None or wants or engine.in_flight:
-            propose(self, engine, step, wants=wants)
+    def early(self: Rounds, step: Any, *, wants: bool) -> None:
+        if self.held is not None or wants or self._scheduler.in_flight:
+            propose(self, step, wants=wants)
 
     monkeypatch.setattr(Rounds, "_propose", early)
 
@@ -153,8 +152,9 @@ def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank passes over the microbatch in which it has nothing, whatever the others have there (VL#43547)."""
     fold = Rounds._fold
 
-    def on_its_own(self: Rounds, engine: Engine, event: RanksAgreed, step: Any) -> bool:
-        found_nothing = fold(self, engine, event, step)
+    def on_its_own(self: Rounds, event: RanksAgreed, step: Any) -> bool:
+        engine: Any = self._scheduler
+        found_nothing = fold(self, event, step)
         if engine.microbatches.several and not engine.has_work(self.slot):
             self.slot = (self.slot + 1) % self.slots
         return found_nothing
@@ -165,11 +165,12 @@ def own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Overlap is turned off by what this rank does, not by what any does (SG#20853)."""
 
-    def by_own(self: Rounds, engine: Engine) -> bool:
+    def by_own(self: Rounds) -> bool:
+        engine = self._scheduler
         last = engine.in_flight[-1].plan if engine.in_flight else None
         if not engine.config.overlap_consecutive_prefills and last is not None:
             self.extended = last.extend_rows > 0
-        return asks(self, engine)
+        return asks(self)
 
     asks = Rounds._asks
     monkeypatch.setattr(Rounds, "_asks", by_own)

@@ -51,7 +51,7 @@ from lockstep.core.cluster.router import (  # noqa: E402
     RouterPolicy,
 )
 from lockstep.core.contract.errors import ConfigError  # noqa: E402
-from lockstep.host.router_journal import label_key, left_in_line, session_key, verify_router  # noqa: E402
+from lockstep.host.router_journal import label_key, left_in_queue, session_key, verify_router  # noqa: E402
 from lockstep.tools.diff import diff  # noqa: E402
 from lockstep.tools.explain import explain  # noqa: E402
 from lockstep.tools.journal import journal  # noqa: E402
@@ -260,7 +260,7 @@ def test_a_request_that_ends_in_the_queue_is_in_the_journal_under_the_key_of_its
         board.offer(tenant="a", label=key)
     board.tell(Withdraw(keys[2]))
     board.dispatcher.close()
-    left = left_in_line(tmp_path)
+    left = left_in_queue(tmp_path)
     assert [(one.label, one.tenant, one.reason) for one in left] == [
         (keys[4], "a", "line_full"),
         (keys[2], "a", "cancelled"),

@@ -214,8 +214,8 @@ def test_an_answer_that_ended_before_the_snapshot_is_found_again(tmp_path: Path)
         journal.writer._release()
     told = recover(tmp_path)
     assert told.find("server/0/7", [0]) == 0
-    assert told.said[0].tokens == [41]
-    assert told.said[0].end is not None
+    assert told.answers[0].tokens == [41]
+    assert told.answers[0].end is not None
     assert told.find("server/0/9", [0]) == 1
     assert told.find("server/0/8", [0]) is None
     assert told.find("server/1/0", [0]) is None

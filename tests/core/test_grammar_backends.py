@@ -23,7 +23,7 @@ from lockstep.core.contract.commands import CompileGrammar, RowTaken
 from lockstep.core.contract.events import Grammar
 from lockstep.host import grammars
 from lockstep.host.grammar_backends import make_backend
-from lockstep.host.grammar_compiler import CompileLimits, GrammarCompilers, make_hands
+from lockstep.host.grammar_compiler import CompileLimits, GrammarCompilers, make_compilers
 from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatchers, make_grammar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +181,7 @@ def test_what_is_kept_is_bounded(compiled: CompiledGrammars, monkeypatch: pytest
 @pytest.fixture(scope="module")
 def hands() -> Iterator[GrammarCompilers]:
     limits = CompileLimits(cpu_s=0.5, memory_bytes=64 * 2**20, source_bytes=2**20, workers=1)
-    made = make_hands("llguidance", TOKENIZER, VOCABULARY, (END,), limits)
+    made = make_compilers("llguidance", TOKENIZER, VOCABULARY, (END,), limits)
     yield made
     made.compiler.close()
 

@@ -587,7 +587,7 @@ def test_first_difference_is_reported_with_everything_needed(tmp_path: Path) -> 
     assert error.got_digest is not None
     assert error.got_digest != error.expected_digest
     text = str(error)
-    assert text.startswith(f"step 3 (record 4) gave digest {error.got_digest.hex()}, the journal says ")
+    assert text.startswith(f"step 3 (record 4) gave digest {error.got_digest.hex()}, the journal has ")
     assert "event: BatchFinished batch_id=0 tokens=<8 bytes> started_us=6 finished_us=80 text_stops=[1]" in text
     assert "behaviour flags: none" in text
     assert "--from 0 --until 4" in text

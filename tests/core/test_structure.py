@@ -18,13 +18,13 @@ from tests.support.structure import Figure, by_file, measure
 ROOT = Path(__file__).resolve().parents[2]
 
 BOUNDS = {
-    "engine names": 79,
-    "engine stores": 60,
-    "engine item stores": 7,
-    "engine inner stores": 23,
-    "guards in engine": 77,
+    "engine names": 76,
+    "engine stores": 0,
+    "engine item stores": 0,
+    "engine inner stores": 0,
+    "guards in engine": 2,
     "guards in memory": 1,
-    "cycle in core": 33,
+    "cycle in core": 8,
     "cycle in host": 3,
     "cycle in sim": 27,
     "cycle in runtime": 2,

@@ -510,7 +510,7 @@ def test_an_order_that_no_engine_gives_yet_ends_the_host_with_its_name() -> None
         return made
 
     runtime.engine.step = ordering  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match="ordered CancelTransfer, for which this host has no hands"):
+    with pytest.raises(ContractError, match="ordered CancelTransfer, which this host does not support"):
         runtime.run()
     assert "CancelTransfer" in answer.failure
 

@@ -31,12 +31,13 @@ from lockstep.sim.cost import (
     CatalogueError,
     CostModel,
     Duration,
+    MemoryNeeds,
     kv_capacity,
     roofline_model,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.lora import TARGETS, LoraCost, LoraSpec, products_of, slot_bytes
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host.adapters import parse_targets
 from lockstep.sim.plan.trial import Trial
 from lockstep.sim.results.compare import compare
@@ -182,7 +183,7 @@ def test_a_model_without_room_refuses_adapters() -> None:
 def test_slots_are_taken_from_the_pages(layout: dict[str, int]) -> None:
     split = Parallelism(**layout)
     for spec in (LoraSpec(1), LoraSpec(32), LoraSpec(8, 128)):
-        without, beside = kv_capacity(MODEL, H200, split), kv_capacity(MODEL, H200, split, lora=spec)
+        without, beside = kv_capacity(MODEL, H200, split), kv_capacity(MODEL, H200, split, needs=MemoryNeeds(lora=spec))
         taken = beside.weights_bytes - without.weights_bytes
         layers = Parallelism(tp=split.tp)
         assert taken == spec.slots * slot_bytes(MODEL, layers, spec) // split.pp

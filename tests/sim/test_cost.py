@@ -19,6 +19,7 @@ from lockstep.sim.cost import (
     CostModel,
     CpuModel,
     Duration,
+    MemoryNeeds,
     RooflineModel,
     decode_shape,
     extend_shape,
@@ -327,8 +328,9 @@ def test_capacity_agrees_with_published_engines() -> None:
                 model,
                 load_gpu(row["gpu"].split(" ")[0]),
                 int(row["tp"]),
-                chunk_tokens=int(row["max_num_batched_tokens"]),
-                sampled_rows=int(row["max_num_seqs"]),
+                needs=MemoryNeeds(
+                    chunk_tokens=int(row["max_num_batched_tokens"]), sampled_rows=int(row["max_num_seqs"])
+                ),
             ).tokens
             assert tokens == pytest.approx(int(row["kv_tokens"]), rel=CAPACITY_ERROR_MAX), row
             compared += 1
@@ -361,7 +363,7 @@ def test_a_model_that_does_not_fit_is_one_clear_error() -> None:
 
 def test_linear_state_is_reserved_per_request() -> None:
     model, gpu = load_model("qwen3.5-27b"), load_gpu("h200")
-    none, many = (kv_capacity(model, gpu, state_rows=rows) for rows in (0, 200))
+    none, many = (kv_capacity(model, gpu, needs=MemoryNeeds(state_rows=rows)) for rows in (0, 200))
     assert many.state_bytes == 200 * model.state_bytes_per_request()
     assert none.kv_bytes - many.kv_bytes == pytest.approx(many.state_bytes, rel=1e-3)
 

@@ -28,9 +28,10 @@ from lockstep.sim.cost import (
     extend_shape,
     roofline_model,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import Correction
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.cost.tables import MeasuredModel, OperatorTables, base_cost_model
+from lockstep.sim.cost.tables import MeasuredModel, OperatorTables
 from lockstep.sim.cost.terms import LAUNCH, CostTerm, TermSum, TermUs, new_tokens
 from tests.support.shapes import shapes
 

@@ -22,8 +22,8 @@ ALLOWED = {
     "catalogue": {"cost"},
     "workload": {"cost"},
     "metrics": set[str](),
-    "host": {"cost", "workload", "metrics"},
-    "scenario": {"cost", "metrics", "host"},
+    "scenario": {"cost", "workload", "metrics"},
+    "host": {"cost", "workload", "metrics", "scenario"},
     "fast": {"cost", "workload", "metrics", "host"},
     "results": {"cost", "workload", "metrics", "host"},
     "report": {"metrics", "results"},
@@ -34,7 +34,7 @@ ALLOWED = {
         *("cost", "catalogue", "workload", "metrics", "host", "scenario", "results", "report", "run", "cluster"),
     },
     "cli": {
-        *("cost", "catalogue", "workload", "metrics", "host", "scenario", "results", "report", "run", "calibrate"),
+        *("cost", "catalogue", "workload", "metrics", "scenario", "results", "report", "run", "calibrate"),
         *("cluster", "plan"),
     },
 }

@@ -20,8 +20,8 @@ import pytest
 import lockstep.sim.run.simulate as simulate_module
 from lockstep.host.options import options_of
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cli.requested import requested_by_command
 from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cluster.scenario import LINK_GBS, LINK_LATENCY_US, ClusterScenario
 from lockstep.sim.cost.hardware import NETWORK_GBS, NETWORK_LATENCY_US
 from lockstep.sim.cost.parallel import Parallelism
@@ -35,7 +35,7 @@ PROGRAM = """
 import sys
 from click.testing import CliRunner
 from lockstep.sim.cli.plan import plan
-from lockstep.sim.cli.requested import requested_by_command
+from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cli.simulate import simulate
 from lockstep.sim.plan.question import parse_search
 from lockstep.sim.plan.trial import Trial

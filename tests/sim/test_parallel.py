@@ -39,11 +39,11 @@ from lockstep.sim.cost import (
     kv_capacity,
     roofline_model,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.experts import EXACT_MAX, expected_max_load, expected_max_touched
 from lockstep.sim.cost.hardware import AllReduce
 from lockstep.sim.cost.models import WEIGHT_BYTES, ceil_div
 from lockstep.sim.cost.stages import PipelineModel, stages_of
-from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.cost.terms import fullest_shard
 from lockstep.sim.host.pipeline import PipelinedDevice
 from lockstep.sim.metrics.slo import Slo

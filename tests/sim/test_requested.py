@@ -7,8 +7,10 @@ import pytest
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.options import options_of
-from lockstep.sim.cli.requested import requested_by_command, requested_of
-from lockstep.sim.cli.simulate import RunOptions, simulate
+from lockstep.sim.cli.requested import requested_of
+from lockstep.sim.cli.run_options import RunOptions
+from lockstep.sim.cli.simulate import simulate
+from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cluster.scenario import ClusterScenario
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.settings import SCHEDULER_OPTIONS, tier_fields

@@ -417,7 +417,7 @@ def test_requests_that_left_the_routers_queue_never_reached_an_engine(crowd: Pat
         run_explain(tmp_path, "--request", "full").stdout
     )
     said = json.loads(run_explain(tmp_path, "--request", "full", "--json").stdout)
-    assert (said["left_in_line"]["label"], said["left_in_line"]["reason"], said["waited_us"]) == (
+    assert (said["left_in_queue"]["label"], said["left_in_queue"]["reason"], said["waited_us"]) == (
         "full",
         "line_full",
         0,
@@ -459,8 +459,8 @@ def test_numbers_are_those_of_the_table_also_where_engines_have_others(tmp_path:
     ):
         narration = json.loads(run_explain(tmp_path / "run", "--request", str(number), "--json").stdout)
         if away:
-            assert narration["left_in_line"]["request_id"] == number
-            assert narration["left_in_line"]["tenant"] == tenant
+            assert narration["left_in_queue"]["request_id"] == number
+            assert narration["left_in_queue"]["tenant"] == tenant
         else:
             assert (narration["label"], narration["tenant"]) == (label, tenant)
     name = str(requests["label"][turned_away][0])

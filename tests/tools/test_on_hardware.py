@@ -287,7 +287,7 @@ def test_calibrating_from_a_file_finds_what_was_planted_and_reports_how_far_it_w
 def test_held_out_batches_are_predicted_by_a_fit_that_did_not_see_them(tmp_path: Path) -> None:
     """One tenth takes ten times as long: were it in its own fit, the fit would come to meet it."""
     from lockstep.sim.calibrate.calibrate import held_out, timed_batches
-    from lockstep.sim.cost.tables import base_cost_model
+    from lockstep.sim.cost.base_model import base_cost_model
 
     planted(tmp_path / "measured.jsonl")
     times = read_batch_times(tmp_path / "measured.jsonl")

@@ -173,13 +173,13 @@ def test_another_policy_lists_winners_and_losers_and_why(run: Path, tmp_path: Pa
     result = what_if(run, "--policy", "lpm", "--html", page, "--out", tmp_path / "lpm")
     assert result.exit_code == 0, result.output
     assert "schedule_policy               A fcfs  B lpm" in result.stdout
-    assert "who lost most, and why" in result.stdout
-    assert "who won most, and why" in result.stdout
+    assert "requests that lost most, and why" in result.stdout
+    assert "requests that won most, and why" in result.stdout
     assert " in line behind another, which could not start: " in result.stdout
     assert f"B  {tmp_path / 'lpm'}" in result.stdout
     text = page.read_text()
     assert "<h2>Why?</h2>" in text
-    assert "<h3>Who lost most</h3>" in text
+    assert "<h3>Requests that lost most</h3>" in text
     again = [what_if(run, "--policy", "lpm", "--json").stdout for _ in range(2)]
     assert again[0] == again[1]
     found = json.loads(again[0])

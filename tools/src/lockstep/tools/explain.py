@@ -137,7 +137,7 @@ def _show_left(left: LeftQueue, name: str, html_file: Path | None, as_json: bool
         )
     if as_json:
         about = left._asdict() | {"label": name if left.label == label_key(name, left.tenant) else ""}
-        print_json({"left_in_line": about, "waited_us": left.left_us - left.came_us})
+        print_json({"left_in_queue": about, "waited_us": left.left_us - left.came_us})
         return
     whose = f" of tenant {shown(left.tenant)}" if left.tenant else ""
     waited = duration(left.left_us - left.came_us)

@@ -23,7 +23,7 @@ from lockstep.core.journal.replay import fold
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
-from lockstep.sim.cost.tables import base_cost_model
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.results.batch_times import (
     OUTLIER,
     BatchTime,

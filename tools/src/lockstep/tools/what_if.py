@@ -31,8 +31,8 @@ from lockstep.core.journal.records import JournalHeader
 from lockstep.host.router_journal import Route
 from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
 from lockstep.sim.cli.errors import refusals
-from lockstep.sim.cli.requested import requested_by_command
-from lockstep.sim.cli.simulate import progress_bar
+from lockstep.sim.cli.run_output import progress_bar
+from lockstep.sim.cli.stored_command import requested_by_command
 from lockstep.sim.cluster.routed import ClusterWatch
 from lockstep.sim.cluster.run_folder import write_cluster_run
 from lockstep.sim.cluster.scenario import ClusterScenario
@@ -515,7 +515,7 @@ def _head(one: Felt) -> str:
 def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
     """For a terminal."""
     lines = []
-    for title, those in (("who lost most, and why", losers), ("who won most, and why", winners)):
+    for title, those in (("requests that lost most, and why", losers), ("requests that won most, and why", winners)):
         if those:
             lines += ["", title]
         for one in those:
@@ -531,7 +531,7 @@ def why_lines(losers: Sequence[Felt], winners: Sequence[Felt]) -> list[str]:
 def why_html(losers: Sequence[Felt], winners: Sequence[Felt], names: tuple[str, str]) -> str:
     """A section of the page, which calls runs by their names."""
     parts = []
-    for title, those in (("Who lost most", losers), ("Who won most", winners)):
+    for title, those in (("Requests that lost most", losers), ("Requests that won most", winners)):
         items = "".join(
             f"<li><b>{escape(_head(one))}</b><br>{'<br>'.join(map(escape, why(one)))}</li>" for one in those
         )

@@ -31,7 +31,7 @@ from lockstep.host.adapters import LORAS, AdapterRegistry, source_of
 from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
-from lockstep.host.grammar_compiler import CompileLimits, make_hands
+from lockstep.host.grammar_compiler import CompileLimits, make_compilers
 from lockstep.host.loop import HostClock, Observer, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
@@ -386,8 +386,8 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
     with _config_errors("calibration"):
         from lockstep.api.observability.drift import DriftMeter
         from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
+        from lockstep.sim.cost.base_model import base_cost_model
         from lockstep.sim.cost.lora import LoraSpec
-        from lockstep.sim.cost.tables import base_cost_model
         from lockstep.sim.host.batch_shapes import RowAdapters
 
         calibration, gpu, name = load_calibration(named), load_gpu(where), model_name(folder)
@@ -438,8 +438,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     from lockstep.api.observability.drift import DriftMeter
     from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
     from lockstep.sim.cost import UNCALIBRATED
+    from lockstep.sim.cost.base_model import base_cost_model
     from lockstep.sim.cost.lora import slot_bytes
-    from lockstep.sim.cost.tables import base_cost_model
     from lockstep.sim.host.adapters import adapter_link
     from lockstep.sim.host.batch_shapes import RowAdapters
     from lockstep.sim.run.adapters import lora_of
@@ -482,7 +482,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     grammars = None
     if named and settings.tokenizer is not None:
         ends = tuple(dict.fromkeys((vocabulary.end, *config.eos_token_ids)))
-        grammars = make_hands(
+        grammars = make_compilers(
             named, Path(settings.tokenizer) / "tokenizer.json", model.vocab, ends, _grammar_limits(settings)
         )
     executor = EmulatedExecutor(
@@ -543,7 +543,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         check_request=check,
         watch_text=watch,
         compile_grammar=None if grammars is None else grammars.compiler,
-        hands=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
+        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
         weights=weights,
         adapters=cache,
         adapters_log=None if keeper is None else keeper.adapters,
@@ -561,7 +561,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         try:
             runtime_host.run()
         except Exception:
-            log.exception("the engine failed")  # waiting callers have been notified
+            log.exception("the engine failed")  # every waiting client has the error
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 

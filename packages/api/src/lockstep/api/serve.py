@@ -132,7 +132,7 @@ def describe(settings: ServeSettings) -> str:
         f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
         + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
-        f"keys       {settings.api_keys or 'none: whoever reaches it may use it'}",
+        f"keys       {settings.api_keys or 'none: every client that reaches it may use it'}",
         f"processes  {_count(settings.dp, 'engine')}, {_count(settings.api_workers, 'API worker')}",
         *([f"router     {settings.router}"] if settings.dp > 1 else []),
         *([f"admission  {settings.admission}"] if settings.admission is not None else []),

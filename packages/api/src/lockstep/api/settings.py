@@ -337,7 +337,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         if not is_loopback(self.host) and self.api_keys is None:
             raise ConfigError(
                 f"`host` {self.host} can be reached by others, and there are no keys\n"
-                "hint: give api_keys, or serve 127.0.0.1 behind a proxy that knows who may enter"
+                "hint: give api_keys, or serve 127.0.0.1 behind a proxy that authenticates clients"
             )
 
     def router_config(self) -> RouterConfig:
@@ -366,7 +366,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             )
 
     def admission_config(self) -> DispatchConfig | None:
-        """The queue at the router; None: there is none. Raises ConfigError."""
+        """Limits and shares of requests that wait at the router; None: no request waits. Raises ConfigError."""
         return None if self.admission is None else parse_admission(self.admission)
 
     def of_engine(self, engine: int) -> ServeSettings:

@@ -204,7 +204,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
-    """Raise ConfigError where the drafting method and the draft model do not go together."""
+    """Raise ConfigError where the method of drafts and the draft model do not go together."""
     if method in ("eagle", "mtp"):
         raise ConfigError(
             f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
@@ -416,7 +416,7 @@ def _sized(
     method = without_pages.speculative_method
     if draft is None and without_pages.speculates and method != "ngram":  # of a journal that is executed again
         raise ConfigError(
-            f"`speculative_method` is {method}, but there is nobody who drafts so\n"
+            f"`speculative_method` is {method}, but nothing here drafts so\n"
             "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
         )
     if draft is not None and draft.settings.context_tokens < without_pages.context_tokens_max:

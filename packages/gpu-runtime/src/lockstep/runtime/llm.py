@@ -56,7 +56,7 @@ from lockstep.host.drafts import DraftCounts
 from lockstep.host.durable import DurableJournal
 from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
-from lockstep.host.grammar_compiler import make_hands
+from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
 from lockstep.host.loop import HostClock, RuntimeHost
 from lockstep.host.text import Message, StopTexts, Text
@@ -202,7 +202,9 @@ class LLM:
                 and self.model.settings.generates
             ):
                 vocabulary, ends = self.model.settings.vocab, self.config.eos_token_ids
-                self.grammars = make_hands(named, folder / "tokenizer.json", vocabulary, ends, config.grammar_limits)
+                self.grammars = make_compilers(
+                    named, folder / "tokenizer.json", vocabulary, ends, config.grammar_limits
+                )
                 undo.callback(self.grammars.compiler.close)
                 made.executor.matchers = self.grammars.matchers
             executor = made.executor if self.group is None else self.group.lead(made.executor)
@@ -246,7 +248,7 @@ class LLM:
                 watch_text=self._watch if self.text is not None else None,
                 compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 profiler=self._profiler,
-                hands=hands,
+                weight_loader=hands,
                 weights=weights,
                 adapters=self._shelf,
                 adapters_log=None if keeper is None else keeper.adapters,
@@ -512,7 +514,7 @@ class LLM:
             raise ConfigError(answered.message)
 
     def close(self) -> None:
-        """End the engine; waiting threads are informed."""
+        """End the engine; waiting calls raise EngineStopped."""
         self.host.stop()
         own = self._thread is threading.current_thread()
         if not own:
@@ -553,9 +555,9 @@ class LLM:
         try:
             self.host.run()
         except LockstepError as error:
-            log.debug("the engine failed: %s", error)  # every waiting thread was informed; later ones will be
+            log.debug("the engine failed: %s", error)  # waiting and later calls raise it
         except Exception:
-            log.exception("the engine failed")  # where, is for debugging
+            log.exception("the engine failed")  # with the traceback
 
     def _request(self, prompt: Prompt, params: Params, kind: RequestKind, *, stream: bool = False) -> RequestArrived:
         """A request, not sent yet. Raises ConfigError if prompt or parameters are none."""

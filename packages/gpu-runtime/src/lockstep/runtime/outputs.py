@@ -129,7 +129,7 @@ class PendingRequest:
         if self._tokens is not None:
             self._tokens.put(None)
 
-    # ------------------------------------------------------------------------------------------- in the waiting thread
+    # --------------------------------------------------------------------------------- in the waiting thread
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Text that these tokens, the next ones, add to what was given out; nothing behind a stop."""

@@ -66,7 +66,7 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def sampling_of(params: Params) -> SamplingParams:
-    """As the engine receives it. A whole number is made one with a point, as it is when read back."""
+    """Sampling parameters as the engine receives them. Whole numbers become floats, as which they are read back."""
     return SamplingParams(
         temperature=float(params.temperature),
         top_p=float(params.top_p),

@@ -49,7 +49,7 @@ class RankSettings(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """The first message: the identity of the worker."""
+    """The first message: the rank and the settings of the worker."""
 
     rank: int
     ranks: int
@@ -148,7 +148,7 @@ class LackAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
 
 
 class ForgetAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """This name, or this version of it, is in no use any more."""
+    """This name, or this version of it, is not needed any more."""
 
     name: str
     version: int | None
@@ -329,7 +329,7 @@ class Channel:
         return None if body is None else self._read(body)
 
     def close(self) -> None:
-        """The other end is informed, and so is a thread that waits in `receive` on this one."""
+        """Both ends are shut down: `receive` returns None."""
         with suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

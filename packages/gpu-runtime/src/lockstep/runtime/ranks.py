@@ -17,10 +17,10 @@ What can happen to a worker, and how rank 0 hears of it:
 | stops answering | no answer to the oldest batch for `timeout_s` | |
 | draws other tokens than rank 0 | the digests in Collected differ | |
 
-Each becomes `failure`, one sentence, the first one wins; and all workers are killed, so that threads that wait for them
-in a collective comes back. The host finds the failure at its next look at the executor. If it does not within GRACE_S,
-since some kernel never ends, `on_stuck` is called, which informs waiting clients; while rank 0 still starts,
-its process ends.
+Each becomes `failure`, one sentence, the first one wins; and all workers are killed, so that a thread that waits for
+them in a collective comes back. The host finds the failure at its next look at the executor. If it does not within
+GRACE_S, since some kernel never ends, `on_stuck` is called, which fails the waiting requests; while rank 0 still
+starts, its process ends.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Worker:
     threads: list[threading.Thread] = field(default_factory=list)
 
     def described(self) -> str:
-        """The name of the worker."""
+        """Its rank and process."""
         return f"rank {self.rank} (process {self.process.pid})"
 
     def busy(self) -> str:
@@ -230,7 +230,7 @@ class RankGroup:
 
     @property
     def _collective_s(self) -> float:
-        """When a collective gives up by itself: behind us, since rank 0 can give the reason."""
+        """Seconds until a collective gives up by itself: later than the group, which knows the reason."""
         return self.timeout_s + 2 * GRACE_S
 
     # ---------------------------------------------------------------------------------------------------- for rank 0
@@ -483,7 +483,7 @@ class RankGroup:
                 case CommandDone():
                     worker.done, worker.doing = message, ""
                 case AdapterDone(ticket, error):
-                    self._adapter_answers.get(ticket, []).append(error)  # no thread waits where the group has ended
+                    self._adapter_answers.get(ticket, []).append(error)  # no call waits where the group has ended
                 case Collected(batch_id, drawn):
                     if batch_id in worker.launched:
                         worker.launched.remove(batch_id)
@@ -501,7 +501,7 @@ class RankGroup:
         if isinstance(message, Failed):
             log.debug("%s\n%s", worker.described(), message.trace)
             if message.kind == "collective":
-                self._failed.wait(LAST_WORD_S)  # the first lost rank is the reason
+                self._failed.wait(LAST_WORD_S)  # the rank that was lost first is the reason
             self._fail(f"{worker.described()} failed {worker.busy()}: {message.message}", message.kind)
 
     def _compare(self, worker: _Worker, batch_id: BatchId, ours: bytes, theirs: bytes) -> None:
@@ -520,7 +520,7 @@ class RankGroup:
                 log.warning("rank %d: %s", worker.rank, line.decode("utf-8", "replace").rstrip())
 
     def _watch(self) -> None:
-        """Find the rank that does not answer; after a failure, see to it that the host learns of it."""
+        """Find ranks that do not answer; after a failure, report it to the host."""
         before = time.monotonic()
         while not self._failed.wait(POLL_S):
             if self._closing:
@@ -539,13 +539,13 @@ class RankGroup:
             return
         if self.on_stuck is not None:
             self.on_stuck(self.failure)
-        elif not self._noticed.wait(START_S):  # it still starts: only its caller waits
+        elif not self._noticed.wait(START_S):  # it still starts: only the call of the constructor waits
             shutil.rmtree(self._folder, ignore_errors=True)
             log.critical("%s; rank 0 does not come back from its start, and ends", self.failure)
             _end_hard()
 
     def _fail(self, message: str, kind: str = "other") -> None:
-        """The group has ended. Threads that wait for a worker are released."""
+        """The group has ended. Calls that wait for a worker return."""
         with self._lock:
             if self.failure or self._closing:
                 return
@@ -559,7 +559,7 @@ class RankGroup:
 
 
 class LeadExecutor:
-    """Rank 0's executor; the workers make its every call as well. To the host it is an executor like any other."""
+    """Rank 0's executor, each call of which the workers make as well. To the host it is an executor like any other."""
 
     def __init__(self, executor: Executor, group: RankGroup) -> None:
         self.executor, self.group = executor, group
@@ -740,9 +740,9 @@ def _state(pid: int) -> str:
     return f", which is {said}" if said else ""
 
 
-def end_hard_at_exit(who: str) -> None:
-    """Let the process end although `who` does not; torch would wait for it."""
-    log.error("%s does not come back; when the program ends, its process ends with status 1", who)
+def end_hard_at_exit(what: str) -> None:
+    """Let the process end although `what` does not; torch would wait for it."""
+    log.error("%s does not come back; when the program ends, its process ends with status 1", what)
     atexit.register(_end_hard)
 
 

@@ -1,8 +1,8 @@
-"""The one command, `lockstep`. Its subcommands come from the installed packages; only the one asked for is imported.
+"""The one command, `lockstep`. Its subcommands come from the installed packages; only the one given is imported.
 
 A package contributes a subcommand with an entry point in the group `lockstep.commands`. The entry point names a click
 command, or any callable that takes a list of arguments and returns an exit status or None. This file needs neither
-click nor any of the packages: it finds the entry point, imports it, and hands over the rest of the command line.
+click nor any of the packages: it finds the entry point, imports it, and passes on the rest of the command line.
 
 Exit status: the subcommand's own; 1 when it cannot be imported; 2 for a command line or a setting that cannot work;
 130 after Ctrl-C; 141 when the reader of stdout went away. 130 and 141 are what a shell reports for SIGINT and SIGPIPE.

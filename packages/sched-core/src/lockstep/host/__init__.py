@@ -2,5 +2,5 @@
 
 `loop` drives an engine and an executor that it is given (`batches.BatchExecutor`), journals, and tells each request's
 sink what came of it. `text` is a tokenizer with its chat template and stop texts; it needs tokenizers and jinja2, which
-come with `lockstep-core[text]`. Nothing here knows torch.
+come with `lockstep-core[text]`. Nothing here imports torch.
 """

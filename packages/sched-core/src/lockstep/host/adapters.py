@@ -1,7 +1,7 @@
-"""Adapters of an engine: where their weights came from, and who brings them to the device.
+"""Adapters of an engine: the sources of their weights, and their loader.
 
-A name is loaded in versions, which rise. Where a version came from is part of the control that made it known, and so
-stands in the journal: an engine that begins again reads what it names.
+A name is loaded in versions, which rise. The source of a version is part of the control request that registered it, and
+so is in the journal: an engine that begins again reads the weights from there.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lockstep.host")
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-LORAS = 8  # slots for adapters where some are named and nobody says how many
+LORAS = 8  # slots for adapters where some are named and no number is given
 LORA_OFF = "LoRA is off\nhint: start with max_loras, the number of adapters on the device"
 
 
 def source_of(folder: str | Path) -> str:
-    """A PEFT folder as LoadAdapterControl has it. Raises ConfigError if it is none."""
+    """The source of a PEFT folder, as text for LoadAdapterControl. Raises ConfigError if it is none."""
     whole = Path(folder).resolve()
     return write_source(Folder(str(whole), _stamp(whole)))
 
 
 def path_of(source: str) -> str:
-    """What a source is called."""
+    """The path of a source, or the source itself where it has none."""
     found = read_source(source)
     return found.path if isinstance(found, Folder) else source
 
 
 def folder_of(source: str) -> Path:
-    """The folder that a source names. Raises ConfigError where its files are not those of then."""
+    """The folder that a source names. Raises ConfigError where its files have changed since."""
     found = read_source(source)
     if not isinstance(found, Folder):
         raise ConfigError(f"an adapter comes from a folder, got {source}")
@@ -64,7 +64,7 @@ def _stamp(folder: Path) -> str:
 
 
 def named_folders(settings: Sequence[str]) -> dict[str, str]:
-    """NAME=PATH each, as a command line has them. Raises ConfigError."""
+    """Paths by name, from NAME=PATH settings of a command line. Raises ConfigError."""
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, path = setting.partition("=")
@@ -85,38 +85,38 @@ class Entry(NamedTuple):
 
 
 class KnownAdapters(NamedTuple):
-    """All of them; of two of one engine the one of the higher revision is newer."""
+    """All adapters that requests may name; of two values of one engine the one of the higher revision is newer."""
 
     revision: int = 0
     entries: tuple[Entry, ...] = ()
 
     def next(self, log: AdaptersLog, gone: Sequence[str]) -> KnownAdapters:
-        """What there is after a change; what was announced and is on its way stays."""
+        """The adapters after a change; announced ones that are still loading stay."""
         there = {one.name: one for one in self.entries if one.name not in gone}
         there |= {one.name: one for one in log.entries()}
         return KnownAdapters(self.revision + 1, tuple(there.values()))
 
 
 class AdapterLoader(Protocol):
-    """What a host can do about adapters."""
+    """Loads adapters into slots of the device."""
 
     def place(self, name: str, version: int, slot: int, done: Callable[[BaseException | None], None]) -> None:
-        """Copy into a slot that no batch uses, beside whatever runs; then call back, from any thread.
+        """Copy into a slot that no batch uses, while batches run; then call back, from any thread.
 
         With a ConfigError the slot is free again, and requests that wait end with it; another error ends the engine.
         """
 
     def forget(self, name: str, version: int | None = None) -> None:
-        """Nobody needs this name, or this version of it, any more."""
+        """Drop this name, or this version of it: no request needs it any more."""
 
 
 class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a host knows of its adapters; part of what it keeps in snapshots."""
+    """The sources of a host's adapters; part of its image in snapshots."""
 
     sources: dict[str, dict[int, str]] = {}  # by name and version: those registered, and older ones that may be in use
 
     def fold(self, engine: Engine, event: ObservedEvent) -> tuple[str, ...]:
-        """Follow an event that the engine has stepped. Returns names that nobody needs any more."""
+        """Take in an event that the engine has stepped. Returns names that no request needs any more."""
         adapters = engine.memory.adapters
         if not adapters.present:
             return ()
@@ -133,36 +133,36 @@ class AdaptersLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
         return gone
 
     def newest(self) -> dict[str, tuple[int, str]]:
-        """The newest version of each name, and where it came from."""
+        """The newest version of each name, and its source."""
         return {name: (max(versions), versions[max(versions)]) for name, versions in self.sources.items() if versions}
 
     def entries(self) -> tuple[Entry, ...]:
-        """The same, for people."""
+        """The newest version of each name, as an Entry with its path."""
         return tuple(Entry(name, version, path_of(source)) for name, (version, source) in self.newest().items())
 
 
-# ------------------------------------------------------------------------------------------- who loads and unloads them
+# -------------------------------------------------------------------------------------------------- loading, unloading
 
 
 class AdapterCache(AdapterLoader, Protocol):
-    """Adapters in host memory, and how they get to the device."""
+    """Adapters in host memory, with a loader to the device."""
 
     def read(self, name: str, version: int, source: str) -> None:
-        """Into host memory. Raises ConfigError with everything that does not fit."""
+        """Read an adapter into host memory. Raises ConfigError with every mismatch."""
 
     def lack(self, name: str, version: int, why: str) -> None:
-        """One of before cannot be read again; requests on it end with this."""
+        """Record that an earlier adapter cannot be read again; requests for it end with this reason."""
 
 
 class AdapterRegistry:
     """Loads and unloads adapters of an engine that serves. For any thread.
 
     Args:
-        source_of: a folder as LoadAdapterControl has it. Raises ConfigError.
+        source_of: gives the source of a folder, as text for LoadAdapterControl. Raises ConfigError.
     """
 
-    def __init__(self, host: RuntimeHost, shelf: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
-        self._host, self._shelf, self._source_of = host, shelf, source_of
+    def __init__(self, host: RuntimeHost, cache: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
+        self._host, self._cache, self._source_of = host, cache, source_of
         self._lock = threading.Lock()  # versions rise in the order of the engine's inbox
         known = host.engine.memory.adapters
         if not known.present:
@@ -170,28 +170,28 @@ class AdapterRegistry:
         self._known = known
 
     def load(self, name: str, folder: str | Path, *, pinned: bool = False) -> int:
-        """Make an adapter known, or a newer version of it. Returns its version. Raises ConfigError."""
+        """Register an adapter, or a newer version of it. Returns its version. Raises ConfigError."""
         source = self._source_of(folder)
         with self._lock:
             version = self._next_version(name)
-            self._shelf.read(name, version, source)
+            self._cache.read(name, version, source)
             answered = self._host.ask(LoadAdapterControl(name, version, pinned, source)).result()
             if not answered.ok:
-                self._shelf.forget(name, version)
+                self._cache.forget(name, version)
                 raise ConfigError(answered.message)
         return version
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; returns once nobody uses it. Raises ConfigError for one that is not there."""
+        """Unload an adapter; returns once no request uses it. Raises ConfigError for an unknown one."""
         answered = self._host.ask(UnloadAdapterControl(name)).result()
         if not answered.ok:
             raise ConfigError(answered.message)
 
     def begin(self, sources: Mapping[str, str], *, restarted: bool) -> None:
-        """Read those that an engine before this one had, and those named at the start; before the engine runs.
+        """Read the adapters of the previous engine and those named at the start; call it before the engine runs.
 
         Args:
-            restarted: by its server, since whose beginning some may have been unloaded again.
+            restarted: by its server; some of the named adapters may have been unloaded since the server began.
         Raises: ConfigError for one that is named and cannot be read.
         """
         log = self._host.adapters_log
@@ -199,14 +199,14 @@ class AdapterRegistry:
         for name, versions in log.sources.items():
             for version, source in versions.items():
                 try:
-                    self._shelf.read(name, version, source)
-                except ConfigError as error:  # whoever wants it hears of it; the others go on
+                    self._cache.read(name, version, source)
+                except ConfigError as error:  # requests for it are rejected; other adapters are not affected
                     why = "; ".join(line.strip() for line in str(error).partition("\nhint: ")[0].splitlines())
                     logger.error("adapter %s, version %d, cannot be read again: %s", name, version, why)
-                    self._shelf.lack(name, version, why)
+                    self._cache.lack(name, version, why)
         seen = {*self._known.versions, *log.sources}
         for name in [name for name in log.sources if name not in self._known.registered]:
-            del log.sources[name]  # the journal had no content: the engine has to be told again
+            del log.sources[name]  # the journal had no content: it must be registered again
             if name in before:
                 self._first(name, *before[name])
         for name, source in sources.items():
@@ -214,14 +214,14 @@ class AdapterRegistry:
             if (restarted and name in seen) or there == source:
                 continue
             version = max(self._next_version(name), newest + 1)
-            self._shelf.read(name, version, source)
+            self._cache.read(name, version, source)
             self._first(name, version, source)
 
     def _next_version(self, name: str) -> int:
         return self._known.versions.get(name, 0) + 1
 
     def _first(self, name: str, version: int, source: str) -> None:
-        """Ask for what no request may come before, and say that it is there."""
+        """Register an adapter before any request arrives, and announce it."""
         host = self._host
 
         def answered(future: Future[ControlAnswered]) -> None:

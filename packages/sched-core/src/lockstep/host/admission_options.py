@@ -42,10 +42,10 @@ def parse_admission(text: str) -> DispatchConfig:
     try:
         return DispatchConfig(**settings, tenant_weights=weights)
     except ConfigError as error:
-        told = str(error)
+        message = str(error)
         for field, word in WORDS.items():
-            told = told.replace(field, word)
-        raise ConfigError(f"`admission`: {told}\nhint: such as {EXAMPLE}") from error
+            message = message.replace(field, word)
+        raise ConfigError(f"`admission`: {message}\nhint: such as {EXAMPLE}") from error
 
 
 def admission_word(config: DispatchConfig) -> str:

@@ -44,7 +44,7 @@ NO_CONTEXT = RowContext()
 class PromptLogprobs:
     """Of a request's prompt: logprob i is that of the token at position start + i + 1, given those before it.
 
-    So are the likeliest tokens in its place, where they were asked for: [positions, so many], likeliest first.
+    The likeliest tokens in its place, where requested, have the shape [positions, number of them], likeliest first.
     """
 
     request_id: RequestId
@@ -73,7 +73,7 @@ class Pooled:
 
 
 class MatchersAsked(Protocol):
-    """What is asked of matchers when tokens have come: `lockstep.host.grammars.GrammarMatchers`."""
+    """The matchers' interface for the results of a batch; `lockstep.host.grammars.GrammarMatchers` implements it."""
 
     def ended(self, row: int, token: int) -> bool:
         """Whether the row's grammar admits nothing behind this token. The matcher is not moved."""
@@ -89,8 +89,8 @@ class BatchResult:
     plan: BatchPlan
     error: str = ""
     tokens: Int32s = field(default_factory=lambda: NONE)  # by sampling row; if several, those of each row end to end
-    logprobs: Float32s | None = None  # of these, where any row asked
-    top_ids: Int32s | None = None  # [tokens, most asked for]
+    logprobs: Float32s | None = None  # of these tokens, where any row requested logprobs
+    top_ids: Int32s | None = None  # [tokens, largest number requested]
     top_logprobs: Float32s | None = None
     accepted: Int32s | None = None  # where drafts were verified: tokens of each sampling row
     invalid: tuple[int, ...] = ()  # sampling rows
@@ -113,7 +113,7 @@ class BatchResult:
         return self.firsts() if self.accepted is None else np.cumsum(self.accepted, dtype=np.int32) - np.int32(1)
 
     def look_at_grammars(self, rows: Sequence[int], matchers: MatchersAsked, *, jumps: bool) -> None:
-        """Note whose grammars ended with their newest tokens and, with `jumps`, what the others force next.
+        """Record the rows with a grammar that ended at the newest token and, with `jumps`, the tokens forced next.
 
         Args:
             rows: sampling rows under grammars, of a plan with one forward.
@@ -127,7 +127,7 @@ class BatchResult:
             self.forced = tuple([(i, np.array(tokens, "<i4").tobytes()) for i, tokens in found if tokens])
 
 
-# ---------------------------------------------------------------------------------------------------------- who runs it
+# ------------------------------------------------------------------------------------------------------------- executor
 
 
 class BatchExecutor(Protocol):
@@ -140,7 +140,7 @@ class BatchExecutor(Protocol):
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
         """Put a plan behind those launched before. Returns at once.
 
-        With `deferred` it is sampled after `sample` was called for it. `contexts` says more of rows that are taken.
+        With `deferred` it is sampled after `sample` was called for it. `contexts` gives the context of a row taken.
         Raises: LockstepError for what it cannot run, or when nothing will run any more.
         """
 

@@ -12,15 +12,13 @@ from lockstep.host.batches import Int32s
 
 @dataclass(slots=True)
 class DraftCounts:
-    """Totals since the engine began, of all verifying rows whose results came, dead ones included."""
+    """Totals since the engine began, of all verifying rows with a result, dead ones included."""
 
     verifications: int = 0  # of a row in a batch, those without room for a draft included
     drafts: int = 0
     right: int = 0
     forced: int = 0  # tokens that grammars forced, and that were computed beside others; none of the above
-    right_by_position: list[int] = field(
-        default_factory=list
-    )  # verifications whose first n drafts were right, n from 1
+    right_by_position: list[int] = field(default_factory=list)  # verifications with the first n drafts right, n from 1
 
     @property
     def accepted_length_mean(self) -> float:

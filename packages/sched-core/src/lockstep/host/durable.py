@@ -1,13 +1,13 @@
-"""A journal that an engine can be picked up from: it begins segments with snapshots, and lets old ones expire.
+"""A journal that an engine can be restored from: it begins segments with snapshots, and lets old ones expire.
 
     segment 6  header | snapshot | events ...       whatever happens, the newest segment that begins with a snapshot and
     segment 7  header | snapshot | events ...        those behind it are enough: `recovery` starts there
     segment 8  header | snapshot | events ... torn
 
 A snapshot is taken between two events, every so often, and never so often that it takes a hundredth of the time. Beside
-the engine's state it has what recovery must know of requests that arrived before it: who sent them (`HostImage`).
+the engine's state it has the origins of requests that arrived before it, which recovery needs (`HostImage`).
 
-With content "digests" prompts, outputs and whatever else was said is left out, and so are snapshots, which hold it.
+With content "digests" prompts, outputs and other text are left out, and so are snapshots, which contain them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lockstep.host.weights import WeightsLog
 Content = Literal["full", "digests"]
 LOOK_EVERY = 64  # events between two looks at the clock
 COST_SHARE = 0.01  # of the time that snapshots may take
-RECENT_S = 60.0  # so long whatever ended may not have reached who asked, and nothing expires
+RECENT_S = 60.0  # the end of a request may take this long to reach its client; until then nothing expires
 OLD_SNAPSHOTS_MAX = 32  # where a journal may begin once more of it expires; beyond, every other one goes
 SNAPSHOTS_KEPT = 2  # the newest, beside the one that a journal begins with
 
@@ -216,7 +216,7 @@ def _opening(path: Path) -> str:
 
 
 def _without_content(event: ObservedEvent) -> ObservedEvent:
-    """The event, with lengths and digests for what was said."""
+    """The event with lengths and digests in place of its content."""
     if isinstance(event, RequestArrived):
         try:
             tokens = prompt_bytes(event.prompt)

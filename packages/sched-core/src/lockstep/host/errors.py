@@ -6,4 +6,5 @@ from lockstep.core.contract.errors import LockstepError
 
 
 class EngineStopped(LockstepError):
-    """The host has ended, on request or by a failure; the message says which, and no request is taken any more."""
+    """The host has ended, on request or by a failure; the message has the reason, and no request is accepted any
+    more."""

@@ -1,12 +1,12 @@
-"""Compiles grammars beside the engine's loop: first in a process that may be killed, then, if that went well, here.
+"""Compiles grammars off the engine's loop: first in a process that may be killed, then, if that succeeded, here.
 
     CompileGrammar ──> queue ──> a thread ──source──> trial, a process of its own     memory, CPU time and depth of the
                                     |    <──error, ""──                               stack are limited by the kernel
                                     └── compile and keep it here ──> GrammarReady
 
-A grammar is a program of a stranger: it may explode, recurse without end or crash the library. All that happens in the
-trial, whose end is the grammar's error; the next grammar gets a new one. What came through is compiled here within the
-same limits, off the loop, since llguidance lets other threads run meanwhile.
+A grammar is untrusted input: it may explode, recurse without end or crash the library. All of this happens in the trial
+process; if that ends, the grammar gets an error, and the next grammar a new process. A grammar that passed the trial is
+compiled here within the same limits, off the loop, since llguidance releases the interpreter lock meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.host.grammars import CompiledGrammars, GrammarError, GrammarMatche
 log = logging.getLogger("lockstep.host")
 
 START_S = 120.0  # a machine may be busy; what is waited for is an interpreter that imports a library
-WALL_PER_CPU = 60.0  # whoever computes is ended by the CPU time long before, also where many others want the core
+WALL_PER_CPU = 60.0  # a computing trial is ended by its CPU time long before, also on a loaded machine
 STACK_BYTES = 8 * 2**20  # of the thread that compiles here; a trial's has half of it
 ENDED_S = 5.0
 
@@ -127,10 +127,10 @@ class GrammarCompiler:
             thread.join(ENDED_S)
 
     def _work(self) -> None:
-        """A thread's life, with one trial after the other."""
+        """Compile queued grammars, in one trial process after the other."""
         trial: _Trial | None = None
-        while (asked := self._queue.get()) is not None and not self._over():
-            grammar, answer = asked
+        while (item := self._queue.get()) is not None and not self._over():
+            grammar, answer = item
             try:
                 size = len(grammar.source.encode("utf-8", "surrogatepass"))
                 if size > self.limits.source_bytes:
@@ -143,7 +143,7 @@ class GrammarCompiler:
                         self.compiled.get(grammar)
             except GrammarError as failed:
                 error = str(failed)
-            except Exception as failed:  # whatever it was, whoever waits must be told
+            except Exception as failed:  # every request that waits for it must get an answer
                 log.exception("a grammar could not be compiled")
                 error = f"{type(failed).__name__}: {failed}"
             if self._over():
@@ -166,14 +166,14 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCompilers:
-    """What an engine needs to keep answers to grammars."""
+    """The parts of an engine that serve grammars: matchers and a compiler."""
 
     backend: str
     matchers: GrammarMatchers
     compiler: GrammarCompiler
 
 
-def make_hands(
+def make_compilers(
     backend: str,
     tokenizer: Path,
     vocabulary: int,
@@ -201,16 +201,16 @@ class _Trial:
         )
         self.over = self._late = False
         self._send(msgspec.msgpack.encode(settings))
-        if (said := self._receive(START_S)) != "":
+        if (reply := self._receive(START_S)) != "":
             self.kill()
-            raise GrammarError(f"the process that compiles grammars does not begin: {said or 'it ended'}")
+            raise GrammarError(f"the process that compiles grammars does not begin: {reply or 'it ended'}")
 
     def compile(self, grammar: Grammar) -> str:
-        """Try a grammar; says what is wrong with it, or nothing."""
+        """Try a grammar. Returns: its error, or an empty string."""
         self._send(msgspec.msgpack.encode(grammar))
-        said = self._receive(self._limits.cpu_s * WALL_PER_CPU)
-        if said is not None:
-            return said
+        reply = self._receive(self._limits.cpu_s * WALL_PER_CPU)
+        if reply is not None:
+            return reply
         status = self.kill()
         if self._late or status == -signal.SIGPROF or status is None:
             return f"it takes more than {self._limits.cpu_s:g} s of CPU time to compile"
@@ -242,11 +242,11 @@ class _Trial:
     def _send(self, message: bytes) -> None:
         stream = self._process.stdin
         assert stream is not None
-        with contextlib.suppress(OSError):  # it has ended, which shows when it is listened to
+        with contextlib.suppress(OSError):  # it has ended, which `_receive` reports
             write_message(stream, message)
 
     def _receive(self, seconds: float) -> str | None:
-        """What it says; None if it says nothing in time, or has ended."""
+        """The process's next message; None if none comes in time, or it has ended."""
         stream = self._process.stdout
         assert stream is not None
         timer = threading.Timer(seconds, self._end_late)

@@ -1,7 +1,7 @@
 """A process that tries grammars, one after the other, within limits that the kernel keeps: `grammar_compiler.py`.
 
-It compiles one, makes the first mask, and says what is wrong, or nothing. One that takes too much CPU time ends it by
-SIGPROF, one that takes too much memory or stack by a signal of the library's. It ends with whoever started it.
+It compiles one, makes the first mask, and writes the error, or an empty string. Too much CPU time ends it by
+SIGPROF, one that takes too much memory or stack by a signal of the library's. It ends with its parent process.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lockstep.host.grammars import GrammarBackend, GrammarError
 
 def main() -> None:
     """Settings, then grammars, over stdin; a text for each, over stdout."""
-    given, told = sys.stdin.buffer, sys.stdout.buffer
-    first = read_message(given)
+    inputs, outputs = sys.stdin.buffer, sys.stdout.buffer
+    first = read_message(inputs)
     if first is None:
         return
     settings = msgspec.msgpack.decode(first, type=TrialSettings)
@@ -35,16 +35,16 @@ def main() -> None:
         backend = make_backend(settings.backend, Path(settings.tokenizer), settings.vocabulary, settings.end_tokens)
         _limit_memory(settings.memory_bytes)
     except (LockstepError, OSError, ValueError) as error:
-        write_message(told, msgspec.msgpack.encode(str(error)))
+        write_message(outputs, msgspec.msgpack.encode(str(error)))
         return
-    write_message(told, msgspec.msgpack.encode(""))
+    write_message(outputs, msgspec.msgpack.encode(""))
     words = -(-settings.vocabulary // 32)
-    while (message := read_message(given)) is not None:
+    while (message := read_message(inputs)) is not None:
         grammar = msgspec.msgpack.decode(message, type=Grammar)
         signal.setitimer(signal.ITIMER_PROF, settings.cpu_s)
-        said = _in_a_thread(backend, grammar, words, settings.stack_bytes)
+        problem = _in_a_thread(backend, grammar, words, settings.stack_bytes)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        write_message(told, msgspec.msgpack.encode(said))
+        write_message(outputs, msgspec.msgpack.encode(problem))
 
 
 def _limit_memory(beside_bytes: int) -> None:

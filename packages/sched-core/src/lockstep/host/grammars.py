@@ -1,11 +1,11 @@
-"""Grammars at work: what a library must bring to be used here, and one matcher for each row that is taken under one.
+"""Grammars in use: the protocol of a grammar library, and one matcher for each row with a grammar.
 
     Grammar(kind, source, digest) ──backend.compile──> Compiled ──matcher──> Matcher, a row's
                                                            |                  accept(token), fill(mask), is_done()
                               kept by digest, the least recently used goes
 
 `llguidance_backend.py` and `xgrammar_backend.py` bring one each; `grammar_compiler.py` compiles off the engine's loop.
-No torch: masks are bits on the CPU, and whoever samples brings them to a device.
+No torch: masks are bits on the CPU, and the sampler copies them to a device.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ log = logging.getLogger("lockstep.host")
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
-FORCED_MAX = 64  # tokens that a matcher is asked for at once: what one launch may compute, see SchedConfig
+FORCED_MAX = 64  # forced tokens that a matcher returns at once: as many as one launch may compute, see SchedConfig
 COMPILED_MAX = 128  # grammars kept; each is a megabyte or two,
 SOURCE_BYTES_MAX = 16 * 2**20  # and what their sources may have together
-LONGEST_ERROR = 500  # characters of a library's message that a client is told
+LONGEST_ERROR = 500  # characters of a library's message that a client receives
 
 
 class GrammarError(LockstepError):
-    """A grammar that cannot be compiled, with a sentence for whoever asked for it."""
+    """A grammar that cannot be compiled, with a sentence for the client that sent it."""
 
 
 def make_grammar(kind: Kind, source: str) -> Grammar:
-    """A grammar, with the digest by which it is known: SHA-256 of kind and source."""
-    told = f"{kind}\0".encode() + source.encode("utf-8", "surrogatepass")
-    return Grammar(kind, source, sha256(told).digest())
+    """A grammar with the digest that identifies it: SHA-256 of kind and source."""
+    hashed = f"{kind}\0".encode() + source.encode("utf-8", "surrogatepass")
+    return Grammar(kind, source, sha256(hashed).digest())
 
 
 class Matcher(Protocol):
@@ -74,7 +74,7 @@ class Compiled(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """A library that knows grammars, with the tokenizer of one model. Any thread may compile."""
+    """A grammar library with the tokenizer of one model. Any thread may compile."""
 
     name: str
 
@@ -145,7 +145,7 @@ class GrammarMatchers:
     Args:
         vocabulary: ids that logits have.
         end_tokens: each of them ends an answer, where its grammar lets it end.
-        lenient: a grammar that fails, or is none here, allows every token instead, and nobody is told.
+        lenient: a grammar that fails, or is none here, allows every token, without an error.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class GrammarMatchers:
         self._row_of: dict[RequestId, int] = {}
 
     def take_row(self, taken: RowTaken) -> None:
-        """A row changes hands; it may come without a grammar."""
+        """Assign a row to a request, with its grammar or none."""
         before = self._rows.pop(taken.row, None)
         if before is not None and self._row_of.get(before.request_id) == taken.row:
             del self._row_of[before.request_id]
@@ -169,13 +169,13 @@ class GrammarMatchers:
         try:
             matcher = self._compiled.get(taken.grammar).matcher()
         except GrammarError as error:  # it was compiled before: by another process, or within other limits
-            told = "r%d ends as invalid: its grammar does not compile any more: %s"
-            log.log(self._level, told, taken.request_id, error)
+            message = "r%d ends as invalid: its grammar does not compile any more: %s"
+            log.log(self._level, message, taken.request_id, error)
         self._rows[taken.row] = _Row(taken.request_id, taken.epoch, matcher)
         self._row_of[taken.request_id] = taken.row
 
     def advance(self, request_id: RequestId, epoch: int, tokens: Sequence[int]) -> None:
-        """Move a matcher by tokens; an entry of an older epoch reaches nobody."""
+        """Move a matcher by tokens; an entry of an older epoch is ignored."""
         row = self._rows.get(self._row_of.get(request_id, -1))
         if row is None or row.epoch != epoch:
             return
@@ -223,7 +223,7 @@ class GrammarMatchers:
     def forced(self, row: int, token: int) -> list[int]:
         """Tokens that the row's grammar forces behind this one; the matcher is not moved.
 
-        None that ends an answer or its grammar: whoever samples that one says so.
+        None of them ends an answer or its grammar: the result of the batch that samples such a token reports the end.
         """
         held = self._rows.get(row)
         if held is None or held.matcher is None or held.over or token in self._ends:

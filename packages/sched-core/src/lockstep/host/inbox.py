@@ -1,10 +1,10 @@
-"""What other threads send to one that waits for it: a queue that can be waited for with a time limit.
+"""An inbox for one thread, filled by others: a queue that can be waited for with a time limit.
 
 `queue.SimpleQueue.get(timeout=...)` of CPython 3.11 may wait for ever. Its lock stays open behind an item that was
 taken without waiting; the next `get` passes it, finds nothing, and waits again for what is left of the time. If that is
 below zero by then, which microseconds soon are, it is taken for no limit. `queue.Queue` has no such fault, but a signal
 handler that puts something while its own thread does the same would wait for itself. So: SimpleQueue for the items, and
-a bare lock, whose time limit holds, for the waiting.
+a bare lock, which keeps its time limit, for the waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Inbox(Generic[T]):
         self._bell.acquire()
 
     def put(self, item: T) -> None:
-        """Add an item, and wake whoever waits."""
+        """Add an item, and wake the waiting thread."""
         self._items.put(item)
         try:
             self._bell.release()

@@ -1,6 +1,6 @@
 """llguidance behind `grammars.GrammarBackend`: no dependencies, grammars compile in about a millisecond.
 
-What a schema says is kept to exactly, or refused: keywords that llguidance does not know are an error ("lenient" is
+A schema is enforced exactly, or refused: keywords that llguidance does not support are an error ("lenient" is
 off). Between tokens of JSON there may be one space, or a new line with its indentation, but not whitespace without end,
 which a model might never leave.
 
@@ -43,7 +43,9 @@ class LlGuidance:
             )
         except Exception as error:  # of whatever kind the library raises
             raise ConfigError(f"`{tokenizer}` cannot be used for grammars by llguidance: {error}") from error
-        self._words = -(-self._tokenizer.vocab_size // 32)  # of its masks: more than logits have, where it knows more
+        self._words = -(
+            -self._tokenizer.vocab_size // 32
+        )  # of its masks: more than the logits need, where its vocabulary is larger
 
     def compile(self, grammar: Grammar) -> LlCompiled:
         """Raises GrammarError."""

@@ -1,21 +1,21 @@
 """The loop of the contract with a device in it: take in facts, journal them, step the engine, perform its commands.
 
     submit, cancel, control ──> inbox ─┐
-    executor.ready() ─────────────────>├─ fold(event): step, journal, perform      one thread: whoever calls `run`
+    executor.ready() ─────────────────>├─ fold(event): step, journal, perform      one thread: the caller of `run`
     wake_at_us ───────────────────────>┘      │
                                               ├─ LaunchBatch, SampleBatch ──> executor
                                               └─ StreamTokens, FinishRequest, RejectRequest ──> the request's sink
 
-Any thread may submit, cancel and ask; everything else happens in the thread of `run`. A record leaves the process
-before anything that follows from it is performed.
+Any thread may submit, cancel and send control requests; everything else happens in the thread of `run`. A record leaves
+the process before any command that follows from it is performed.
 
-What may fail, and what becomes of it:
+Failures and their effects:
 
 - a model that raises: its batch ends with BatchFinished(error=...), the requests in it with reason "error";
-- an order for which this host has no hands (media; weights, adapters, grammars where none were given): answered with
-  the error that the contract has for it;
-- a lost device, a plan that cannot be, a journal that cannot be written, a mistake of host or core: `run` raises, every
-  request still open is told so by its sink, and nothing is accepted any more. Nobody is left waiting.
+- a command that this host does not support (media; weights, adapters, grammars where no loader or compiler was given):
+  answered with the error that the contract has for it;
+- a lost device, an impossible plan, a journal that cannot be written, an error in host or core: `run` raises, the sink
+  of every open request receives `failed`, and nothing is accepted any more. No request waits for ever.
 """
 
 from __future__ import annotations
@@ -92,33 +92,33 @@ from lockstep.host.weights import WeightLoader, WeightsLog
 
 log = logging.getLogger("lockstep.host")
 
-IDLE_S = 0.5  # longest sleep with nothing to do; whatever comes ends it
-NOBODY_WATCHES = nullcontext()
+IDLE_S = 0.5  # longest sleep with nothing to do; any item in the inbox ends it
+NOT_PROFILED = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of output tokens of one request, in order."""
+    """Logprobs of consecutive output tokens of one request."""
 
     logprobs: Float32s  # [tokens]
-    top_ids: Int32s | None = None  # [tokens, most asked for]
+    top_ids: Int32s | None = None  # [tokens, top_logprobs of the request]
     top_logprobs: Float32s | None = None
 
 
 class Sink(Protocol):
-    """Where a request's answer goes. Called in the host's thread; must not block. The last call is one of the ends.
+    """Receiver of a request's answer. Called in the host's thread; must not block. The last call is one of the ends.
 
-    One that raises is asked nothing any more, and its request is cancelled: nobody else notices.
+    A sink that raises gets no further call, and its request is cancelled; other requests are not affected.
     """
 
     def tokens(self, offset: int, tokens: list[int], logprobs: TokenLogprobs | None) -> None:
-        """Output tokens from number `offset` on; numbers seen before are repeats. Logprobs for who asked for them."""
+        """Output tokens from number `offset` on; numbers seen before are repeats. `logprobs` only where requested."""
 
     def finished(self, end: FinishRequest, extras: ResultExtras) -> None:
-        """The answer is whole, or as whole as it gets: `end.reason`."""
+        """The request finished, with `end.reason`; no more tokens follow."""
 
     def rejected(self, end: RejectRequest) -> None:
-        """It never ran."""
+        """The request was rejected before it ran."""
 
     def failed(self, message: str) -> None:
         """The engine ended before the request did."""
@@ -126,9 +126,9 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class ResultExtras:
-    """What there is to say of a request beside tokens, as it came in."""
+    """Results of a request beside its tokens, in the order in which they came."""
 
-    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each p asked for
+    prompt_logprobs: dict[int, float] = field(default_factory=dict)  # of the token at position p, for each requested p
     prompt_top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by position, likeliest first
     hidden_states: dict[int, Float32s] = field(default_factory=dict)  # [hidden], by position
     pooled: Pooled | None = None
@@ -140,25 +140,25 @@ class TextWatch(Protocol):
     """The text of one request that has stop texts."""
 
     def push(self, number: int, token: int) -> tuple[bool, int]:
-        """Output token `number` was drawn: whether the text ran into a stop, and how many of the newest tokens may
-        be the beginning of one. A number that was pushed before takes the text back to that place.
+        """Take in output token `number`. Returns: whether the text matched a stop text, and how many of the newest
+        tokens may begin one. A number that was pushed before resets the text to that place.
         """
 
 
 @dataclass(slots=True)
-class Untold:
-    """What a request's sink has not been told of it when it is taken up again."""
+class UnsentOutput:
+    """The part of a request's answer that its sink has not received when the request is resumed after a restart."""
 
     offset: int  # number of the first of these tokens
     tokens: list[int]
     logprobs: dict[int, tuple[float, Int32s | None, Float32s | None]]  # by output number, from `offset` on
     end: FinishRequest | RejectRequest | None = None
-    weights: tuple[tuple[int, int], ...] = ()  # as in Extras, where there is an end
+    weights: tuple[tuple[int, int], ...] = ()  # as in ResultExtras, where there is an end
 
 
 @dataclass(slots=True)
 class _OpenRequest:
-    """A request that has not ended, as the host knows it."""
+    """The host's record of a request that has not ended."""
 
     event: RequestArrived
     sink: Sink
@@ -179,14 +179,14 @@ class _Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _ControlItem:
     control: Control
     answer: Future[ControlAnswered]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """An event that another thread brings, without its time."""
+    """An event from another thread, without its time."""
 
     make: Callable[[int], ObservedEvent]
 
@@ -196,7 +196,7 @@ class HostClock:
 
     Args:
         now_ns: a monotonic clock.
-        start_us: what it says at first, where it goes on for another.
+        start_us: its first value, where it continues an earlier clock.
     """
 
     def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns, start_us: int = 0) -> None:
@@ -204,7 +204,7 @@ class HostClock:
         self._zero_ns = now_ns() - 1000 * start_us
         self._newest_us = 0
         self._raw_us = 0
-        self.stepped_back_us = 0  # by how much the clock below fell since `clamped` was last asked
+        self.stepped_back_us = 0  # by how much the clock below fell since the last call of `clamped`
 
     def __call__(self) -> int:
         raw_us = (self._now_ns() - self._zero_ns) // 1000
@@ -215,11 +215,11 @@ class HostClock:
         return self._newest_us
 
     def at(self, now_ns: int) -> int:
-        """What this clock says, said or will say when the clock below says `now_ns`. For any thread."""
+        """The value of this clock at the moment when the clock below shows `now_ns`. For any thread."""
         return (now_ns - self._zero_ns) // 1000
 
     def clamped(self) -> int:
-        """By how much the clock below fell since this was last asked, in microseconds."""
+        """By how much the clock below fell since the last call, in microseconds."""
         back_us, self.stepped_back_us = self.stepped_back_us, 0
         return back_us
 
@@ -230,32 +230,32 @@ GrammarCompiler = Callable[[CompileGrammar, Callable[[str], None]], None]
 
 
 class Profiler(Protocol):
-    """Something that watches the device on request. It raises nothing: serving goes on without it."""
+    """A profiler of the device. It raises nothing: a failure of it does not stop serving."""
 
     def start(self) -> None:
-        """From the next launch on."""
+        """Profile from the next launch on."""
 
     def stop(self) -> None:
-        """Behind every batch launched so far; write what was seen. Harmless where nothing was started."""
+        """Stop after every batch launched so far and write the trace. Does nothing where none was started."""
 
     def batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Around each launch."""
+        """A context around each launch."""
 
 
 class RuntimeHost:
     """One engine, its executor and its journal.
 
     Args:
-        clock: the one that the executor's lane was given, so that all times are of one kind.
-        check_request: raises ConfigError for what this runtime cannot do for a request; it is rejected with that.
+        clock: the clock of the executor's lane, so that all times have one origin.
+        check_request: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
         watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
         compile_grammar: without it, a request under a grammar is rejected with that reason.
-        hands: change weights and give memory back; without them such orders are refused.
-        weights: of an engine that was there before; what this host learns of its weights goes there.
-        adapters: bring adapters to the device; without them a load fails. adapters_log: as `weights`.
-        orders: performed first: what such an engine asked for when it was told of its restart.
+        weight_loader: changes weights and releases memory; without one such commands are refused.
+        weights: the weights log of an earlier generation of the engine; the host continues it.
+        adapters: loads adapters on the device; without it a load fails. adapters_log: as `weights`.
+        orders: commands that are performed first: those of an engine's step at its restart.
         observe: called with each event and its Step, e.g. to fold metrics.
-        performed: called when sinks were told something and nothing more comes of the same event, e.g. to send it.
+        performed: called after the commands of an event, once its sinks have received everything, e.g. to send it.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class RuntimeHost:
         watch_text: Callable[[RequestArrived], TextWatch] | None = None,
         compile_grammar: GrammarCompiler | None = None,
         profiler: Profiler | None = None,
-        hands: WeightLoader | None = None,
+        weight_loader: WeightLoader | None = None,
         weights: WeightsLog | None = None,
         adapters: AdapterLoader | None = None,
         adapters_log: AdaptersLog | None = None,
@@ -286,8 +286,8 @@ class RuntimeHost:
         self._watch_text = watch_text
         self._compile_grammar = compile_grammar
         self._profiler = profiler
-        self._hands = hands
-        self._hands_busy = False
+        self._weight_loader = weight_loader
+        self._maintaining = False
         self.weights = WeightsLog() if weights is None else weights
         self._adapters = adapters
         self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
@@ -295,14 +295,14 @@ class RuntimeHost:
         self._orders = tuple(orders)
         self.observe = observe
         self.performed = performed
-        self._inbox: Inbox[_Submitted | _Cancel | _Ask | _Fact | None] = Inbox()
-        self._gate = threading.Lock()  # ids are handed out in the order of the inbox; nothing enters after the end, and
-        #                                whoever takes somebody out of `_open` or `_asked` tells them: nobody else does
+        self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
+        self._gate = threading.Lock()  # ids are assigned in the order of the inbox; nothing enters after the end, and
+        #                                code that removes an entry of `_open` or `_answers` must answer it
         self._next_request_id = engine.last_request_id + 1
         waiting = [*engine.controls.drains, *(job.control_id for job in engine.maintenance.jobs)]
-        self._next_control_id = max(waiting, default=-1) + 1  # nobody gets the answer to a question from before
+        self._next_control_id = max(waiting, default=-1) + 1  # answers to earlier control requests are dropped
         self._open: dict[RequestId, _OpenRequest] = {}
-        self._asked: dict[int, Future[ControlAnswered]] = {}
+        self._answers: dict[int, Future[ControlAnswered]] = {}
         self._wake_at_us: int | None = None
         self._nothing_new = False  # since the last LaneReady that launched nothing
         self._stop = threading.Event()
@@ -324,28 +324,30 @@ class RuntimeHost:
             self._inbox.put(_Submitted(msgspec.structs.replace(request, request_id=request_id), sinks))
         return request_id
 
-    def adopt(self, event: RequestArrived, sinks: Sequence[Sink], told: Sequence[Untold | None]) -> None:
-        """Take a request up that the engine has had since before a restart. Call it before `run`.
+    def adopt(self, event: RequestArrived, sinks: Sequence[Sink], unsent: Sequence[UnsentOutput | None]) -> None:
+        """Resume a request that the engine has had since before a restart. Call it before `run`.
 
         Args:
             event: as it arrived, with its id; with n samples it needs n sinks.
-            told: of each sample, what its sink has not been told yet; None for one of which it knows the end.
+            unsent: of each sample, the output that its sink has not received; None if it has received the end.
         """
-        for number, (sink, untold) in enumerate(zip(sinks, told, strict=True)):
-            if untold is None:
+        for number, (sink, remaining) in enumerate(zip(sinks, unsent, strict=True)):
+            if remaining is None:
                 continue
             request_id = event.request_id + number
-            opened = _OpenRequest(sample_of(event, number), sink, logprobs=untold.logprobs)
-            if untold.tokens:
-                logprobs = _taken_from(opened.logprobs, untold.offset, len(untold.tokens)) if opened.logprobs else None
-                sink.tokens(untold.offset, untold.tokens, logprobs)
+            opened = _OpenRequest(sample_of(event, number), sink, logprobs=remaining.logprobs)
+            if remaining.tokens:
+                logprobs = (
+                    _taken_from(opened.logprobs, remaining.offset, len(remaining.tokens)) if opened.logprobs else None
+                )
+                sink.tokens(remaining.offset, remaining.tokens, logprobs)
             request = self.engine.requests.get(request_id)
-            match untold.end:
+            match remaining.end:
                 case FinishRequest():
-                    opened.extras.weights = untold.weights
-                    sink.finished(untold.end, opened.extras)
+                    opened.extras.weights = remaining.weights
+                    sink.finished(remaining.end, opened.extras)
                 case RejectRequest():
-                    sink.rejected(untold.end)
+                    sink.rejected(remaining.end)
                 case None if request is None:
                     raise ContractError(f"request {request_id} is to be taken up, but the engine does not have it")
                 case None:
@@ -363,11 +365,11 @@ class RuntimeHost:
     def ask(
         self, control: Control, answered: Callable[[Future[ControlAnswered]], object] | None = None
     ) -> Future[ControlAnswered]:
-        """Put a control request; the future has its answer.
+        """Send a control request; the future will have its answer.
 
         Args:
-            answered: called in the host's thread when it has. One that is added to the future afterwards may come too
-                late for that, and is then called in the thread that adds it.
+            answered: called in the host's thread with the answer. A callback added to the future later may be called
+                in the thread that adds it.
         Raises: EngineStopped.
         """
         answer: Future[ControlAnswered] = Future()
@@ -375,11 +377,11 @@ class RuntimeHost:
             answer.add_done_callback(answered)
         with self._gate:
             self._refuse_after_end()
-            self._inbox.put(_Ask(control, answer))
+            self._inbox.put(_ControlItem(control, answer))
         return answer
 
     def drain(self) -> Future[ControlAnswered]:
-        """Take no more requests; answered once all that were accepted have ended."""
+        """Accept no more requests; answered once all accepted ones have ended."""
         return self.ask(Drain())
 
     def oldest_batch(self) -> BatchId | None:
@@ -390,7 +392,7 @@ class RuntimeHost:
             return None
 
     def stop(self) -> None:
-        """End `run` before the next fact. What is open is told that the engine stopped."""
+        """End `run` before the next fact. The sinks of open requests receive that the engine stopped."""
         self._stop.set()
         self._inbox.put(None)
 
@@ -403,8 +405,8 @@ class RuntimeHost:
     def run(self, *, until_idle: bool = False) -> None:
         """Serve until `stop`, or with `until_idle` until everything submitted so far has ended.
 
-        Raises: whatever ends the engine, after everybody who waits was told. After `stop` or an error the host is
-        over; after `until_idle` it may run again.
+        Raises: the error that ends the engine, after all open sinks received it. After `stop` or an error the host
+        has ended; after `until_idle` it may run again.
         """
         try:
             orders, self._orders = self._orders, ()
@@ -419,7 +421,7 @@ class RuntimeHost:
                     self._launch()
                 elif self.executor.in_flight:
                     self._await_result()
-                elif until_idle and not (self.engine.requests or self._hands_busy) and self._inbox.empty():
+                elif until_idle and not (self.engine.requests or self._maintaining) and self._inbox.empty():
                     return
                 else:
                     self._sleep()
@@ -429,37 +431,37 @@ class RuntimeHost:
         self._end("the engine was stopped")
 
     def fail(self, message: str) -> None:
-        """Tell everybody who waits that the engine failed, when its own thread cannot. From any thread."""
+        """Report a failure of the engine to all open sinks when its own thread cannot. From any thread."""
         try:
             self._end(f"the engine failed: {message}", stuck=True)
         finally:
-            self._stop.set()  # now, or the engine's own thread might be the first to say why it ended
+            self._stop.set()  # only now, or the engine's own thread might report its end first
 
     def _end(self, message: str, *, stuck: bool = False) -> None:
-        """Accept nothing any more, and tell everybody who waits. What was recorded leaves the process, if it can."""
+        """Accept nothing any more, and report the end to all open sinks. Recorded events are flushed if possible."""
         with self._gate:
             if self.failure:
                 return
             self.failure = message
             waiting: list[Sink] = [request.sink for request in self._open.values()]
-            answers = list(self._asked.values())
+            answers = list(self._answers.values())
             self._open.clear()
-            self._asked.clear()
+            self._answers.clear()
         if self._profiler is not None and not stuck:
-            self._profiler.stop()  # what it saw up to here may say why
+            self._profiler.stop()  # its trace up to here may show the cause
         with suppress(Empty):  # the host's own thread may take from it at the same time
             while True:
                 match self._inbox.get_nowait():
                     case _Submitted(_, sinks):
                         waiting += sinks
-                    case _Ask(_, answer) if answer.set_running_or_notify_cancel():
+                    case _ControlItem(_, answer) if answer.set_running_or_notify_cancel():
                         answers.append(answer)
         for sink in waiting:
             try:
                 sink.failed(message)
             except Exception:
-                log.exception("a sink failed when it was told that %s", message)
-        if not stuck:  # a writer is its thread's alone
+                log.exception("a sink failed when it received that %s", message)
+        if not stuck:  # only its own thread may use a writer
             try:
                 self.journal.flush()
             except LockstepError as error:
@@ -470,14 +472,14 @@ class RuntimeHost:
             self.performed()
 
     def _take_in(self) -> None:
-        """Fold every fact there is: what was sent up to now, what the device has done, whether it is time."""
-        sent = self._inbox.qsize()  # and not what comes meanwhile: senders without end must not keep the device idle
+        """Fold all facts: items sent up to now, results of the device, a wake time that has come."""
+        sent = self._inbox.qsize()  # not items that come meanwhile: an endless sender must not keep the device idle
         while not self._stop.is_set():
             if sent:
                 sent -= 1
                 try:
                     item = self._inbox.get_nowait()
-                except Empty:  # `fail` took what there was
+                except Empty:  # `fail` took the items
                     return
                 self._receive(item)
             elif self.executor.ready():
@@ -492,12 +494,12 @@ class RuntimeHost:
         return not self._nothing_new and len(self.engine.in_flight) < slots
 
     def _launch(self) -> None:
-        """Offer the slot to the engine."""
+        """Offer a free launch slot to the engine."""
         step = self._fold(LaneReady(self._now()))
         self._nothing_new = step.launched() is None
 
     def _await_result(self) -> None:
-        """Nothing to do before the oldest batch comes back, or somebody sends something, or it is time."""
+        """Wait for the result of the oldest batch, an item in the inbox, or the wake time."""
         pause_s = self.executor.pause_s()
         if pause_s:
             self._listen(pause_s)
@@ -505,11 +507,11 @@ class RuntimeHost:
             self._collect()
 
     def _sleep(self) -> None:
-        """Nothing runs: wait for somebody to send something, or until it is time."""
+        """Nothing runs: wait for an item in the inbox, or until the wake time."""
         self._listen(IDLE_S)
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in the next thing that is sent, if one comes so soon and before it is time."""
+        """Take in the next item of the inbox, if one comes within `timeout_s` and before the wake time."""
         if self._wake_at_us is not None:
             timeout_s = min(timeout_s, max(0, self._wake_at_us - self.clock()) / 1e6)
         try:
@@ -555,7 +557,7 @@ class RuntimeHost:
 
     # ---------------------------------------------------------------------------------------------------- facts
 
-    def _receive(self, item: _Submitted | _Cancel | _Ask | _Fact | None) -> None:
+    def _receive(self, item: _Submitted | _Cancel | _ControlItem | _Fact | None) -> None:
         match item:
             case _Submitted(event, sinks):
                 event = msgspec.structs.replace(event, time_us=self._now())
@@ -578,15 +580,15 @@ class RuntimeHost:
                     self.performed()
             case _Cancel(request_id):
                 self._fold(RequestCancelled(self._now(), request_id))
-            case _Ask(control, answer):
-                if not answer.set_running_or_notify_cancel():  # from here on nobody can cancel it
+            case _ControlItem(control, answer):
+                if not answer.set_running_or_notify_cancel():  # from here on it cannot be cancelled
                     return
                 control_id = self._next_control_id
                 self._next_control_id += 1
                 with self._gate:
                     ended = self.failure
                     if not ended:
-                        self._asked[control_id] = answer
+                        self._answers[control_id] = answer
                 if ended:
                     answer.set_exception(EngineStopped(ended))
                     return
@@ -595,7 +597,7 @@ class RuntimeHost:
                 self._fold(make(self._now()))
 
     def _refusal(self, event: RequestArrived) -> tuple[str, str] | None:
-        """Reason and message where this host cannot serve a request; the engine never hears of it."""
+        """Reason and message where this host cannot serve a request, which then does not reach the engine."""
         if event.stop_texts and self._watch_text is None:
             return "unsupported", "`stop_texts` need a tokenizer, and this engine was started without one"
         try:
@@ -603,7 +605,7 @@ class RuntimeHost:
                 self._check_request(event)
         except ConfigError as error:
             return "bad_request", str(error).partition("\nhint: ")[0]
-        except Exception as error:  # what concerns one request ends one request
+        except Exception as error:  # an error about one request ends only this request
             log.exception("a request could not be checked")
             return "bad_request", f"it could not be checked: {type(error).__name__}: {error}"
         return None
@@ -663,7 +665,7 @@ class RuntimeHost:
         return tuple(found)
 
     def _watch(self, result: BatchResult) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-        """Which sampling rows ran into a stop text, and of which how many tokens may be the beginning of one."""
+        """Sampling rows with text that matched a stop text; rows with text that may begin one, and its tokens."""
         plan = result.plan
         stops: list[int] = []
         held: list[tuple[int, int]] = []
@@ -688,7 +690,7 @@ class RuntimeHost:
         return self.engine.requests[int(plan.request_ids[number])].prompt_tokens
 
     def _keep(self, result: BatchResult) -> None:
-        """Keep by request what came beside tokens, until the request ends or its tokens are sent."""
+        """Keep results beside tokens by request, until the request ends or its tokens are sent."""
         plan = result.plan
         for judged in result.prompt_logprobs:
             if (request := self._open.get(judged.request_id)) is not None:
@@ -712,7 +714,11 @@ class RuntimeHost:
         for i, number in enumerate(plan.sample_rows.tolist()):
             count = int(counts[i])
             request = self._open.get(int(plan.request_ids[number]))
-            if request is not None and int(plan.request_ids[number]) in self.engine.requests and _asks(request.event):
+            if (
+                request is not None
+                and int(plan.request_ids[number]) in self.engine.requests
+                and _with_logprobs(request.event)
+            ):
                 first = int(positions[i]) - self._prompt_tokens(plan, number)
                 most = request.event.sampling.top_logprobs if request.event.sampling is not None else 0
                 for j in range(count):
@@ -728,7 +734,7 @@ class RuntimeHost:
         match command:
             case LaunchBatch(plan, sample):
                 self.batches += 1
-                with NOBODY_WATCHES if self._profiler is None else self._profiler.batch(plan):
+                with NOT_PROFILED if self._profiler is None else self._profiler.batch(plan):
                     self.executor.launch(plan, deferred=sample == "deferred", contexts=self._context)
             case SampleBatch(batch_id, advance):
                 self.executor.sample(batch_id, advance)
@@ -746,9 +752,9 @@ class RuntimeHost:
                 self._reject(command)
             case ControlAnswered(control_id):
                 with self._gate:
-                    asked = self._asked.pop(control_id, None)
-                if asked is not None:
-                    asked.set_result(command)
+                    answer = self._answers.pop(control_id, None)
+                if answer is not None:
+                    answer.set_result(command)
             case CompileGrammar():
                 self._compile(command)
             case LoadAdapter():
@@ -763,13 +769,13 @@ class RuntimeHost:
             case StopProfile() if self._profiler is not None:
                 self._profiler.stop()
             case StartProfile() | StopProfile():
-                log.warning("a profile was asked for, but this runtime was started without a profiler")
+                log.warning("a profile was requested, but this runtime was started without a profiler")
             case FreezeHeap():
                 gc.collect()
                 gc.freeze()
             case _:
-                # Of features that the engine refuses by name, docs/contract.md: it never orders these.
-                raise ContractError(f"the engine ordered {type(command).__name__}, for which this host has no hands")
+                # Commands of features that an engine on this host refuses by name: docs/contract.md.
+                raise ContractError(f"the engine ordered {type(command).__name__}, which this host does not support")
 
     def _load_adapter(self, order: LoadAdapter) -> None:
         """Copy an adapter into its slot, in a thread of its own."""
@@ -777,9 +783,9 @@ class RuntimeHost:
 
         def done(error: BaseException | None) -> None:
             if error is None or isinstance(error, ConfigError):
-                said = "" if error is None else str(error).partition("\nhint: ")[0]
-                self._inbox.put(_Fact(partial(self._adapter_loaded, order, generation, said)))
-            else:  # nobody knows what the device holds
+                message = "" if error is None else str(error).partition("\nhint: ")[0]
+                self._inbox.put(_Fact(partial(self._adapter_loaded, order, generation, message)))
+            else:  # the content of the device is unknown
                 self._inbox.put(_Fact(partial(_raise, error)))
 
         if self._adapters is None:
@@ -790,32 +796,33 @@ class RuntimeHost:
     def _adapter_loaded(self, order: LoadAdapter, generation: int, error: str, now_us: int) -> AdapterLoaded:
         if error:
             log.warning("adapter %s could not be loaded: %s", order.adapter, error)
-            wanted = (order.adapter, order.version)
+            failed = (order.adapter, order.version)
             for request in self.engine.waiting:
-                if request.adapter == wanted and (told := self._open.get(request.request_id)) is not None:
-                    told.extras.error = error
+                if request.adapter == failed and (opened := self._open.get(request.request_id)) is not None:
+                    opened.extras.error = error
         return AdapterLoaded(now_us, order.adapter, order.version, error, generation)
 
     def _maintain(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory) -> None:
-        """Work on the device, in a thread of its own, so that requests can come and go. Nothing is launched then."""
-        hands = self._hands
-        if hands is None:
+        """Work on the device, in a thread of its own, so that requests can arrive and leave. Nothing is launched
+        then."""
+        loader = self._weight_loader
+        if loader is None:
             what = "change its weights" if isinstance(order, SwapWeights) else "give its memory back"
             self._inbox.put(_Fact(partial(_answer_to, order, f"this runtime cannot {what} while it runs")))
             return
-        self._hands_busy = True
+        self._maintaining = True
 
         def work() -> None:
             error = ""
             try:
                 match order:
                     case SwapWeights(version, source):
-                        hands.load_weights(version, source)
+                        loader.load_weights(version, source)
                     case ReleaseDeviceMemory(tags) | ResumeDeviceMemory(tags):
-                        hands.switch_memory(tags, released=isinstance(order, ReleaseDeviceMemory))
+                        loader.switch_memory(tags, released=isinstance(order, ReleaseDeviceMemory))
             except ConfigError as raised:
                 error = str(raised).partition("\nhint: ")[0]
-            except BaseException as raised:  # nobody knows what the device holds
+            except BaseException as raised:  # the content of the device is unknown
                 self._inbox.put(_Fact(partial(_raise, raised)))
                 return
             self._inbox.put(_Fact(partial(self._worked, order, error)))
@@ -823,23 +830,23 @@ class RuntimeHost:
         threading.Thread(target=work, name="lockstep-device", daemon=True).start()
 
     def _worked(self, order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
-        self._hands_busy = False
+        self._maintaining = False
         if error:
             log.warning("%s failed: %s", type(order).__name__, error)
         return _answer_to(order, error, now_us)
 
     def _context(self, taken: RowTaken) -> RowContext:
-        """What the executor may want to know of who takes a row."""
-        told = self._open.get(taken.request_id)  # nobody, once its sink has failed or the engine was ended
-        return row_context(self.engine.requests[taken.request_id], "generate" if told is None else told.event.kind)
+        """The context of a request that takes a row, for the executor."""
+        opened = self._open.get(taken.request_id)  # None once its sink has failed or the engine was ended
+        return row_context(self.engine.requests[taken.request_id], "generate" if opened is None else opened.event.kind)
 
     def _taken_out(self, request_id: RequestId) -> _OpenRequest | None:
-        """A request whose sink nobody else will tell anything any more."""
+        """Remove an open request; the caller is the only one that may still call its sink."""
         with self._gate:
             return self._open.pop(request_id, None)
 
     def _stream(self, command: StreamTokens) -> None:
-        """Give everybody their tokens. In a decode this runs once for each request: it is most of the loop's time."""
+        """Give tokens to their sinks. In a decode this runs once for each request: it is most of the loop's time."""
         find, first = self._open.get, 0
         ids, offsets, tokens = command.request_ids.tolist(), command.offsets.tolist(), command.tokens.tolist()
         for request_id, offset, count in zip(ids, offsets, command.token_counts.tolist(), strict=True):
@@ -877,19 +884,19 @@ Answer = WeightsSwapped | MemorySwitched
 
 
 def _answer_to(order: SwapWeights | ReleaseDeviceMemory | ResumeDeviceMemory, error: str, now_us: int) -> Answer:
-    """What the engine is told of an order about the device."""
+    """The event that answers a command about the device."""
     if isinstance(order, SwapWeights):
         return WeightsSwapped(now_us, order.version, error, order.generation)
     return MemorySwitched(now_us, order.tags, isinstance(order, ReleaseDeviceMemory), error, order.generation)
 
 
 def _raise(error: BaseException, now_us: int) -> ObservedEvent:
-    """What another thread met, in the host's."""
+    """Raise an error of another thread in the host's thread."""
     raise error
 
 
 def row_context(request: Request, kind: RequestKind) -> RowContext:
-    """What an executor may want to know of a request that takes a row, as it stands: its session, what was cut off."""
+    """The context of a request that takes a row: its tokens with those of its session, after truncation."""
     return RowContext(
         tokens=np.frombuffer(request.tokens, np.int32),
         prompt_tokens=request.prompt_tokens,
@@ -901,9 +908,9 @@ def row_context(request: Request, kind: RequestKind) -> RowContext:
 
 
 def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> tuple[Int32s, Int32s]:
-    """Positions of the first token that each sampling row of the oldest batch got, and how many it got.
+    """Position of the first token that each sampling row of the oldest batch got, and the number of its tokens.
 
-    To be asked before the engine takes in the result: until then only it knows where verifying rows stand.
+    Call it before the engine takes in the result: until then the engine has the positions of verifying rows.
 
     Args:
         accepted: of the result, where drafts were verified.
@@ -918,21 +925,21 @@ def sampled_spans(engine: Engine, plan: BatchPlan, accepted: Int32s | None) -> t
 
 
 def _drop_behind_the_end(extras: ResultExtras, end: FinishRequest) -> None:
-    """Forget positions that several decodes in one launch computed behind a request's last token."""
+    """Drop positions that several decodes in one launch computed after a request's last token."""
     stop = end.prompt_tokens + max(end.output_tokens - 1, 0)  # the last token is never computed
     for position in [position for position in extras.hidden_states if position >= stop]:
         del extras.hidden_states[position]
 
 
-def _asks(event: RequestArrived) -> bool:
-    """Whether a request wants logprobs of its output."""
+def _with_logprobs(event: RequestArrived) -> bool:
+    """Whether a request has logprobs of its output requested."""
     return event.logprob_start is not None or (event.sampling is not None and event.sampling.top_logprobs > 0)
 
 
 def _taken_from(
     kept: dict[int, tuple[float, Int32s | None, Float32s | None]], offset: int, count: int
 ) -> TokenLogprobs | None:
-    """The logprobs of output [offset:offset + count), no longer kept; None where they did not come."""
+    """Remove and return the logprobs of output [offset:offset + count); None where they did not come."""
     if not all(number in kept for number in range(offset, offset + count)):
         return None
     entries = [kept.pop(number) for number in range(offset, offset + count)]

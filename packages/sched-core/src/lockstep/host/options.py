@@ -109,7 +109,7 @@ class OptionField:
         """The default as help and tables show it; empty for an option that is required, off or empty."""
         if self.option.default:
             return self.option.default
-        if self.default is REQUIRED or self.default in (None, (), {}, False):
+        if self.default is REQUIRED or self.default is False or self.default in (None, (), {}, ""):
             return ""
         return f"{value_word(self.name, self.default)}"
 
@@ -304,8 +304,13 @@ def _has_value(field: OptionField) -> bool:
 
 def option_table(fields: Iterable[OptionField]) -> str:
     """A table of options in Markdown: flag, default, meaning."""
-    rows = [f"| `{field.flag}` | {_cell(field)} | {field.option.help} |" for field in fields]
+    rows = [f"| `{field.flag}` | {_cell(field)} | {_escaped(field.option.help)} |" for field in fields]
     return "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+
+
+def _escaped(text: str) -> str:
+    """Text of a cell: a bar would end it."""
+    return text.replace("|", "\\|")
 
 
 def _cell(field: OptionField) -> str:

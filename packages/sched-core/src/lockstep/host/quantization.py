@@ -1,7 +1,7 @@
-"""Weights and KV in fewer bits: bytes of each kind, and what config.json says of a checkpoint.
+"""Weights and KV in fewer bits: bytes of each kind, and the weight format in a checkpoint's config.json.
 
-One table for who plans and who serves: the simulator prices what the runtime loads. Reading is of plain data; what is
-wrong is gathered, so that whoever reads a config can say all of it at once.
+One table for simulator and runtime: the simulator prices the formats that the runtime loads. Only plain data is read;
+problems are collected, so that one error can report all of them.
 
     quant_method         tensors of a matrix [outputs, inputs]                         a weight is
     fp8                  weight F8_E4M3, weight_scale_inv [outputs / 128, inputs / 128]    q * scale, in blocks
@@ -30,12 +30,12 @@ Layout = Literal["fp8", "awq", "gptq"]
 Activations = Literal["", "dynamic", "static"]
 """How rows are rounded to fp8 before a product: not; by their own largest number; by a scale of the checkpoint."""
 Fp8Activations = Literal["auto", "on", "off"]
-"""What is asked for: `rounds_rows`."""
+"""The setting of `rounds_rows`."""
 
 KV_BYTES: dict[str, int] = {"bf16": 2, "fp8": 1}
 """Of one number of a token's keys or values."""
 
-INT4_BITS, INT4_GROUP = 4, 128  # the usual group, whose bytes are in the table
+INT4_BITS, INT4_GROUP = 4, 128  # the usual group; the table has its bytes
 
 
 def int4_bytes(group: int) -> float:
@@ -82,7 +82,7 @@ class WeightFormat:
     group: int = 0  # awq, gptq: inputs that share scale and zero; 0: all of them
     zero_add: int = 0  # what is added to a stored zero: the first format of GPTQ stores it less 1
     kept: tuple[str, ...] = ()  # modules that are not quantised; "re:" begins a pattern, "*" is any text
-    activations: Activations = ""  # fp8: how the checkpoint says that rows are rounded; "": it does not
+    activations: Activations = ""  # fp8: how rows are rounded according to the checkpoint; "": not stated
 
     def __str__(self) -> str:
         """For messages."""
@@ -106,24 +106,24 @@ def _names(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(pattern + ".") or module.endswith("." + pattern)
 
 
-def rounds_rows(setting: Fp8Activations, said: Activations, tensor_cores: bool) -> bool:
+def rounds_rows(setting: Fp8Activations, stored: Activations, tensor_cores: bool) -> bool:
     """Whether fp8 weights meet rows in fp8, so that a product runs at a GPU's rate for fp8; else both are widened.
 
     Runtime and planner both ask here.
 
     Args:
-        setting: auto does what the checkpoint says, where the GPU can.
-        said: what the checkpoint says of its activations.
+        setting: auto follows the checkpoint, where the GPU supports it.
+        stored: the activations according to the checkpoint.
         tensor_cores: whether the GPU multiplies fp8 by fp8: from `FP8_CAPABILITY` on.
     """
-    return setting == "on" or (setting == "auto" and said != "" and tensor_cores)
+    return setting == "on" or (setting == "auto" and stored != "" and tensor_cores)
 
 
 def read_weight_format(config: Mapping[str, Any], problems: list[str]) -> WeightFormat | None:
-    """What config.json says of how its weights are stored; None where they are not quantised.
+    """The weight format of a config.json; None where weights are not quantised.
 
     Args:
-        problems: gets a sentence for each field that is wrong or asks for what cannot be read.
+        problems: gets a sentence for each field that is wrong or names a format that cannot be read.
     """
     found = config.get(FIELD)
     if found is None:
@@ -215,11 +215,11 @@ def _fp8(read: _JsonFields) -> WeightFormat:
     """transformers' and vLLM's."""
     read.only("fmt", "e4m3", "float8_e4m3fn")
     scheme = read.only("activation_scheme", "dynamic", "static")
-    said: Activations = "" if read.data.get("activation_scheme") is None else scheme
+    activations: Activations = "" if read.data.get("activation_scheme") is None else scheme
     block = read.sides("weight_block_size")
     kept = read.names("modules_to_not_convert", "ignored_layers", "ignore")
     scale = "weight_scale" if block is None else "weight_scale_inv"
-    return WeightFormat(method="fp8", layout="fp8", scale=scale, block=block, kept=kept, activations=said)
+    return WeightFormat(method="fp8", layout="fp8", scale=scale, block=block, kept=kept, activations=activations)
 
 
 def _compressed(read: _JsonFields) -> WeightFormat:
@@ -229,7 +229,7 @@ def _compressed(read: _JsonFields) -> WeightFormat:
     _no_transforms(read)
     groups = read.data.get("config_groups")
     block, by_output = None, False
-    said: Activations = ""
+    activations: Activations = ""
     if not isinstance(groups, Mapping) or len(groups) != 1:
         read.wrong("config_groups", "one group for all linear layers", only_fp8)
     else:
@@ -246,7 +246,7 @@ def _compressed(read: _JsonFields) -> WeightFormat:
                 weights.only("type", "float", fix=only_fp8)
                 weights.only("symmetric", True)
                 weights.only("dynamic", False)
-                said = _of_input_activations(group.data.get("input_activations"))
+                activations = _of_input_activations(group.data.get("input_activations"))
                 strategy = weights.only("strategy", "tensor", "channel", "block")
                 by_output = strategy == "channel"
                 if strategy == "block":
@@ -260,7 +260,7 @@ def _compressed(read: _JsonFields) -> WeightFormat:
         block=block,
         by_output=by_output,
         kept=kept,
-        activations=said,
+        activations=activations,
     )
 
 
@@ -275,7 +275,7 @@ def _no_transforms(read: _JsonFields) -> None:
     for name in ("sparsity_config", "transform_config"):
         value = read.data.get(name)
         if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
-            read.wrong(name, "absent", "what it asks for is not done here")
+            read.wrong(name, "absent", "what it requires is not supported here")
 
 
 def _modelopt(read: _JsonFields) -> WeightFormat:

@@ -1,20 +1,20 @@
-"""The plans of a journal on a device: what was decided once, in the simulator or on another machine, runs here.
+"""Runs the plans of a journal on a device: plans decided earlier, in the simulator or on another machine.
 
-No scheduler decides: the journal's events are folded for the plans they led to, each checked by its digest, and every
-order goes to the executor when the journal says so, and is collected when the journal has its result. What the device
-draws is its own. So that every request still computes one text, its own words stand wherever the journal's would be
-computed again: behind a retraction, and in a prompt that quotes an answer.
+No scheduler decides: the journal's events are folded for the plans that they led to, each checked by its digest. Every
+command goes to the executor in the order of the journal, and is collected where the journal has its result. The device
+draws its own tokens. So that every request still computes one text, these replace the journal's tokens wherever they
+would be computed again: after a retraction, and in a prompt that quotes an answer.
 
-A simulator's ids know which tokens are equal and not what they say, and there are more of them than any model has.
-An id of an answer stands for the token that was drawn in its place, every other id for its remainder by the model's
-vocabulary. A prompt that quotes an answer of which nothing was drawn yet (a trace whose turns overlap) is no such text:
-its batches run and take as long, but its tokens mean nothing, and a canary finds its KV.
+A simulator's ids identify equal tokens without any text, and there are more of them than in any model's vocabulary. An
+id of an answer is replaced by the token drawn in its place, every other id by its remainder by the model's vocabulary.
+A prompt may quote an answer before its tokens are drawn (a trace with overlapping turns). Its batches run and take as
+long, but its tokens have no meaning, and a canary finds its KV.
 
-Matchers of grammars move by what was drawn here, too. A grammar of which nothing is known here, as a simulator's,
-allows every token.
+Matchers of grammars move by the tokens drawn here, too. A grammar without a source here, as a simulator's, allows every
+token.
 
-Drafts are made and verified here as well. Where others are right than in the journal, as with another model, plans go
-on from where the journal's row stood, and the text of that request means nothing from there on.
+Drafts are made and verified here as well. Where other drafts are right than in the journal, as with another model,
+plans continue from the positions in the journal, and the text of that request has no meaning from there on.
 """
 
 from __future__ import annotations
@@ -116,9 +116,11 @@ class _Recorded:
         self.engine, self.executor, self.vocab, self.simulated = engine, executor, vocab, simulated
         self.in_flight: deque[BatchPlan] = deque()
         self._unsampled: set[int] = set()
-        self._verifying: dict[int, InFlight] = {}  # by batch in flight: what the engine knows of where rows stand
+        self._verifying: dict[
+            int, InFlight
+        ] = {}  # by batch in flight: the engine's record of it, with the positions of rows
         self._going: dict[RequestId, _Going] = {}
-        self._said: dict[int, int] = {}  # the token that was drawn where a simulator's answer has this id
+        self._drawn: dict[int, int] = {}  # the token that was drawn where a simulator's answer has this id
 
     def expect(self, event: RequestArrived) -> None:
         """A request came, or several samples of one."""
@@ -132,7 +134,7 @@ class _Recorded:
             return None
         answer = RecordedAnswer(end.request_id, going.prompt, going.drawn[: end.output_tokens])
         if self.simulated:
-            self._said.update(zip(going.recorded, answer.tokens, strict=False))
+            self._drawn.update(zip(going.recorded, answer.tokens, strict=False))
         return answer
 
     def drop(self, request_id: RequestId) -> None:
@@ -151,8 +153,8 @@ class _Recorded:
             plan = msgspec.structs.replace(plan, token_ids=self._new_tokens(plan), logprob_spans=tuple(spans))
         if plan.speculation is not None and plan.speculation.forced_tokens.size:
             forced = self._words(plan.speculation.forced_tokens)
-            told = msgspec.structs.replace(plan.speculation, forced_tokens=forced)
-            plan = msgspec.structs.replace(plan, speculation=told)
+            replaced = msgspec.structs.replace(plan.speculation, forced_tokens=forced)
+            plan = msgspec.structs.replace(plan, speculation=replaced)
         self.executor.launch(plan, deferred=deferred, contexts=self._context)
         self.in_flight.append(plan)
         if plan.speculation is not None:
@@ -202,7 +204,7 @@ class _Recorded:
         return tokens if going is None else tuple(going.drawn[len(going.drawn) - len(tokens) :])
 
     def forget(self) -> None:
-        """Nobody asks any more for what is in flight."""
+        """Drop the batches in flight: their results are not needed any more."""
         while self.in_flight:
             plan = self.in_flight.popleft()
             self._verifying.pop(plan.batch_id, None)
@@ -233,20 +235,20 @@ class _Recorded:
         request, going = self.engine.requests[taken.request_id], self._going[taken.request_id]
         assert going.prompt is not None
         kept = np.array(going.drawn[: len(request.tokens) // 4 - going.prompt_tokens], np.int32)
-        told = row_context(request, going.kind)
+        context = row_context(request, going.kind)
         return replace(
-            told,
+            context,
             tokens=np.concatenate((going.prompt, kept)),
-            stop_token_ids=tuple(token for token in told.stop_token_ids if token < self.vocab),
+            stop_token_ids=tuple(token for token in context.stop_token_ids if token < self.vocab),
         )
 
     def _words(self, ids: Int32s) -> Int32s:
         """Ids that the model has; a copy."""
         words = ids % np.int32(self.vocab)
-        if self._said:
-            said = self._said.get
+        if self._drawn:
+            drawn_for = self._drawn.get
             for i, token in enumerate(ids.tolist()):
-                if (drawn := said(token)) is not None:
+                if (drawn := drawn_for(token)) is not None:
                     words[i] = drawn
         return words
 

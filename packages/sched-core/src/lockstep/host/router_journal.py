@@ -1,9 +1,9 @@
-"""The router's journal: every fact it was told, and what it decided, one JSON object per line.
+"""The router's journal: every fact that the router took in, and its decisions, one JSON object per line.
 
     {"router":{...},"engines":[...],"format":1}
     {"fact":{"type":"RequestOffered",...},"routed":{...},"digest":"..."}
 
-With a line in front of the router the first line has `dispatch`, and others have `decided`, several decisions.
+With a waiting queue at the router the first line has `dispatch`, and others have `decided`, several decisions.
 
 `verify_router` replays it with a router made from the first line: equal facts give equal decisions. Facts that cross to
 an engine are found in its own journal: of a simulation under the same request id, of a server by the request's origin.
@@ -56,11 +56,11 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     routed: RequestRouted | None = None
     decided: tuple[RequestRouted, ...] = ()  # by a Dispatcher
     digest: str = ""  # of all decisions so far, where there is one
-    label: str = ""  # `label_key` of the request that is offered to a line: who ends there is in no other journal
+    label: str = ""  # `label_key` of a request offered to the waiting queue: one that ends there is in no other journal
 
 
 def label_key(label: str, tenant: str) -> str:
-    """What a router calls a label of a tenant: it can be found by who knows it, and not read."""
+    """The key of a tenant's label: it can be found given the label, but the label cannot be read from it."""
     return session_key(f"{tenant}\0{label}") if label else ""
 
 
@@ -90,8 +90,8 @@ class RouterJournal:
     """Writes `router.jsonl`. Raises JournalError if the folder has one.
 
     Args:
-        live: every line is given to the system at once, so that it survives the process.
-        dispatch: of a line in front of the router, where there is one.
+        live: every line is written at once, so that it survives the process.
+        dispatch: of the router's waiting queue, where there is one.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class RouterJournal:
             raise JournalError(f"{path} is there already\nhint: choose another run folder")
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "wb", buffering=0 if live else -1)
-        line = msgspec.UNSET if dispatch is None else dispatch
-        self._write(RouterHeader(router=config, engines=engines, dispatch=line))
+        queue = msgspec.UNSET if dispatch is None else dispatch
+        self._write(RouterHeader(router=config, engines=engines, dispatch=queue))
 
     def append(self, fact: DispatchFact, routed: RequestRouted | None, digest: bytes) -> None:
         """Record one fact and what followed."""
@@ -141,9 +141,9 @@ class RouterJournal:
 
 
 class Route(NamedTuple):
-    """Where a request went, why there, and under which id its engine knows it.
+    """The engine of a request, the reason, and the request's id on that engine.
 
-    `matched_tokens` of its beginning had been sent there before; 0 where the policy does not look at that.
+    `matched_tokens` of its beginning had been sent there before; 0 where the policy does not compare prompts.
     """
 
     engine: int
@@ -153,12 +153,12 @@ class Route(NamedTuple):
 
 
 def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, Route]:
-    """Where the router of a simulated run sent these requests; those that it turned away are left out.
+    """The routes of these requests in a simulated run; rejected ones are left out.
 
-    Behind a line in front of the router engines know requests by the order in which they were sent, otherwise by the
-    ids that they came with. Raises JournalError for what is no journal.
+    With a waiting queue at the router, engines number requests in the order in which they were sent; otherwise they
+    have the router's ids. Raises JournalError for a file that is no journal.
     """
-    wanted, found = frozenset(requests), dict[RequestId, Route]()
+    selected, found = frozenset(requests), dict[RequestId, Route]()
     decode = msgspec.json.Decoder(RouterRecord).decode
     path = folder / FILE
     sent = 0
@@ -172,7 +172,7 @@ def routes_of(folder: Path, requests: Collection[RequestId]) -> dict[RequestId, 
                         continue
                     own = routed.request_id if record.routed is not None else sent
                     sent += 1
-                    if routed.request_id in wanted:
+                    if routed.request_id in selected:
                         found[routed.request_id] = Route(routed.engine, routed.reason, own, routed.matched_tokens)
     except (OSError, msgspec.MsgspecError) as error:
         raise JournalError(f"{path} cannot be read: {error}") from error
@@ -204,7 +204,7 @@ def router_files(folder: Path) -> list[Path]:
 
 
 class LeftQueue(NamedTuple):
-    """A request that ended in the line in front of a router: no engine's journal has it."""
+    """A request that ended in the router's waiting queue: no engine's journal has it."""
 
     request_id: RequestId  # the router's number
     label: str  # `label_key`; empty where the client gave none, or the journal is of before they were kept
@@ -215,7 +215,7 @@ class LeftQueue(NamedTuple):
     reason: RouteReason | Literal["cancelled"]
 
 
-def has_line(folder: Path) -> bool:
+def has_queue(folder: Path) -> bool:
     """Whether requests wait in front of this run's router. Raises JournalError for what is no journal."""
     try:
         with (folder / FILE).open("rb") as file:
@@ -224,10 +224,10 @@ def has_line(folder: Path) -> bool:
         raise JournalError(f"{folder / FILE} cannot be read: {error}") from error
 
 
-def left_in_line(folder: Path) -> list[LeftQueue]:
-    """Who ended in the line in front of a router, cancelled or turned away, in that order; nobody without such a line.
+def left_in_queue(folder: Path) -> list[LeftQueue]:
+    """Requests that ended in the router's waiting queue, cancelled or refused, in order; none without such a queue.
 
-    What a file ends with, half written, is not looked at. Raises JournalError for what is no journal.
+    An incomplete last line of a file is ignored. Raises JournalError for a file that is no journal.
     """
     decode = msgspec.json.Decoder(RouterRecord).decode
     left: list[LeftQueue] = []
@@ -250,7 +250,7 @@ def left_in_line(folder: Path) -> list[LeftQueue]:
                     for routed in record.decided:
                         if routed.reason == "waits" or (offered := waiting.pop(routed.request_id, None)) is None:
                             continue
-                        if routed.engine is None:  # whoever it turned away
+                        if routed.engine is None:  # refused
                             left.append(_left(offered, fact.time_us, routed.reason))
         except (OSError, msgspec.MsgspecError) as error:
             raise JournalError(f"{path} cannot be read: {error}") from error
@@ -298,7 +298,7 @@ def _verify_file(path: Path) -> tuple[int, int]:
                 decisions += len(decided)
                 continue
             if isinstance(record.fact, ProbeAnswered):
-                raise JournalError(f"{path}, line {number}: a router without a line is told of no probes")
+                raise JournalError(f"{path}, line {number}: a router without a waiting queue takes in no probes")
             routed = router.step(record.fact)
             if routed != record.routed or (routed is not None and router.digest.hex() != record.digest):
                 raise RouterDivergence(f"{path}, line {number}: recorded {record.routed}, replayed {routed}")

@@ -1,9 +1,9 @@
-"""How an engine begins that keeps a journal: a new one, or where the one before it in the same folder stopped.
+"""Startup of an engine with a journal: a new engine, or the continuation of the one recorded in the same folder.
 
-keeper = Keeper(run, death="killed")            reads what there is, if anything
-clock = HostClock(start_us=keeper.start_us)     the time goes on
-engine, journal = keeper.begin(header)          tells the engine that it was restarted, and takes a snapshot
-keeper.recovered.find(...), keeper.verdict      for whoever asks for answers that were open
+keeper = Keeper(run, death="killed")            reads the journal of the folder, if there is one
+clock = HostClock(start_us=keeper.start_us)     continues the time
+engine, journal = keeper.begin(header)          folds EngineRestarted, and takes a snapshot
+keeper.recovered.find(...), keeper.verdict      for clients that ask for open answers
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Keeper:
     """What is in a run folder, and what will be.
 
     Args:
-        death: how the engine before this one ended; None: nobody says, as when a whole server was started again.
+        death: how the previous engine ended; None: unknown, as when a whole server was started again.
     Raises: JournalError, JournalCorrupt, Divergence for a journal that cannot be gone on with.
     """
 
@@ -66,7 +66,7 @@ class Keeper:
     last_request_id: int = -1  # in a journal without content
     took_s: float = 0.0  # to recover
     journal: DurableJournal | None = None  # that goes on
-    orders: tuple[Command, ...] = ()  # what the restart asks of the host, for it to perform first
+    orders: tuple[Command, ...] = ()  # commands of the step at the restart, for the host to perform first
     weights: WeightsLog = field(default_factory=WeightsLog)  # the host's, from now on
     adapters: AdaptersLog = field(default_factory=AdaptersLog)  # likewise; empty where there are no slots
 
@@ -100,7 +100,7 @@ class Keeper:
         return None if self.before is None else self.before.config
 
     def suspects(self) -> dict[RequestId, int]:
-        """Who is to be let in alone. Take those away who are cleared: the next snapshot has what is left."""
+        """Requests to be admitted alone. Remove those that are cleared: the next snapshot has the rest."""
         return {} if self.recovered is None else self.recovered.image.suspects
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -118,9 +118,9 @@ class Keeper:
             return
         names = [one.name for one in msgspec.structs.fields(SchedConfig)]
         other = [name for name in names if getattr(config, name) != getattr(self.config, name)]
-        said = ", ".join(f"`{name}` {getattr(config, name)} (was {getattr(self.config, name)})" for name in other)
+        differing = ", ".join(f"`{name}` {getattr(config, name)} (was {getattr(self.config, name)})" for name in other)
         raise ConfigError(
-            f"the journal in {self.run} was begun with other settings: {said}\n"
+            f"the journal in {self.run} was begun with other settings: {differing}\n"
             "hint: a journal is of one engine; give these settings again, or another folder"
         )
 
@@ -137,12 +137,12 @@ class Keeper:
             return engine, DurableJournal(writer, engine, self.retention, image=image)
         if self.recovered is None:
             return self._begin_without_content(header)
-        told = self.recovered
-        engine, image = told.engine, told.image
+        recovered = self.recovered
+        engine, image = recovered.engine, recovered.image
         if self.death is not None:
-            self.verdict = judge(told, self.death)
-        writer = JournalWriter.go_on(told.journal, durability=self.durability)
-        image.suspects, image.origins = dict(self.verdict.suspects), dict(told.origins)
+            self.verdict = judge(recovered, self.death)
+        writer = JournalWriter.go_on(recovered.journal, durability=self.durability)
+        image.suspects, image.origins = dict(self.verdict.suspects), dict(recovered.origins)
         if image.suspects and image.running_max is None:
             image.running_max = engine.config.max_running_requests
         journal = DurableJournal(writer, engine, self.retention, image=image)
@@ -150,12 +150,12 @@ class Keeper:
         step = engine.step(event)
         journal.append(event, step.digest)
         journal.flush()
-        journal.begin_segment(expire=False)  # somebody may still ask for what ended
+        journal.begin_segment(expire=False)  # clients may still ask for requests that ended
         self.journal, self.orders = journal, tuple(step.commands)
         return engine, journal
 
     def settled(self) -> None:
-        """Nobody asks any more for what ended before."""
+        """Drop the requests that ended before the restart: no client asks for them any more."""
         if self.journal is not None:
             self.journal.expire()
 
@@ -167,13 +167,13 @@ class Keeper:
                 case RequestArrived() as arrived:
                     self.last_request_id = arrived.request_id + sample_count(arrived) - 1
                 case ControlRequested(control=UpdateWeights(version, source)) if version > self.weights.version:
-                    self.weights.asked[version] = source
+                    self.weights.requested[version] = source
                 case ControlRequested(control=LoadAdapterControl(adapter=name, version=version, source=source)):
                     self.adapters.sources.setdefault(name, {})[version] = source
                 case ControlRequested(control=UnloadAdapterControl(name)):
                     self.adapters.sources[name] = {}
                 case WeightsSwapped(version=version, error="") if version > self.weights.version:
-                    self.weights = WeightsLog(version, self.weights.asked.get(version, ""))
+                    self.weights = WeightsLog(version, self.weights.requested.get(version, ""))
 
     def _begin_without_content(self, header: JournalHeader) -> Started:
         """An empty engine behind a journal of digests; ids go on, so that none is used twice."""
@@ -189,7 +189,7 @@ class Keeper:
 
 
 def _first_whole(folder: Path) -> int:
-    """The newest segment with a header, whose settings are those of all."""
+    """The newest segment with a header; all segments have its settings."""
     segments = sorted(folder.glob("*.log"))
     newest = segments[-1]
     if newest.stat().st_size < 4096 and len(segments) > 1:  # it may be torn within its header

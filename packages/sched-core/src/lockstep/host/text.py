@@ -29,10 +29,10 @@ from lockstep.core.contract.errors import ConfigError
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-"""Some templates mark what the model says, for training; transformers knows this tag, jinja2 does not."""
+"""Some templates mark the model's output, for training; transformers supports this tag, jinja2 does not."""
 TEMPLATE_S = 10.0
 TEMPLATE_CHARACTERS = 2**27
-"""What a chat template may take and write, where nobody says otherwise."""
+"""Limits of time and output of a chat template, by default."""
 
 CONTEXT = 32  # tokens in front of one that may decide how it is written: a space, bytes of one character
 
@@ -114,7 +114,7 @@ class Text:
         """A conversation as the model's template writes it, ready for the answer.
 
         Args:
-            messages: {"role": ..., "content": ...} each; what else a template knows goes into `more`, e.g. tools.
+            messages: {"role": ..., "content": ...} each; other variables of a template go into `more`, e.g. tools.
             seconds, characters_max: how long it may take and how much it may write.
         Raises: ConfigError if the folder has no template, or it refuses this conversation, or goes beyond these.
         """
@@ -147,7 +147,7 @@ class Text:
 
 
 class Spelling(Protocol):
-    """What knows the text of tokens as they come; `Text` does."""
+    """Decodes tokens as they come; `Text` is one."""
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
         """Decode token by token behind a prompt: a function that gives the text that a token completes, often ""."""
@@ -277,7 +277,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something; the sandbox says what."""
+        """Call a function that the sandbox allows, and count it."""
         context[BUDGET].spend()
         return super().call(context, obj, *args, **kwargs)
 
@@ -300,7 +300,7 @@ LARGEST = 2**24
 """Characters or items that one operation of a template may make."""
 
 WIDE = re.compile(r"%[^a-zA-Z%]*(?:\d{4}|\*)")
-"""A number written wider than anybody needs."""
+"""A number format with a width of four digits or more, or a variable one."""
 
 
 def _check_widths(written: str) -> None:
@@ -333,7 +333,7 @@ def _turns(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[An
 
 
 def _compiled(source: str) -> jinja2.Template:
-    """A template whose loops look at the budget."""
+    """A template with loops that count against the budget."""
     environment = _environment()
     tree = environment.parse(source)
     for loop in tree.find_all(jinja2.nodes.For):

@@ -1,7 +1,8 @@
-"""Which weights there are, where they came from, and which tokens were drawn with which.
+"""The versions of an engine's weights, their sources, and the version with which each token was drawn.
 
-A version is a number that rises; the core puts it into the keys of cached KV. Where weights come from is a `Source`,
-which travels as text in UpdateWeights and so stands in the journal: an engine that begins again loads what it names.
+A version is a number that rises; the core puts it into the keys of cached KV. The origin of weights is a `Source`,
+which travels as text in UpdateWeights and so is in the journal: an engine that begins again loads the weights from
+there.
 
     tokens of a request     0 1 2 3 4 | 5 6 7 8       weights were replaced once nothing was in flight
     spans                   (0, v1)     (5, v2)       so every token belongs to exactly one version
@@ -27,11 +28,11 @@ class Folder(msgspec.Struct, frozen=True, tag="folder", tag_field="from", forbid
     """All tensors of a model, in a Hugging Face folder with safetensors."""
 
     path: str
-    stamp: str = ""  # of its files when it was named, see `stamp_of`; "" where nobody looks at them
+    stamp: str = ""  # of its files when it was named, see `stamp_of`; "" where they are not checked
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag="shared_memory", tag_field="from", forbid_unknown_fields=True):
-    """Some tensors or all, as a safetensors file in shared memory: /dev/shm/NAME. Whoever made it removes it."""
+    """Some tensors or all, as a safetensors file in shared memory: /dev/shm/NAME. Its creator removes it."""
 
     name: str
 
@@ -88,8 +89,8 @@ def stamp_of(folder: Path) -> str:
 def stamp_of_files(paths: Iterable[Path]) -> str:
     """A digest of their names, sizes and times."""
     files = [(path.name, path.stat()) for path in paths]
-    told = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
-    return blake2b(told.encode(), digest_size=8).hexdigest()
+    stamped = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
+    return blake2b(stamped.encode(), digest_size=8).hexdigest()
 
 
 def check_stamp(source: Folder) -> None:
@@ -120,7 +121,7 @@ def check_lasting(version: int, source: Source) -> None:
 class WeightLoader(Protocol):
     """What a host can do to its device while nothing is in flight. Called in a thread of its own, one at a time.
 
-    A ConfigError says that everything is as it was before; any other error ends the engine.
+    After a ConfigError the state is unchanged; any other error ends the engine.
     """
 
     def load_weights(self, version: int, source: str) -> None:
@@ -140,16 +141,18 @@ class WeightsRead(msgspec.Struct, frozen=True):
     values: list[Any]  # its first rows, nested as it is
 
 
-# -------------------------------------------------------------------------------------------------------- who had which
+# ---------------------------------------------------------------------------------------------------- versions by token
 
 
 class WeightsLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What a host knows of its weights; part of what it keeps in snapshots."""
+    """The weights of a host; part of its image in snapshots."""
 
     version: int = 0  # in place; 0: those that the engine began with
     source: str = ""  # of these
-    asked: dict[int, str] = {}  # sources of versions to come
-    spans: dict[RequestId, list[tuple[int, int]]] = {}  # (first output token, version) of who was there at a change
+    requested: dict[int, str] = msgspec.field(default_factory=dict, name="asked")  # sources of later versions
+    spans: dict[
+        RequestId, list[tuple[int, int]]
+    ] = {}  # (first output token, version) of requests that were open at a change
 
     def fold(self, engine: Engine, event: ObservedEvent) -> bool:
         """Follow an event that the engine has stepped. Returns whether there are other weights since."""
@@ -157,7 +160,7 @@ class WeightsLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
             if isinstance(event.control, UpdateWeights) and any(
                 job.control_id == event.control_id and job.control == event.control for job in engine.maintenance.jobs
             ):
-                self.asked[event.control.version] = event.control.source
+                self.requested[event.control.version] = event.control.source
             return False
         version = engine.memory.weights_version
         if not isinstance(event, WeightsSwapped) or version == self.version:
@@ -169,8 +172,8 @@ class WeightsLog(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
             while spans and spans[-1][0] >= outputs:  # no token was drawn with those
                 spans.pop()
             spans.append((outputs, version))
-        self.version, self.source = version, self.asked.get(version, "")
-        self.asked = {one: source for one, source in self.asked.items() if one > version}
+        self.version, self.source = version, self.requested.get(version, "")
+        self.requested = {one: source for one, source in self.requested.items() if one > version}
         return True
 
     def of(self, request_id: RequestId) -> tuple[tuple[int, int], ...]:

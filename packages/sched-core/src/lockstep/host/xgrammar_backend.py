@@ -28,7 +28,7 @@ class XGrammar:
     name = "xgrammar"
 
     def __init__(self, tokenizer: Path, vocabulary: int, end_tokens: Sequence[int]) -> None:
-        import torch  # here and not above: nothing else of the host knows torch
+        import torch  # here and not above: nothing else in the host imports torch
         import xgrammar
 
         self._new, self._tensor = xgrammar.GrammarMatcher, torch.from_numpy
@@ -89,9 +89,9 @@ def _tag_format(tag: dict[str, Any]) -> dict[str, Any]:
         }
         for one in tag["structures"]
     ]
-    told = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    told |= {name: bool(tag.get(name)) for name in ("at_least_one", "stop_after_first")}
-    return {"type": "structural_tag", "format": told}
+    tags_format = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    tags_format |= {name: bool(tag.get(name)) for name in ("at_least_one", "stop_after_first")}
+    return {"type": "structural_tag", "format": tags_format}
 
 
 class XCompiled:

@@ -23,7 +23,7 @@ from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import CancelMany, RequestArrived, RequestId
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.records import JournalError
-from lockstep.host.loop import RuntimeHost, Sink, Untold
+from lockstep.host.loop import RuntimeHost, Sink, UnsentOutput
 from lockstep.host.recovery import STRIKES_MAX, Death, Probation, may_go_on
 from lockstep.host.startup import Keeper
 
@@ -108,16 +108,16 @@ class Claims:
             raise Lost(POISON, "error")
         request = msgspec.structs.replace(request, request_id=first)
         going = [(sample, had) for sample, had in zip(samples, have, strict=True) if had != OVER]
-        ends = [recovered.said[sample].end for sample, _ in going]
+        ends = [recovered.answers[sample].end for sample, _ in going]
         cancelled = any(isinstance(end, FinishRequest) and end.reason == "cancelled" for end in ends)
         if not self.open or cancelled or not may_go_on(recovered, request, first, have):
             return None
-        untold: list[Untold | None] = [None] * len(have)
+        unsent: list[UnsentOutput | None] = [None] * len(have)
         for sample, had in going:
-            answered = recovered.said[sample]
+            answered = recovered.answers[sample]
             logprobs = {number: kept for number, kept in answered.logprobs.items() if number >= had}
-            untold[sample - first] = Untold(had, answered.tokens[had:], logprobs, answered.end, answered.weights)
-        self._host.adopt(request, sinks, untold)
+            unsent[sample - first] = UnsentOutput(had, answered.tokens[had:], logprobs, answered.end, answered.weights)
+        self._host.adopt(request, sinks, unsent)
         self._taken.update(samples)
         return first
 

@@ -1,4 +1,4 @@
-"""Requests about the engine itself: control requests, maintenance of weights and memory, statistics and health.
+"""Control requests, maintenance of the device, and the watchdog over an engine's statistics.
 
-Imports contract, requests and KV memory; the scheduler and the hosts may import it.
+Imports contract, requests, KV memory and features. The scheduler imports it.
 """

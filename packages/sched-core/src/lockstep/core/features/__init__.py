@@ -1,4 +1,4 @@
-"""Features that take part in scheduling where a configuration asks for them, one module each.
+"""Features that take part in scheduling where a configuration has them, one module each.
 
-Imports contract, requests and KV memory; the scheduler calls the features and never the other way round.
+Imports contract, requests and KV memory. Features take a `SchedulerView` (view.py) and never import the scheduler.
 """

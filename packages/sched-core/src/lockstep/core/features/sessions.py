@@ -155,9 +155,9 @@ class Sessions:
         if session is None:
             return f"`session` is {name!r}, which is not open"
         if session.turn is not None:
-            self._scheduler.requests[session.turn].session = ""
+            self._scheduler.requests[session.turn].leave_session()
         for request_id in list(session.queue):
-            self._scheduler.requests[request_id].session = ""
+            self._scheduler.requests[request_id].leave_session()
             self._scheduler.reject(request_id, "session_closed", f"session {name!r} was closed before its turn", step)
         self._let_go(session, self._scheduler.memory)
         self._scheduler.retry_admission()

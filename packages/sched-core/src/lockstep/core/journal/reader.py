@@ -112,7 +112,7 @@ class Journal:
         return self._tail
 
     def records(self) -> Iterator[Record]:
-        """Every record in order, each checked before it is handed out; stops at a torn tail.
+        """Every record in order, each checked before it is yielded; stops at a torn tail.
 
         Raises: JournalCorrupt when it comes to the damage; JournalError at a record this version cannot read.
         """
@@ -167,7 +167,7 @@ class Journal:
 
     def _unreadable(self, frame: Frame, why: object) -> JournalError:
         return JournalError(
-            f"{self.segments[frame.segment]}: the record at offset {frame.offset} is whole but not one this core knows "
+            f"{self.segments[frame.segment]}: record at offset {frame.offset} is whole but not readable by this core "
             f"({why})\nwritten by core {self.header.core_version}, read by core {CORE_VERSION}"
         )
 
@@ -188,7 +188,7 @@ class Journal:
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What stands before the first segment that is read."""
+    """The state of the chain before the first segment that is read."""
 
     sequence: int
     chain: bytes
@@ -199,13 +199,13 @@ _START = _Start(0, NO_CHAIN, 0)
 
 
 def _start_of(path: Path) -> _Start:
-    """Where a journal whose first segments have expired goes on, as its first segment's header says."""
+    """The start of a journal after its first segments have expired, from the header of the first one left."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"cannot read {path}: {error}") from error
     if find_record(data[: HEADER_BYTES + PAYLOAD_BYTES_MAX + CRC.size], 0) != 0:
-        return _START  # no whole header: the caller says so
+        return _START  # no whole header: the caller reports it
     _, _, length, sequence, chain, _ = HEADER.unpack_from(data, 0)
     payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
     return _Start(sequence, chain, _decode_header(Frame(data[3], sequence, 0, 0, payload), path).first_step)
@@ -225,7 +225,7 @@ def _decode_header(frame: Frame, path: Path) -> JournalHeader:
         return msgspec.msgpack.decode(frame.payload, type=JournalHeader)
     except msgspec.DecodeError as error:
         raise JournalError(
-            f"{path}: the header is whole but not one this core knows ({error})\n"
+            f"{path}: the header is whole but not one that this core can read ({error})\n"
             f"hint: the journal is probably of a later version than this core, {CORE_VERSION}"
         ) from error
 
@@ -357,7 +357,7 @@ def _cut_tail(journal: Journal) -> None:
     folder_file = os.open(journal.folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock_folder(folder_file, journal.folder)
-        tail = Journal(journal.folder, journal.first_segment).tail  # again, now that nobody else writes
+        tail = Journal(journal.folder, journal.first_segment).tail  # again, now that no other process can write
         if tail.verdict == "torn":
             if tail.offset:
                 file = os.open(path, os.O_WRONLY)

@@ -5,16 +5,16 @@
 
 The first segments may have expired; then the first that is left begins with a snapshot, from which it can be replayed.
 
-One record. The header has its own checksum, so that a damaged length is never believed; the chain makes a lost, doubled
+One record. The header has its own checksum, so that a damaged length is never used; the chain makes a lost, doubled
 or moved record visible; the last checksum covers header and payload.
 
     # 0     3      4        8          16               32           36         36 + length   40 + length
     # | magic | kind | length | sequence | chain of the | CRC-32 of  | payload  | CRC-32 of   |
     # |       |      |        |          | record before| [0:32)     |          | all but CRCs|
 
-What a crash leaves is a *torn tail*: one bad stretch at the end of the last segment with no valid record behind it.
-It is cut off, and nothing is lost that was ever promised. Anything else that does not fit is *corruption*: it is
-reported with its place and never repaired. A payload is handed out only after every check on it has passed.
+A crash leaves a *torn tail*: one bad stretch at the end of the last segment with no valid record after it. It is cut
+off; no durable record is lost by that. Any other mismatch is *corruption*: it is reported with its place and never
+repaired. A reader gives a payload out only after every check on it has passed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.core.contract.events import ObservedEvent
 
 FORMAT_VERSION = 1
 MAGIC = b"\xf5LJ"  # 0xf5 occurs nowhere in UTF-8, so no text in a payload looks like a record
-PAYLOAD_BYTES_MAX = 64 << 20  # longer lengths are not believed, whatever their checksum says
+PAYLOAD_BYTES_MAX = 64 << 20  # a greater length is corrupt, even with a correct checksum
 DIGEST_BYTES = 16
 NO_CHAIN = bytes(DIGEST_BYTES)  # the chain value before the first record
 
@@ -58,7 +58,7 @@ Folder = Path | str
 Durability = Literal["none", "interval", "group", "every"]
 """When records reach the disk. In every mode `flush` returns after write(), which survives the death of the process.
 
-none      when the kernel likes
+none      whenever the kernel writes them
 interval  a thread calls fsync at most every INTERVAL_MS
 group     a thread calls fsync after each flush; flushes that come meanwhile share the next one
 every     `append` itself returns after fsync
@@ -81,7 +81,7 @@ CorruptReason = Literal[
 
 
 class JournalError(LockstepError):
-    """The journal cannot be written or read. The message says which file, what was expected and what came."""
+    """The journal cannot be written or read. The message has the file, what was expected and what was found."""
 
 
 class JournalCorrupt(JournalError):
@@ -108,7 +108,7 @@ CORE_VERSION = _core_version()
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a replay must know before the first event. The first record of every segment repeats it."""
+    """All that a replay needs before the first event. The first record of every segment repeats it."""
 
     config: SchedConfig  # every field, defaults included
     seed: int = 0
@@ -126,7 +126,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class OnlyVersion(msgspec.Struct):
-    """What is read of a header before anything else is believed."""
+    """The version of a header, which is read before its other fields."""
 
     format_version: int
 
@@ -181,7 +181,7 @@ class JournalEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EndRecord(Record, frozen=True, gc=False):
-    """The last record of a segment whose writer closed cleanly."""
+    """The last record of a segment that its writer closed cleanly."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Replay: step an engine through the events of a journal and compare what it decides with what was decided.
+"""Replay: step an engine through the events of a journal and compare its decisions with the recorded ones.
 
 The digests in a journal are the oracle: a strict replay needs nothing else. A refactoring replays every journal
 unchanged; a change of behaviour is a named flag in the header, and a journal without the flag gets the old rule.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ReplayedEngine(Protocol):
-    """What replay needs of an engine."""
+    """The interface of an engine that replay uses."""
 
     def step(self, event: ObservedEvent, /) -> Step:
         """Take in one fact; return what follows."""
@@ -44,14 +44,14 @@ RestoreEngine = Callable[[JournalHeader, bytes], ReplayedEngine]
 
 
 class Divergence(LockstepError):
-    """The replay decided something else than the journal says, at this event for the first time."""
+    """The replay decided differently from the journal, at this event for the first time."""
 
     def __init__(
         self, header: JournalHeader, record: EventRecord, got_digest: bytes | None, folder: Folder, cause: str = ""
     ) -> None:
         got = f"gave digest {got_digest.hex()}" if got_digest is not None else f"raised {cause}"
         super().__init__(
-            f"step {record.step} (record {record.sequence}) {got}, the journal says {record.digest.hex()}\n"
+            f"step {record.step} (record {record.sequence}) {got}, the journal has {record.digest.hex()}\n"
             f"event: {event_line(record.event)}\n"
             f"behaviour flags: {', '.join(header.behaviour_flags) or 'none'}; "
             f"written by core {header.core_version}, replayed by core {CORE_VERSION}\n"
@@ -67,7 +67,7 @@ class Divergence(LockstepError):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strict replay went through without a difference."""
+    """The counts of a strict replay that found no difference."""
 
     header: JournalHeader
     events: int  # in the journal, up to `until`
@@ -146,10 +146,10 @@ def fold(
     until: int | None = None,
     strict: bool = True,
 ) -> Iterator[tuple[ObservedEvent, Step]]:
-    """Each event of a journal with the Step it leads to: what metrics and explanations are made of.
+    """Each event of a journal with the Step that follows from it: the source of metrics and explanations.
 
     With `strict`, the default, raises Divergence instead of yielding a Step that is not the recorded one. Without it
-    the same events are put to another engine, and digests are ignored.
+    the same events are stepped through another engine, and digests are ignored.
     """
     journal = read_journal(folder)
     engine = _first_engine(journal, make_engine)
@@ -194,7 +194,7 @@ def engine_at_start(journal: Journal) -> Engine:
     except ValueError as error:
         raise JournalError(f"{journal.folder / opening.file}: {error}") from error
     if engine.digest != opening.state_digest:
-        raise JournalError(f"{journal.folder / opening.file} holds another state than the journal says")
+        raise JournalError(f"{journal.folder / opening.file} holds another state than the journal has recorded")
     return engine
 
 
@@ -224,11 +224,11 @@ def _first_engine(journal: Journal, make_engine: MakeEngine | None) -> ReplayedE
 def refuse_unreplayable(header: JournalHeader) -> None:
     """Raise JournalError for a journal that cannot be decided again: under unknown rules, or without its content."""
     if header.content != "full":
-        raise JournalError("the journal keeps digests of what was said only, and cannot be decided again")
+        raise JournalError("the journal has digests of prompts and outputs only, and cannot be decided again")
     unknown = [flag for flag in header.behaviour_flags if flag not in BEHAVIOUR_FLAGS]
     if unknown:
         raise JournalError(
-            f"the journal was written under behaviour flags this core does not know: {', '.join(unknown)}\n"
+            f"the journal was written under behaviour flags that this core does not have: {', '.join(unknown)}\n"
             f"written by core {header.core_version}, read by core {CORE_VERSION}"
         )
 

@@ -72,7 +72,7 @@ class JournalWriter:
         steps: int = 0,
         chain: bytes = NO_CHAIN,
     ) -> None:
-        """Use `create`, `resume` or `go_on`."""
+        """Use `create`, `resume` or `go_on`; the last four arguments continue an existing journal."""
         self.folder = folder
         self.header = header
         self.durability: Durability = durability
@@ -135,9 +135,9 @@ class JournalWriter:
     def resume(
         cls, folder: Folder, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
     ) -> JournalWriter:
-        """Go on with an existing journal, in a new segment behind its last whole record; a torn tail is cut off.
+        """Continue an existing journal, in a new segment after its last whole record; a torn tail is cut off.
 
-        The header stays what it was, except for the version of the core that writes from here on.
+        The header stays the same, except for the version of the core that writes from here on.
         """
         return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
 
@@ -145,7 +145,7 @@ class JournalWriter:
     def go_on(
         cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
     ) -> JournalWriter:
-        """As `resume`, with a journal that was read, and repaired, already."""
+        """Continue a journal that was read, and repaired, already; otherwise like `resume`."""
         tail = journal.tail
         if tail.verdict == "torn":
             raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
@@ -196,7 +196,7 @@ class JournalWriter:
         self.flush()
 
     def flush(self) -> None:
-        """Hand all appended records to the kernel. Durability "group" also asks for an fsync, without waiting."""
+        """Write all appended records. Durability "group" also requests an fsync, without waiting for it."""
         self._check()
         if self._buffer:
             self._write_buffer()
@@ -242,7 +242,7 @@ class JournalWriter:
 
     @property
     def segment_bytes(self) -> int:
-        """How much of it has been written."""
+        """Bytes of this segment that have been written."""
         return self._file_bytes
 
     def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
@@ -269,7 +269,7 @@ class JournalWriter:
             self._fail(f"cannot delete what has expired in {self.folder}", error)
 
     def close(self, reason: str = "closed") -> None:
-        """Write the end record and let go of the files. Closing a closed journal does nothing."""
+        """Write the end record and close the files. Closing a closed journal does nothing."""
         if self._closed:
             return
         try:

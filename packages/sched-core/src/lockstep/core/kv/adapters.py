@@ -1,9 +1,9 @@
-"""Adapters (LoRA): which are registered, which are on the device, and who uses them.
+"""Adapters (LoRA): which are registered, which are on the device, and which requests use them.
 
 An adapter is a name and a version. Registered ones lie in host memory; `max_loras` *slots* on the device hold those
 that run. Requests without an adapter run on BASE, which needs no slot but counts as one of those that run together.
 
-    slot   free --wanted--> loading --AdapterLoaded--> loaded --wanted by another, nobody uses it--> loading
+    slot   free --needed--> loading --AdapterLoaded--> loaded --needed by another, not in use--> loading
                               '--error--> free            '--withdrawn, restart--> free
 
 **Use.** A row uses the adapter of its holder until it is free again, so work in flight counts. What is used is neither
@@ -11,7 +11,7 @@ evicted nor withdrawn, and never are there more than `max_loras` adapters in use
 
 **Loading.** Whatever happens, slots that can be had are given to pinned adapters and to those that the line waits for,
 the first of the line first. So it does not matter whether the request that asked is still there when a load ends. A
-slot that somebody further ahead waits for is not taken by those behind; otherwise the least recently used one is.
+slot that a request further ahead waits for is not taken for those behind; otherwise the least recently used one is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.core.requests.table import BASE, VERSION_MARK, Adapter
 from lockstep.core.requests.validation import RequestRefused
 
 LOOKAHEAD_REQUESTS = 64
-"""Of the waiting line, those whose adapters are loaded ahead of their turn."""
+"""Waiting requests, from the head of the queue, with adapters that are loaded ahead of their turn."""
 
 
 NO_SLOT = -1
@@ -98,7 +98,7 @@ class Adapters:
         return ""
 
     def withdraw(self, name: str, control_id: int) -> str:
-        """Forget an adapter once nobody uses it; `end_withdrawals` answers then. Returns why not, or nothing."""
+        """Forget an adapter once it is not in use; `end_withdrawals` answers then. Returns why not, or nothing."""
         if name not in self.registered:
             return f"{name!r} is not loaded"
         self.withdrawals.setdefault(name, []).append(control_id)
@@ -147,7 +147,7 @@ class Adapters:
     def loaded(self, event: AdapterLoaded) -> Adapter:
         """A load ended; one that failed costs the adapter its pin, or it would be tried for ever.
 
-        Raises ContractError, changing nothing, for a load that nobody asked for.
+        Raises ContractError, changing nothing, for a load that was not ordered.
         """
         adapter = Adapter(event.adapter, event.version)
         for slot in self.slots:
@@ -182,7 +182,7 @@ class Adapters:
         ]
 
     def end_withdrawals(self, live: Iterable[Adapter], step: Step) -> None:
-        """Answer withdrawals that nobody holds up any more. `live`: what any request that has not ended needs."""
+        """Answer withdrawals that no request delays any more. `live`: what any request that has not ended needs."""
         if not self.withdrawals:
             return
         in_use = {adapter.name for adapter in live} | {adapter.name for adapter in self.users}
@@ -196,7 +196,8 @@ class Adapters:
                 step.commands.append(ControlAnswered(control_id, True))
 
     def _slot_to_be_had(self, wanted: dict[Adapter, None]) -> int:
-        """A free slot, else the one used longest ago whose adapter nobody uses and nobody further ahead waits for."""
+        """A free slot, else the one used longest ago with an adapter that is not in use and not needed further
+        ahead."""
         best = NO_SLOT
         for i, slot in enumerate(self.slots):
             if slot.adapter is None:

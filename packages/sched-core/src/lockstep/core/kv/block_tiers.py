@@ -11,15 +11,15 @@ itself evicts what was written or read longest ago, of one path the beginning be
 takes its companions along.
 
 **Down.** Where pages are written, their companions go with them, as far as there is room; the end of a path goes first.
-Of what the host has already, those are written that somebody needs who goes on from the end of the path: the window in
+Of what the host has already, the blocks are written that are needed to go on from the end of the path: the window in
 front of it, the last checkpoint.
 
 **Up.** A path ends, for a request, where every kind can go on from the device and the host together. A load brings what
 the device lacks of that: pages, of windows those in front of the end, of states the one behind it. It may be no page
 at all.
 
-**Storage** gets what the host gets. What it has nobody knows before it was asked, so an order says what may be needed
-of the last part of a path, and has room for what one end needs; `in_storage` says how far somebody could go on with
+**Storage** gets what the host gets. Its content is unknown before a query, so an order names what may be needed
+of the last part of a path, and has room for what one end needs; `in_storage` is how far a request could go on with
 what is there, and that is what comes: pages up to there, of windows those in front of it, of states the one behind it.
 
 **While it moves** a companion that is written is locked on the device, unless its page is given up; one that a load or
@@ -74,7 +74,7 @@ class Needed(NamedTuple):
 
     kind: Kind
     lacking: Int32s  # indices of the path's pages whose companions the device lacks
-    there: Int32s  # and of those whose it has
+    there: Int32s  # and of those in which the device has it
 
 
 class HostPool:
@@ -182,14 +182,14 @@ class HostBlocks:
             self.pools[one.kind].attach(host_path[one.index], one.host)
 
     def lost(self, moved: list[Moved]) -> None:
-        """A write is not, or nobody could find it."""
+        """A write failed, or no match could find it."""
         for one in moved:
             self.pools[one.kind].pool.free(one.host)
 
     # -------------------------------------------------------------------------------------------------------------- up
 
     def furthest(self, hybrid: Hybrid, device: Int32s, host: Int32s) -> int:
-        """Pages behind which somebody can go on whose prefix the device and the host have to these pages."""
+        """Ends, in pages, from which a request can go on if device and host have its prefix up to these pages."""
         length = max(device.size, host.size)
         usable = np.ones(length, np.bool_)
         for kind in self.pools:
@@ -206,7 +206,7 @@ class HostBlocks:
         return there
 
     def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Needed]:
-        """What a load must bring so that somebody can go on behind so many pages, the first of them on the device."""
+        """What a load must bring so that a request can go on behind so many pages, the first of them on the device."""
         coming = []
         for kind in self.pools:
             seen = np.arange(hybrid.seen_from(kind, pages), pages, dtype=np.int32)
@@ -217,7 +217,8 @@ class HostBlocks:
         return coming
 
     def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: EngineView) -> bool:
-        """Whether the device has room for that, and for whoever starts behind it beside what others will want."""
+        """Whether the device has room for that, and for a request that starts behind it beside what others will
+        need."""
         return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
 
     def hold(self, coming: list[Needed], host: Int32s) -> None:
@@ -275,7 +276,7 @@ class HostBlocks:
 
         Args:
             device, host: the pages that each has of the path.
-            reach: pages behind which somebody could go on without it.
+            reach: pages behind which a request could go on without it.
             keys: of the path's pages.
 
         Returns: what moves; `blocks` and `reached` of the order.
@@ -306,7 +307,7 @@ class HostBlocks:
     def check_fetched(self, asked: list[Moved], found: tuple[BlocksFound, ...], pages: int) -> None:
         """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
 
-        Whether they are all that an end needs is not asked: if not, nobody goes on there.
+        Whether they are all that an end needs is not checked: if not, no request goes on there.
         """
         wanted = {one.kind: one for one in asked}
         for one in found:

@@ -6,8 +6,8 @@
                        checkpoints at the ends of cached pages
 
 **One owner, and its companions.** Rows, leases and the radix cache own pages of full attention, as ever. A window page
-and a checkpoint belong to one such page and to nobody else: `window_of[page]`, `checkpoint_of[page]`. So they are
-shared, split, moved and given back with it, and the radix cache knows nothing of them. What a page has lost, or never
+and a checkpoint belong to exactly one such page: `window_of[page]`, `checkpoint_of[page]`. So they are
+shared, split, moved and given back with it, and the radix cache does not deal with them. What a page has lost, or never
 had, is a *tombstone*: its tokens are known, but no match may end where it would have to be read.
 
 **A match** ends at the last page boundary from which all kinds can go on: the window's pages in front of it are there,
@@ -16,7 +16,7 @@ and so is the state right behind it. The rest of the prefix is computed again, a
 **Windows.** A row holds (`locks`) the window pages that its next tokens may see: from `first[row]` on. What falls out
 is let go of once no batch in flight can read it: of a prompt when its batch is collected, of a decode when it opens its
 next page. What the radix cache owns stays, evictable; what is the row's own is free at once. Let go of is everything
-below the window of the last page boundary behind, never more, so that whoever ends can be gone on from. A row that
+below the window of the last page boundary behind, never more, so that an ended request can be gone on from. A row that
 decodes holds `row_pages_max` at most.
 
 **Several positions at once** (drafts, forced tokens, several decodes in a launch). A row holds windows from where the
@@ -38,10 +38,10 @@ from then on. A row keeps the newest of its decodes only.
 Full pages that are evicted take their companions along.
 
 **Another engine** (disaggregation.py). A decode engine gives a writer windows from the page boundary behind the prompt
-back, and the slots of the row to come (`coming`); the row takes them over. What the writer may still write when nobody
-waits any more is in quarantine with the full pages. A prefill engine sends what its row holds, which is pinned.
+back, and the slots of the row to come (`coming`); the row takes them over. What the writer may still write when no
+request waits any more is in quarantine with the full pages. A prefill engine sends what its row holds, which is pinned.
 
-**Admission** asks all pools at once (`lacks_state`, `WindowPool.room`); nothing is taken before all have said yes.
+**Admission** checks all pools at once (`lacks_state`, `WindowPool.room`); nothing is taken before all suffice.
 Source: SGLang's hybrid radix cache (tombstones, ratios of the pools, checkpoints every 256 tokens); docs/hybrid.md.
 """
 
@@ -99,7 +99,7 @@ class Hybrid:
         self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
     ) -> None:
         self.page_size = config.page_size
-        self.by_one = config.positions_per_decode == 1  # each launch moves who decodes by one position
+        self.by_one = config.positions_per_decode == 1  # each launch moves a decoding request by one position
         self.window = WindowPool(config, settings, table) if settings.window_tokens else None
         self.states = StatePool(config, settings, table, in_flight) if settings.state_slots else None
         self.table = table
@@ -126,11 +126,11 @@ class Hybrid:
         return match if pages == match.pages else radix.match(match.namespace, tokens, pages)
 
     def full(self, runners: Runners) -> bool:
-        """Whether nobody new could start, whoever it is: no slot, or no window page beside what others will want."""
+        """Whether no new request could start: no slot, or no window page beside what others will need."""
         return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(runners) <= 0)
 
     def all_below(self, share: float) -> bool:
-        """Whether less than this share of each pool is held by somebody."""
+        """Whether less than this share of each pool is in use."""
         pools = []
         if self.window is not None:
             pools.append((self.window.available, self.window.pool.total))
@@ -151,7 +151,7 @@ class Hybrid:
     ) -> bool:
         """Whether a request whose KV will come may be given what it needs beside full pages to decode once, at `stop`.
 
-        `path`: cached pages that need not come. `reserved`: tokens left to each that runs or will; None if nobody does.
+        `path`: cached pages that need not come. `reserved`: tokens left to each that runs or will; None if none does.
         """
         if self.lacks_state(NO_ROWS):
             return False
@@ -172,7 +172,7 @@ class Hybrid:
         then: Int32s,
     ) -> int:
         """Tokens that a newcomer or a split prompt may take, of the `span` from where on and how many, once everything
-        in flight is delivered and these of all who decode have left; 0 if it would have no slot.
+        in flight is delivered and these of all decoding requests have left; 0 if it would have no slot.
 
         `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
         """
@@ -216,7 +216,8 @@ class Hybrid:
         return self.window.available * self.page_size if self.window is not None else 0
 
     def decode_needs(self, engine: EngineView) -> tuple[int, int, int]:
-        """Window pages that the cohort's next decode wants, those that can be had, and those that are coming back."""
+        """Window pages that the next decode of the running batch needs, those available, and those that are coming
+        back."""
         if self.window is None:
             return 0, 0, 0
         available = self.window.available
@@ -264,7 +265,7 @@ class Hybrid:
         return pages - 1
 
     def seen(self, kind: Kind) -> int:
-        """Of how many pages up to where somebody goes on companions are needed, at most."""
+        """The number of pages up to an end for which blocks are needed to go on from it, at most."""
         return -(-self.window.behind // self.window.page_size) if kind == "window" and self.window is not None else 1
 
     def goes_on(self, kind: Kind, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -272,14 +273,15 @@ class Hybrid:
         return self.window.usable(there) if kind == "window" and self.window is not None else there
 
     def has_room(self, kind: Kind, coming: int, there: int, engine: EngineView) -> bool:
-        """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for who waits."""
+        """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for waiting
+        requests."""
         if kind == "window" and self.window is not None:
             return self.window.left_for_newcomers(everybody(engine)) > coming + there
         assert self.states is not None
         return self.states.available(NO_ROWS) >= self.states.by_row + coming + there
 
     def room_for(self, kind: Kind, count: int, step: Step) -> Int32s:
-        """Window pages, or slots, for what is loaded: nobody's, until it has arrived. The caller saw that there are."""
+        """Window pages, or slots, for a load: without an owner until it has arrived. The caller saw that there are."""
         if kind == "window" and self.window is not None:
             return self.window.take(count, step)
         assert self.states is not None
@@ -309,7 +311,7 @@ class Hybrid:
             self.states.attach(page, slot)
 
     def lost(self, kind: Kind, blocks: Int32s) -> None:
-        """They were not, or nobody could find them."""
+        """They were not loaded, or no match could find them."""
         pools = {"window": self.window, "state": self.states}
         pool = pools[kind]
         assert pool is not None
@@ -364,12 +366,13 @@ class Hybrid:
             self.states.adopt_row(row, request_id)
 
     def quarantine(self, request_id: RequestId) -> None:
-        """Nobody waits for what a transfer brings any more: it may still be written, until it is over."""
+        """No request waits for what a transfer brings any more: it may still be written, until the transfer is over."""
         if self.window is not None:
             self.window.quarantine(request_id)
 
     def received(self, request_id: RequestId) -> None:
-        """A transfer is over: nobody writes what it was given. The caller frees the full pages, windows with them."""
+        """A transfer is over: what it was given is not written any more. The caller frees the full pages, windows with
+        them."""
         if self.window is not None:
             self.window.quarantined.pop(request_id, None)
         if self.states is not None:

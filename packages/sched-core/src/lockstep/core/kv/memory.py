@@ -1,18 +1,19 @@
-"""Rows and KV pages of one engine: who holds them, and when they come back.
+"""Rows and KV pages of one engine: their holders, and when they come back.
 
-Who holds a page, at any moment exactly one of:
+The holder of a page, at any moment exactly one of:
 
     the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
     | a load from a tier below, until it has ended (`tiers`)
 
 What layers without full attention keep beside a page goes where the page goes (`hybrid`).
 
-**Fences.** A launched plan may read and write the rows and pages it names until its result is delivered. Whoever
-leaves a row while such a plan is in flight leaves a `DeferredFree` behind: row, pages and lock stay taken until the
-last plan that names the row has been collected. A plan's row whose request has left is *dead* in it: its results are
-dropped.
+**Deferred frees.** A launched plan may read and write the rows and pages it names until its result is delivered. A
+request that leaves a row while such a plan is in flight leaves a `DeferredFree` behind: row, pages and lock stay taken
+until the last plan that names the row has been collected. A plan's row whose request has left is *dead* in it: its
+results are dropped.
 
-Nothing here chooses: the engine says who takes a row, who leaves and what is published; this file keeps the books.
+Nothing here chooses: the engine decides which request takes or leaves a row and what is published; this file keeps the
+books.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Memory:
         return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
 
     def is_stale(self, namespace: str) -> bool:
-        """Whether it is for KV of weights that were replaced: such KV is shared with nobody."""
+        """Whether it is for KV of weights that were replaced: such KV is not shared."""
         return namespace != self.keyed(namespace)
 
     def returning_pages(self) -> int:
@@ -274,7 +275,7 @@ class Memory:
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
-        """What changed about rows since the plan before: who took them, and all changes of tables, `deltas` last."""
+        """What changed about rows since the plan before: rows taken, and all changes of tables, `deltas` last."""
         if self.rewrites:
             deltas = _merged(self.rewrites, deltas)
             self.rewrites = []
@@ -374,7 +375,7 @@ class Memory:
     # ------------------------------------------------------------------------------------------- to and from elsewhere
 
     def _row_taken(self, request: Request) -> int:
-        """A row for the request, with what the executor must know of it. Returns the row."""
+        """A row for the request, with what the executor needs of it. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
         if request.extras is not None:
@@ -493,7 +494,7 @@ class Memory:
         self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
 
     def invalidate_pending(self, batch_id: BatchId) -> list[int]:
-        """A batch failed: nobody may find what it was to compute. Numbers of the radix nodes that this concerns."""
+        """A batch failed: no match may find what it was to compute. Numbers of the radix nodes that this concerns."""
         invalidated: list[int] = []
         for pending in self.pending:
             if pending.batch_id == batch_id:
@@ -515,7 +516,7 @@ class Memory:
             self.tiers.empty()
 
     def change_weights(self, version: int, step: Step) -> None:
-        """From now on KV is of these weights. What older ones left goes, or goes with who holds it.
+        """From now on KV is of these weights. What older ones left goes, or goes with its holder.
 
         Nothing is in flight. Locked KV of older weights was used before everything that is cached from here on, so once
         unlocked it is the first to be evicted: evicting as many pages as an unlock sets free takes exactly those.
@@ -563,7 +564,7 @@ class Memory:
 
 
 def pages_only_held_by(handle: RadixNode | None) -> int:
-    """Cached pages that nobody else locks: unlocking this handle makes them evictable."""
+    """Cached pages that no other handle locks: unlocking this handle makes them evictable."""
     pages = 0
     while handle is not None and handle.lock_count == 1:
         pages += len(handle.pages)

@@ -5,7 +5,7 @@ Every page of the device is always in exactly one of these places; only `alloc` 
     free       in this pool, in a stack: the page freed last is handed out first
     held       given out: to a request, to the radix cache, or to work still in flight (the holder keeps its number)
 
-The pool knows pages by number and nothing about holders, so it cannot see a wrong free by itself. What must hold is
+The pool has pages by number and no holders, so it cannot see a wrong free by itself. What must hold is
 checked from outside, by identity: the free pages and the pages of all holders are disjoint and together [0:total). The
 order of the stack is part of the state: equal histories allocate equal pages.
 """

@@ -19,7 +19,7 @@ outlives its children, and `evict(a)` then `evict(b)` gives the pages of `evict(
 
 **Remembering a match.** Where a match ends depends on that node alone: `find` gives it together with its `version`,
 which rises when the node gains a child, is split, shortened or removed. While the version stands, so does the match,
-whatever else happens in the tree. A namespace without a root ends in `nowhere`, whose version rises with each new root.
+whatever else happens in the tree. A namespace without a root ends in `nowhere`; its version rises with each new root.
 
 **What must hold** (`check`):
 - a node has key bytes for exactly its pages, at least one, and owns both; a page is in the tree once;
@@ -100,7 +100,7 @@ class Match(NamedTuple):
     node: RadixNode | None  # where it ends; None if nothing matched
     pages: int  # matched pages, from the root
     edge_pages: int  # of these, pages that belong to `node`; fewer than it has if the match ends inside its edge
-    evictable_pages: int  # matched pages that nobody holds: locking this match takes them from the evictable
+    evictable_pages: int  # matched pages that are not locked: locking this match takes them from the evictable
 
 
 class Found(Struct, frozen=True):
@@ -285,7 +285,7 @@ class RadixCache:
 
         Args:
             tokens: whole pages, at least one.
-            behind: a node of this namespace that is locked, if the caller knows `tokens` to begin with the path to it.
+            behind: a node of this namespace that is locked, if `tokens` are known to begin with the path to it.
             pages: int32 [number of pages], read only; the missing tail is copied and from then on the tree's.
         Returns: Inserted; the first `already` pages were known, so the tree keeps its own and the caller frees his,
             unless they are the tree's.
@@ -426,7 +426,7 @@ class RadixCache:
     def _descend(self, node: RadixNode, tokens: bytes, limit: int) -> tuple[RadixNode, int]:
         """The node in which the longest cached prefix of at most `limit` pages ends, and its pages.
 
-        The search begins behind `node`: the caller knows that `tokens` begin with the path to its end.
+        The search begins behind `node`: `tokens` must begin with the path to its end.
         """
         page_bytes = self._page_bytes
         pages = node.stop
@@ -527,7 +527,7 @@ class RadixCache:
     def check(self, handles: Iterable[RadixNode] | None = None, nodes: list[RadixNode] | None = None) -> None:
         """Recompute everything that is kept incrementally. With `handles`, compare the locks with these live handles.
 
-        `nodes` is what `nodes()` gave just now, from a caller who sees for himself that no page is there twice.
+        `nodes` is what `nodes()` gave just now; the caller checks that no page is there twice.
         Raises: InvariantError naming the node and both numbers. Costs a walk over all nodes; for tests.
         """
         if nodes is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Runners(Protocol):
-    """Who is active and where each stands: an engine with one running batch as it is, or who else is to be asked of."""
+    """The active requests and their positions: of an engine with one running batch, or of a hypothetical state."""
 
     @property
     def running_batch(self) -> RunningBatch: ...
@@ -36,7 +36,7 @@ class Runners(Protocol):
 
 
 class Stand(NamedTuple):
-    """Who decodes and where each stands, other than an engine has it now: see `everybody`, `Hybrid.would_start`."""
+    """Decoding requests and their positions in a hypothetical state: see `everybody`, `Hybrid.would_start`."""
 
     running_batch: RunningBatch
     positions: Int32s

@@ -40,7 +40,7 @@ class StatePool:
         self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row: the first it computes in
         self.behind_drafts: dict[int, list[int]] = {}  # by row: the others, for the states behind drafts
         self.checkpoint_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
-        self.page_of: Int32s = np.full(settings.state_slots, NONE, np.int32)  # by slot: whose checkpoint it is
+        self.page_of: Int32s = np.full(settings.state_slots, NONE, np.int32)  # by slot: the page of its checkpoint
         self.locks: Int32s = np.zeros(settings.state_slots, np.int32)  # by slot: rows that start as a copy of it
         self.used = np.zeros(settings.state_slots, np.int64)  # by slot: when it was last attached or copied
         self.clock = 0
@@ -52,7 +52,7 @@ class StatePool:
 
     @property
     def idle(self) -> NDArray[np.intp]:
-        """Slots of checkpoints that nobody is copying."""
+        """Slots of checkpoints that are not being copied."""
         idle: NDArray[np.bool_] = (self.page_of >= 0) & (self.locks == 0)
         return idle.nonzero()[0]
 
@@ -244,7 +244,7 @@ class StatePool:
         self.pool.free(np.array(slots, np.int32))
 
     def drop(self, pages: Int32s) -> None:
-        """These full pages are nobody's any more: their checkpoints are free."""
+        """These full pages have no holder any more: their checkpoints are free."""
         slots = self.checkpoint_of[pages]
         slots = slots[slots >= 0]
         if slots.size:

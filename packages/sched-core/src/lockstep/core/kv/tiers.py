@@ -4,7 +4,7 @@
               (`Memory`)    <--load---   memory   pages of host memory         <--prefetch--            the host's own
 
 **The host's cache** is a `RadixCache` like the device's: exact tokens inside a namespace, locks, leaves evicted by age.
-The two trees know nothing of each other; what the host has of a prompt beyond what the device has is one match in each.
+The two trees are independent; what the host has of a prompt beyond what the device has is one match in each.
 
 **Writes.** `write_through` copies a prompt's pages to the host once they are computed, `write_through_selective` those
 that were used often enough, `write_back` what is evicted from the device, with what lies above it on its path. In the
@@ -13,7 +13,7 @@ ordered before the batch that may write them, so that eviction gives pages at on
 
 **Loads.** A request whose turn has come, and of whose prompt the host has more than the device, waits while that is
 loaded; others pass. All of it is loaded or none: what does not fit is computed. When the load ends its pages belong to
-the radix cache, and nobody holds them: who waits holds nothing (L6). A request waits for one load each time it
+the radix cache, and unlocked: a waiting request holds nothing (L6). A request waits for one load each time it
 waits, so that it starts even if what was loaded is evicted again.
 
 **Storage.** Pages are known by a chain of SHA-256 over the namespace and the tokens from the root on. Whatever the host
@@ -21,14 +21,14 @@ gets is stored; for requests that wait, what the host lacks is prefetched. Place
 engine, so a prompt is stored and fetched only up to the first.
 
 **Operations.** Everything that moves is an `Operation`: accounted when it begins, locked at both ends, ended exactly
-once by its answer, whatever became of who asked. Until then
+once by its answer, whatever became of its request. Until then
 
     a write   locks its device pages unless they are given up; owns its host pages; locks the prefix in front of them
     a load    owns its device pages; locks the prefix in front of them, and its host pages
     a prefetch owns its host pages, and room for companions; locks the prefix in front of them
     a store   locks its host pages, and companions of theirs
 
-A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and nobody's error.
+A failed or shortened move keeps the pages that came, which are a prefix; the rest is a miss and no error.
 **Windows and states** (hybrid.py) go down with their page and come back with it, or without any: companions.py.
 
 Source: SGLang's HiCache (defaults, policies); why it is built otherwise is in docs/tiers.md.
@@ -108,7 +108,7 @@ class Operation(msgspec.Struct):
     device_handle: RadixNode | None = None
     host_handle: RadixNode | None = None
     request_id: RequestId = NONE
-    cancelled: bool = False  # the host was told that nobody waits for it
+    cancelled: bool = False  # the host was informed that no request waits for it
     blocks: list[Moved] = []
     windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
     slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
@@ -150,7 +150,8 @@ class LoadCandidate(msgspec.Struct):
 
 
 class Tiers:
-    """Host memory and storage of one engine. Built by its `Memory`, whose radix cache and page pool are the device."""
+    """Host memory and storage of one engine. Built by its `Memory`; the device is that one's radix cache and page
+    pool."""
 
     present: ClassVar[bool] = True  # False: there is nothing below the device
 
@@ -239,9 +240,9 @@ class Tiers:
             self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
-        """The first `pages` of the path to `node` are cached: write what the policy wants of those that are computed.
+        """The first `pages` of the path to `node` are cached: write what the policy selects of those that are computed.
 
-        Not all of them need be: with `same_step_sharing` another's page may stand there, whose batch is in flight.
+        Not all of them need be: with `same_step_sharing` a page of another batch in flight may stand there.
         """
         if self.settings.write_policy == "write_back" or node.invalidated or self.memory.is_stale(node.namespace):
             return
@@ -258,7 +259,8 @@ class Tiers:
         self._write(node.namespace, tokens, device_pages, pages, step, node)
 
     def evict(self, count: int, step: Step) -> Int32s:
-        """Evict from the device for somebody who needs the pages, writing back what the policy says; as `evict`."""
+        """Evict from the device for a request that needs the pages, writing back what the policy selects; as
+        `evict`."""
         radix = self.memory.radix
         if self.settings.write_policy == "write_back":
             radix.witness = lambda leaf: self._write_back(leaf, step)
@@ -344,7 +346,7 @@ class Tiers:
         return self.blocks.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
-        """Host pages for an operation; the oldest that nobody uses make room. The caller saw that there are so many."""
+        """Host pages for an operation; the oldest unused ones make room. The caller saw that there are so many."""
         missing = count - self.pool.free_count
         if missing > 0:
             self._give_back_host(self.host.evict(missing))
@@ -500,7 +502,8 @@ class Tiers:
     # ---------------------------------------------------------------------------------------------------------- storage
 
     def _look_ahead(self, waiting: Sequence[Request], step: Step) -> None:
-        """Ask storage for what the host lacks of the prefixes of those who wait, once each, as far as the rate goes."""
+        """Query storage for what the host lacks of the prefixes of waiting requests, once each, as far as the rate
+        goes."""
         most = int(self.settings.prefetch_share * self.settings.host_pages)
         for request in waiting[:LOOKAHEAD_REQUESTS]:
             candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
@@ -520,7 +523,7 @@ class Tiers:
         return self.blocks.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
 
     def _prefetch(self, request: Request, candidate: LoadCandidate, most: int, step: Step) -> None:
-        """Begin to fetch what the host lacks of a request's prefix, if that is worth it; or wait with who did."""
+        """Begin to fetch what the host lacks of a request's prefix, if that pays; or join a fetch under way."""
         settings, page_size = self.settings, self.page_size
         tokens = request.tokens[: sharable_tokens(request.tokens) * TOKEN_BYTES]
         stop = min(request.cacheable_tokens, len(tokens) // TOKEN_BYTES) // page_size
@@ -656,7 +659,7 @@ class Tiers:
         candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us
 
     def _give_up(self, number: int, step: Step) -> None:
-        """Cancel a prefetch that nobody waits for any more; what it has brought by then is kept."""
+        """Cancel a prefetch without a waiting request; what it has brought by then is kept."""
         operation = self.operations.get(number)
         if operation is None or operation.cancelled:
             return
@@ -671,7 +674,7 @@ class Tiers:
     def answered(self, event: Answer, step: Step) -> None:
         """An operation ended: keep what came, let go of the rest.
 
-        Raises ContractError, changing nothing, for an answer that nobody waits for, or of more than was asked.
+        Raises ContractError, changing nothing, for an answer without an order, or of more than was ordered.
         """
         if isinstance(event, HostCopyFinished):
             number = event.copy_id
@@ -761,7 +764,7 @@ class Tiers:
         return -1 if orphan and (done or (complete and operation.blocks)) else kept
 
     def _settle_blocks(self, operation: Operation, path: Int32s, *, keep: bool) -> None:
-        """Companions of a write or load have come to these pages; or they have not, or are nobody's."""
+        """Blocks of a write or load have come to these pages; or they have not, or the pages have no holder."""
         assert self.blocks is not None
         if operation.kind == "write" and keep:
             self.blocks.arrived(operation.blocks, path)
@@ -817,7 +820,7 @@ class Tiers:
 
     @property
     def timed(self) -> bool:
-        """Whether somebody waits for one of the tiers until some time at most."""
+        """Whether a request waits for one of the tiers until some time at most."""
         return any(one.due_us is not None for one in self.candidates.values())
 
     def void(self, generation: int, step: Step) -> None:
@@ -911,12 +914,12 @@ def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list
 
 
 def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
-    """The key of the first page that is new to who asks; of the last, if it lacks companions alone."""
+    """The key of the first page that is new to the request; of the last, if it lacks blocks alone."""
     return keys[min(max(known, reach), len(keys) - 1)]
 
 
 def _held_alone(handle: RadixNode) -> int:
-    """Pages on the path to a handle that nobody else locks."""
+    """Pages on the path to a handle that no other handle locks."""
     pages, node = 0, handle
     while node.lock_count == 1 and node.parent is not None:
         pages += len(node.pages)

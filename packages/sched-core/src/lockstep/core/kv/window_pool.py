@@ -33,7 +33,7 @@ class Coming(NamedTuple):
 
     first: int  # page index of the first that it locks
     shared: int  # pages in front of those it was given, which the radix cache has
-    pages: Int32s  # full pages from `first` on, whose companions it locks
+    pages: Int32s  # full pages from `first` on, with the blocks that it locks
     promised: int  # companions that it opens as it decodes, as `WindowPool.promised` says
     last: int  # pages it ever has
 
@@ -56,7 +56,7 @@ class WindowPool:
         self.locks: Int32s = np.zeros(config.pages, np.int32)  # by full page: rows that may still read its companion
         self.used = np.zeros(config.pages, np.int64)  # by full page: when its companion was last let go of
         self.clock = 0
-        self.evictable = 0  # companions that nobody locks
+        self.evictable = 0  # blocks that are not locked
         self.first: Int32s = np.zeros(config.rows_max, np.int32)  # by row: the first page index it locks
         self.shared: Int32s = np.zeros(config.rows_max, np.int32)  # by row: its protected pages
         self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new companions, for the next plan
@@ -101,7 +101,7 @@ class WindowPool:
         self.lock(path[first:])
 
     def lock(self, pages: Int32s) -> None:
-        """Somebody reads the companions of these full pages, each named once, until `unlock`."""
+        """Lock the blocks of these full pages for a reader, each named once, until `unlock`."""
         self.evictable -= int(np.count_nonzero(self.locks[pages] == 0))
         self.locks[pages] += ONE
 
@@ -214,7 +214,7 @@ class WindowPool:
         self.locks[locks] += ONE
 
     def drop(self, pages: Int32s) -> None:
-        """Nobody reads these full pages any more: their companions are free."""
+        """These full pages have no reader any more: their blocks are free."""
         with_one = pages[self.window_of[pages] >= 0]
         if with_one.size:
             self.evictable -= int(np.count_nonzero(self.locks[with_one] == 0))
@@ -250,7 +250,7 @@ class WindowPool:
         self.first[row], self.shared[row] = self.coming.pop(request_id)[:2]
 
     def quarantine(self, request_id: RequestId) -> None:
-        """Nobody waits for it any more: what was cached is let go of, what it was given may be written yet."""
+        """No request waits for it any more: what was cached is released, what it was given may be written yet."""
         coming = self.coming.pop(request_id, None)
         if coming is not None:
             cached = max(coming.shared - coming.first, 0)
@@ -263,7 +263,7 @@ class WindowPool:
         """Whether there are windows for a request whose KV will come, and for those before it.
 
         Each may open as many pages as `reserved` tokens need, or, under reserve `full`, all it ever does.
-        `reserved`: None for who has the engine for itself.
+        `reserved`: None for a request that has the engine for itself.
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
@@ -285,14 +285,14 @@ class WindowPool:
         return wanted + max(int(np.clip(to_open, 0, most).sum()), next_ones) <= self.available
 
     def _first_to_come(self, request: Request) -> int:
-        """The first page index whose window a request needs that begins behind its whole prompt."""
+        """The first page index with a window that a request needs which begins behind its whole prompt."""
         return int(self.first_seen(request.prompt_tokens // self.page_size))
 
     def of_last_window(self, request: Request, start: int, pages: Int32s) -> Int32s:
         """Companions of those of a prompt's pages, from page index `start` on, that its first decode may see."""
         return self.window_of[pages[max(self._first_to_come(request) - start, 0) :]]
 
-    # ---- what rows will want
+    # ---- what rows will need
 
     def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
         """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
@@ -308,7 +308,7 @@ class WindowPool:
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
 
     def unpromised(self, engine: Runners) -> int:
-        """Pages that nobody who is active holds or may still open: what reserve `full` has left.
+        """Pages that no active request holds or may still open: what reserve `full` has left.
 
         A page that several hold counts for each of them, since each may slide past it while the others stay.
         """
@@ -317,7 +317,7 @@ class WindowPool:
         first = self.first[running_batch.rows]
         most = self.row_pages_max - (now - first)
         until = np.zeros(self.table.pages.shape[0], np.int32)
-        for batch in engine.in_flight:  # who decodes behind its prompt lets go of nothing before that is delivered
+        for batch in engine.in_flight:  # a row that decodes behind its prompt releases nothing before that is delivered
             prompts = batch.plan.rows[: batch.plan.extend_rows]
             until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
         most = np.maximum(most, -(-until[running_batch.rows] // page_size) - now)
@@ -339,7 +339,7 @@ class WindowPool:
         return self.pool.total - charged - (locked - held)
 
     def left_for_newcomers(self, engine: Runners) -> int:
-        """Pages beside what those who run will want."""
+        """Free window pages left after reserving what running requests will need."""
         if self.config.reserve == "full":
             return min(self.unpromised(engine), self.available)
         return self.available - self.to_come(engine)
@@ -356,7 +356,7 @@ class WindowPool:
     def room(
         self, engine: Runners, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
     ) -> int:
-        """Tokens that a request may take from `start` on, at most `take`, beside what others will want.
+        """Tokens that a request may take from `start` on, at most `take`, beside what others will need.
 
         `path`: the cached pages in front of it, if it has no row yet.
         """
@@ -377,7 +377,7 @@ class WindowPool:
             own = self.promised(request, stop, first)
             if -(-stop // self.page_size) - -(-start // self.page_size) + own <= left:
                 return take
-            take -= 1  # all but its end, which wants more
+            take -= 1  # all but its end, which needs more
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
 
     def opened_next(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:

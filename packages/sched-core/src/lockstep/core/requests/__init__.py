@@ -1,4 +1,4 @@
-"""Requests: their lifecycle, validation on arrival, prerequisites, and the columns of those that run.
+"""Requests: their lifecycle and validation, running batches, batches in flight, token budgets and delivery.
 
-Imports the contract. The scheduler, the features and the KV memory may import it.
+Imports the contract. KV memory, features and the scheduler import it.
 """

@@ -280,6 +280,10 @@ class Request:
             return False
         return extras.cacheable_tokens is not None or any(span.kind == "embedding" for span in extras.spans)
 
+    def leave_session(self) -> None:
+        """The session of this turn is closed: the request goes on, or ends, as one without a session."""
+        self.session = ""
+
     def advance(self, event: Decided) -> None:
         """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""
         following = TRANSITIONS.get((self.state, type(event)))
@@ -377,6 +381,14 @@ class RequestTable:
             self.outputs[rows, numbers] = tokens
             return
         self.outputs.reshape(-1)[rows * np.int64(self.outputs.shape[1]) + numbers] = tokens
+
+    def write_runs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
+        """outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
+        self.outputs[rows, numbers] = tokens
+
+    def hold(self, row: int, request: Request) -> None:
+        """Note the holder of a row that is being restored."""
+        self.holders[row] = request
 
     def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
         """pages[rows, index] = pages; int32 [n] all three."""

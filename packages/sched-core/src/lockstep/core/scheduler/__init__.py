@@ -1,4 +1,4 @@
-"""The scheduler: `Engine.step`, and one module for each decision that it takes.
+"""The scheduler: state and verbs, planners for prefill and decode, results, and `Engine.step`.
 
-Imports contract, requests, KV memory and features. Only the journal and the hosts import it.
+Imports every room below: contract, requests, KV memory, features and admin. The journal and the hosts import it.
 """

@@ -115,7 +115,7 @@ class DecodeRun:
         running_batch = self._running_batch
         first = engine.in_flight[0].sampled_at - running_batch.prompts
         numbers = np.arange(done, dtype=np.int32)[:, None] + first
-        engine.memory.table.outputs[running_batch.rows, numbers] = np.array(self._tokens)  # [launches, members]
+        engine.memory.table.write_runs(running_batch.rows, numbers, np.array(self._tokens))
         for _ in range(done):
             engine.ratio.decoded()
         for plan in self._plans:

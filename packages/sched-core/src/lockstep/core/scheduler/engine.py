@@ -8,7 +8,7 @@ reading order. What may change is in `state`; what is decided is in the files na
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import force_setattr
 
@@ -55,16 +55,6 @@ Handler = Callable[[Any, Step], bool | None]
 """Folds one event. Returns true if a slot was free and there was nothing to launch."""
 
 
-class LaunchPolicy(Protocol):
-    """What becomes of a free slot, once nothing forbids a launch."""
-
-    def join_in(self, step: Step) -> bool:
-        """The engine stands still, or its slots are taken. Returns: false."""
-
-    def take_part(self, step: Step) -> bool:
-        """A slot is free. Returns: whether there was nothing to run."""
-
-
 class Engine(SchedulerState):
     """Decides what runs next, for one engine. Build it from a SchedConfig; feed it every observed event in order."""
 
@@ -78,9 +68,10 @@ class Engine(SchedulerState):
         self.decoding = DecodePlanner(self)
         self.prefills = PrefillPlanner(self, self.decoding)
         self.results = Results(self)
-        self.launcher: LaunchPolicy = OwnLaunches(self)
+        self._take_part, self._join_in = self.launch_now, self._launch_nothing
         if config.shares_passes:
-            self.launcher = self.ranks = Rounds(config, self)
+            self.ranks = Rounds(config, self)
+            self._take_part, self._join_in = self.ranks.take_part, self.ranks.join_in
         self._handlers = self._events_handled()
 
     # ------------------------------------------------------------------------------------------------------- the policy
@@ -204,14 +195,16 @@ class Engine(SchedulerState):
         if self.sessions.open or self.maintenance.jobs:
             self._tend(step)
         in_flight = microbatches.in_flight(self.in_flight) if microbatches.several else len(self.in_flight)
-        if self.stands_still or in_flight > self.config.overlap_depth:
-            return self.launcher.join_in(step)
+        controls, pace = self.controls, self.controls.pace
+        paced = pace.gap_us and event.time_us < pace.not_before_us
+        if controls.paused or paced or self.maintenance.still or in_flight > self.config.overlap_depth:
+            return self._join_in(step)
         if self.config.enable_priority_preemption:
             self.batch_is_full = False  # requests that came since, and members that grew, may change that
         if self.config.waiting_prefix_refresh and self.waiting and self.launches_to_refresh() <= 0:
             self.refreshed_at = self.next_batch_id
             refresh_prefixes(self.waiting, self.memory.radix)
-        return self.launcher.take_part(step)
+        return self._take_part(step)
 
     def _launch_microbatch(self, event: LaneReady, step: Step) -> bool:
         """Launch from the running batch of one microbatch."""
@@ -236,6 +229,10 @@ class Engine(SchedulerState):
         self._launched(batch, step)
         return False
 
+    def _launch_nothing(self, step: Step) -> bool:
+        """The engine stands still, or its slots are taken."""
+        return False
+
     def plan_next(self, step: Step, *, extends: bool = True) -> InFlight | None:
         """Plan what runs next: it is in flight from here on, and its launch is ordered by `launch`.
 
@@ -252,7 +249,7 @@ class Engine(SchedulerState):
     def _plan_pass(self, running: RunningState, step: Step, *, extends: bool = True) -> InFlight | None:
         """What a running batch computes next; without `extends` prompts wait. None: nothing."""
         batch, prefills = None, self.prefills
-        if extends and not self.decode_goes_first(running):
+        if extends and not self.decoding.decode_goes_first(running):
             batch = prefills.plan_prebuilt(running, step) or prefills.plan_extend(running, step)
         batch = batch or self.decoding.plan(running, step, prefills.plan_extend)
         if batch is None:
@@ -348,16 +345,3 @@ class Engine(SchedulerState):
         if event.generation == self.generation:  # others were void from the restart on
             self.memory.tiers.answered(event, step)
             self.retry_admission()
-
-
-class OwnLaunches:
-    """An engine that launches as soon as it has a free slot and something to run."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def join_in(self, step: Step) -> bool:
-        return False
-
-    def take_part(self, step: Step) -> bool:
-        return self._engine.launch_now(step)

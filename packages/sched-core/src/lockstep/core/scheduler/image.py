@@ -324,7 +324,7 @@ def request_of(scheduler: SchedulerView, image: RequestImage, nodes: dict[int, R
     request.matched = None
     request.decodes = False  # until it is found in the cohort
     if request.row >= 0:
-        scheduler.memory.table.holders[request.row] = request
+        scheduler.memory.table.hold(request.row, request)
         lay_row(scheduler.memory.table, request.row, image.row_pages, image.row_outputs)
     return request
 

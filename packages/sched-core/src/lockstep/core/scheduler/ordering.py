@@ -299,6 +299,10 @@ class Ordering:
         waiting, self.waiting = self.waiting, []
         return waiting
 
+    def prefilled(self, tokens: int) -> None:
+        """Count new tokens of an extend: waiting requests age by them under policy hrrn."""
+        self.prefilled_tokens += tokens
+
     def joins(self, request: Request) -> None:
         """Somebody who was held is in the line: it may have waited before, and been passed by often enough then."""
         if request.bypassed >= self._limit:

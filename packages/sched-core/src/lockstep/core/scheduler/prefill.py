@@ -223,7 +223,7 @@ class PrefillPlanner:
         self._state.memory.reach(request, stop, step)
         request.computed = stop
         request.chunks += 1
-        self._state.ordering.prefilled_tokens += stop - start
+        self._state.ordering.prefilled(stop - start)
         parts.append(ExtendPart(request, start, stop))
         if stop < request.extend_stop:
             self._state.split(request)

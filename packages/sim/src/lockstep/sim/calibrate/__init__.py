@@ -1,4 +1,4 @@
 """Calibrations: cost models fitted to published serving points, to timed batches and to operator tables.
 
-Imports cost and run; cli and tools import it.
+Imports cost, catalogue, workload, metrics, host and results; cli and tools import it.
 """

@@ -36,15 +36,17 @@ from lockstep.sim.cost import (
     Duration,
     GpuSpec,
     KvDtype,
+    MemoryNeeds,
     ModelSpec,
     Parallelism,
     WeightsDtype,
     kv_capacity,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.calibration import Calibration
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.stages import PipelineModel
-from lockstep.sim.cost.tables import BaseModel, base_cost_model
+from lockstep.sim.cost.tables import BaseModel
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.host_options import HostOptions
@@ -313,8 +315,7 @@ def play(
         point.split,
         **dtypes,
         page_tokens=config.page_size,
-        sampled_rows=config.max_running_requests,
-        state_rows=point.concurrency,
+        needs=MemoryNeeds(sampled_rows=config.max_running_requests, state_rows=point.concurrency),
     )
     config = SchedConfig(**{**_fields(config), "pages": kv.pages})
     metrics = MetricsFold(kv_pages=config.pages)

@@ -107,7 +107,7 @@ def _write(calibration: Calibration, out: Path) -> None:
 
 @calibrate.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--engine", required=True, help="whose rows: vllm, sglang or trtllm")
+@click.option("--engine", required=True, help="engine of the rows: vllm, sglang or trtllm")
 @click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
 @click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
 @click.option(
@@ -207,9 +207,9 @@ def journal(
         from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
+        from lockstep.sim.cost.base_model import base_cost_model
         from lockstep.sim.cost.calibration import CalibrationSource
         from lockstep.sim.cost.stages import PipelineModel
-        from lockstep.sim.cost.tables import base_cost_model
         from lockstep.sim.results.batch_times import of_journal, read_batch_times
 
         date = _checked_date(date)
@@ -338,12 +338,12 @@ def _say_held_out(held: HeldOut) -> None:
 
 @calibrate.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--model", "models", multiple=True, required=True, help="whose shapes; give it once for each model")
-@click.option("--gpu", required=True, help="whose tables")
+@click.option("--model", "models", multiple=True, required=True, help="model of the shapes; may be repeated")
+@click.option("--gpu", required=True, help="GPU of the tables")
 @click.option("--tp", "ranks", type=click.INT, multiple=True, default=(1,), show_default=True, help="once for each")
 @click.option("--weights-dtype", help="bf16, fp8, ...  [default: the checkpoint's own]")
 @click.option("--kv-dtype", default="bf16", show_default=True, help="bf16 or fp8")
-@click.option("--engine", default="kernels", show_default=True, help="whose kernels they are")
+@click.option("--engine", default="kernels", show_default=True, help="engine of the kernels")
 @click.option("--engine-version", default="", help="of the engine")
 @_common
 def operators(

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.sim.cli.simulate import RunOptions, progress_bar, say_no_intervals, show
+from lockstep.sim.cli.run_options import RunOptions
+from lockstep.sim.cli.run_output import progress_bar, say_no_intervals, show
 from lockstep.sim.cluster.intervals import intervals_of
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.run_folder import write_cluster_run

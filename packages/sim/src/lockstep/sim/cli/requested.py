@@ -1,14 +1,11 @@
-"""The scenario that a command line of `lockstep simulate` requests, as it is given and as a run folder kept it.
+"""The scenario that the options of `lockstep simulate` request.
 
-    requested_by_command("lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --replicas 2")
-
-The command reads its options here, and so does a simulation of a stored run, so both have the same options. Those that
-change nothing of what is simulated are in `simulate.RunOptions`.
+The command reads its options here, and so does a simulation of a stored run (`stored_command.py`), so both have the
+same options. Options that change nothing of what is simulated are in `run_options.RunOptions`.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,9 +15,7 @@ import click
 from lockstep.core.cluster.router import RouterConfig
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import parse_admission
-from lockstep.host.options import take
 from lockstep.sim.cli.cluster_options import check_router_options, cluster_given, router_given
-from lockstep.sim.cli.simulate import RunOptions, simulate
 from lockstep.sim.cluster.scenario import ClusterScenario, EngineGroup, parse_engines, parse_scaling
 from lockstep.sim.metrics.slo import Slo
 from lockstep.sim.scenario.scenario import Scenario
@@ -83,13 +78,3 @@ def _of_role(base: Scenario, role: str, count: int) -> EngineGroup:
     if count < 1:
         raise ConfigError(f"`{role}_engines` must be at least 1, got `{count}`")
     return EngineGroup(count=count, gpu=base.gpu, settings={"role": role})
-
-
-def requested_by_command(command: str) -> Scenario | ClusterScenario:
-    """The scenario of a run, by the command line that it kept. Raises ConfigError if that is of another command."""
-    words = shlex.split(command)
-    if words[:2] != ["lockstep", "simulate"]:
-        raise ConfigError(f"the run was not made by `lockstep simulate`, but by `{' '.join(words[:2])}`")
-    options = dict(simulate.make_context("lockstep simulate", words[2:]).params)
-    take(RunOptions, options)
-    return requested_of(options)

@@ -1,4 +1,4 @@
 """Several simulated engines: behind a router, handing requests over, or running every pass together.
 
-Imports host, metrics and run; plan and cli import it.
+Imports run and the rooms below it, except the catalogue; plan and cli import it.
 """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -47,9 +47,6 @@ from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.run.simulate import Run, arrivals_of, host_of, watch_of
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
-
-if TYPE_CHECKING:
-    pass
 
 GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least ...
 GIVE_UP_SHARE = 16  # ... and this part of those that have come

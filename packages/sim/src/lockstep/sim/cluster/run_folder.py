@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.sim.cluster.result import ClusterRun
-
-if TYPE_CHECKING:
-    pass
 
 ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
 

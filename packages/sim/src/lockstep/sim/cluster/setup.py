@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,6 @@ from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    pass
 
 REPORTING = ("total_requests", "total_tokens")  # policies of a router that look at what engines report
 HOP_US_MAX = 60_000_000

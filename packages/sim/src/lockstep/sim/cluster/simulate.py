@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.journal.sinks import JournalSink, NoJournal
@@ -29,9 +29,6 @@ from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.cluster.routed import NOT_WATCHED, Cluster, ClusterWatch
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.run.simulate import collecting_seldom, stopping_on_interrupt
-
-if TYPE_CHECKING:
-    pass
 
 DECODE = "decode"  # in a run folder, what the router of the decode engines decided
 

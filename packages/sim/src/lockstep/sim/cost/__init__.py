@@ -7,7 +7,7 @@ kv_capacity(model, gpu).tokens
 """
 
 from lockstep.sim.cost.calibration import UNCALIBRATED, CalibratedModel, Calibration
-from lockstep.sim.cost.capacity import KvCapacity, kv_capacity
+from lockstep.sim.cost.capacity import KvCapacity, MemoryNeeds, kv_capacity
 from lockstep.sim.cost.cpu import CpuModel
 from lockstep.sim.cost.errors import CalibrationError, CapacityError, CatalogueError
 from lockstep.sim.cost.hardware import Constant, GpuSpec
@@ -31,6 +31,7 @@ __all__ = [
     "GpuSpec",
     "KvCapacity",
     "KvDtype",
+    "MemoryNeeds",
     "ModelSpec",
     "Parallelism",
     "RooflineModel",

@@ -93,6 +93,24 @@ class StageBytes(NamedTuple):
 NOTHING = StageBytes()
 
 
+class MemoryNeeds(NamedTuple):
+    """What an engine needs besides the weights and the KV of its model."""
+
+    chunk_tokens: int = CHUNK_TOKENS  # of the largest pass
+    sampled_rows: int = SAMPLED_ROWS
+    state_rows: int = SAMPLED_ROWS  # requests with a state of linear attention
+    lora: LoraSpec | None = None
+    first_stage: StageBytes = NOTHING
+    last_stage: StageBytes = NOTHING  # of several
+
+    def beside(self, stage: Stage) -> StageBytes:
+        """Return what the GPUs of a stage have besides its layers."""
+        return self.first_stage if stage.is_first else self.last_stage if stage.is_last else NOTHING
+
+
+USUAL_NEEDS = MemoryNeeds()
+
+
 def kv_capacity(
     model: ModelSpec,
     gpu: GpuSpec,
@@ -101,19 +119,13 @@ def kv_capacity(
     page_tokens: int = 16,
     kv_dtype: KvDtype = "bf16",
     weights_dtype: WeightsDtype | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
-    sampled_rows: int = SAMPLED_ROWS,
-    state_rows: int = SAMPLED_ROWS,
-    first_stage: StageBytes = NOTHING,
-    lora: LoraSpec | None = None,
-    last_stage: StageBytes = NOTHING,
+    needs: MemoryNeeds = USUAL_NEEDS,
 ) -> KvCapacity:
     """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
     Every attention layer keeps every token: separate pools for sliding layers are not modelled. With attention data
     parallelism each shard has KV of its own, and the engine as much as all of them; with stages, the fullest decides.
-    Slots for adapters, of `lora`, count as weights, as they do in the runtime's memory table. `last_stage` is of one of
-    several.
+    Slots for adapters, of `needs.lora`, count as weights, as they do in the runtime's memory table.
     Raises: CapacityError with the numbers when nothing, or not one page, is left for KV.
     """
     if not 0.0 < mem_fraction <= 1.0:
@@ -124,91 +136,80 @@ def kv_capacity(
     if split.tp > 1:
         all_reduce_of(gpu, split.tp)  # raises beyond the scale-up domain
     dtype = checked_weights_dtype(model, weights_dtype)
+    room = _Room(gpu, split, mem_fraction, page_tokens, kv_dtype, needs)
     stages = stages_of(model, split)
-    besides = [first_stage if stage.is_first else last_stage if stage.is_last else NOTHING for stage in stages]
-    weights = [stage.weights_bytes(dtype, split) + more.weights for stage, more in zip(stages, besides, strict=True)]
-    slots = [0] * len(stages)
-    if lora is not None:
-        one = replace(split, pp=1)
-        slots = [lora.slots * slot_bytes(stage.model, one, lora) for stage in stages]
-        weights = [own + taken for own, taken in zip(weights, slots, strict=True)]
-    found = [
-        _stage_capacity(
-            stage, number, gpu, split, mem_fraction, page_tokens, kv_dtype, weights[number - 1], chunk_tokens,
-            sampled_rows, state_rows, besides[number - 1], slots[number - 1],
-        )
-        for number, stage in enumerate(stages, 1)
-    ]  # fmt: skip
+    found = [room.of(stage, number, dtype) for number, stage in enumerate(stages, 1)]
     tightest = min(found, key=lambda one: one.pages)
     if len(found) == 1:
         return tightest
     taken = (one.weights_bytes + one.activation_bytes + one.runtime_bytes + one.state_bytes for one in found)
     left = tuple(tightest.usable_bytes - bytes_taken for bytes_taken in taken)
-    return replace(tightest, stages_weights_bytes=tuple(weights), stages_left_bytes=left)
+    return replace(tightest, stages_weights_bytes=tuple(one.weights_bytes for one in found), stages_left_bytes=left)
 
 
 UNBOUNDED_PAGES = 2**40  # of a stage without layers that keep KV
 
 
-def _stage_capacity(
-    stage: Stage,
-    number: int,
-    gpu: GpuSpec,
-    split: Parallelism,
-    mem_fraction: float,
-    page_tokens: int,
-    kv_dtype: KvDtype,
-    weights: int,
-    chunk_tokens: int,
-    sampled_rows: int,
-    state_rows: int,
-    beside: StageBytes,
-    slots: int,  # bytes of `weights` that are room for adapters
-) -> KvCapacity:
-    """Of one stage: `pages` for the whole engine, as if this stage decided."""
-    model = stage.model
-    activations = activation_bytes(model, split, chunk_tokens, sampled_rows if stage.is_last else 0)
-    activations += beside.activations
-    runtime = RUNTIME_BYTES + (NCCL_BYTES[2 if split.gpus < 4 else 4] if split.gpus > 1 else 0)
-    state = ceil_div(state_rows, split.attention_dp) * model.state_bytes_per_request(split)
-    usable = int(gpu.memory_bytes * mem_fraction)
-    per_token = model.kv_bytes_per_token(kv_dtype, split) + beside.kv_per_token
-    left = usable - weights - activations - runtime - state
-    pages = left // (per_token * page_tokens) if per_token else 0
-    if not per_token and split.pp > 1 and left >= 0:
-        pages = UNBOUNDED_PAGES
-    if pages < 1:
-        gb = 1e9
-        room = f" + room for adapters {slots / gb:.1f}" if slots else ""
-        drafter = beside.weights if beside.kv_per_token else 0
-        room += f" + drafter {drafter / gb:.1f}" if drafter else ""
-        parts = f"weights {(weights - slots - drafter) / gb:.1f}{room} + activations {activations / gb:.1f}"
-        parts += f" + runtime {runtime / gb:.1f} GB"
-        parts += f" + state of {ceil_div(state_rows, split.attention_dp)} requests {state / gb:.1f} GB" if state else ""
-        where = "" if split.is_plain else f" with {split}"
-        where += f" (stage {number} of {split.pp})" if split.pp > 1 else ""
-        raise CapacityError(
-            f"{model.name} does not fit on {split.gpus} x {gpu.name}{where}: per GPU {parts} = "
-            f"{(usable - left) / gb:.1f} GB, of {usable / gb:.1f} GB usable "
-            f"({mem_fraction:g} x {gpu.memory_bytes / gb:.1f} GB)\n"
-            f"hint: {'lower --max-loras or --max-lora-rank, ' if slots else ''}"
-            f"{'choose a smaller drafter, ' if drafter else ''}"
-            "raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The memory of the GPUs of every stage, and what is divided alike among stages."""
+
+    gpu: GpuSpec
+    split: Parallelism
+    mem_fraction: float
+    page_tokens: int
+    kv_dtype: KvDtype
+    needs: MemoryNeeds
+
+    def of(self, stage: Stage, number: int, dtype: WeightsDtype) -> KvCapacity:
+        """Return the capacity of one stage: `pages` for the whole engine, as if this stage decided."""
+        model, gpu, split, needs = stage.model, self.gpu, self.split, self.needs
+        beside, lora = needs.beside(stage), needs.lora
+        slots = 0 if lora is None else lora.slots * slot_bytes(model, replace(split, pp=1), lora)
+        weights = stage.weights_bytes(dtype, split) + beside.weights + slots
+        activations = activation_bytes(model, split, needs.chunk_tokens, needs.sampled_rows if stage.is_last else 0)
+        activations += beside.activations
+        runtime = RUNTIME_BYTES + (NCCL_BYTES[2 if split.gpus < 4 else 4] if split.gpus > 1 else 0)
+        state_rows = ceil_div(needs.state_rows, split.attention_dp)
+        state = state_rows * model.state_bytes_per_request(split)
+        usable = int(gpu.memory_bytes * self.mem_fraction)
+        per_token = model.kv_bytes_per_token(self.kv_dtype, split) + beside.kv_per_token
+        left = usable - weights - activations - runtime - state
+        pages = left // (per_token * self.page_tokens) if per_token else 0
+        if not per_token and split.pp > 1 and left >= 0:
+            pages = UNBOUNDED_PAGES
+        if pages < 1:
+            gb = 1e9
+            room = f" + room for adapters {slots / gb:.1f}" if slots else ""
+            drafter = beside.weights if beside.kv_per_token else 0
+            room += f" + drafter {drafter / gb:.1f}" if drafter else ""
+            parts = f"weights {(weights - slots - drafter) / gb:.1f}{room} + activations {activations / gb:.1f}"
+            parts += f" + runtime {runtime / gb:.1f} GB"
+            parts += f" + state of {state_rows} requests {state / gb:.1f} GB" if state else ""
+            where = "" if split.is_plain else f" with {split}"
+            where += f" (stage {number} of {split.pp})" if split.pp > 1 else ""
+            raise CapacityError(
+                f"{model.name} does not fit on {split.gpus} x {gpu.name}{where}: per GPU {parts} = "
+                f"{(usable - left) / gb:.1f} GB, of {usable / gb:.1f} GB usable "
+                f"({self.mem_fraction:g} x {gpu.memory_bytes / gb:.1f} GB)\n"
+                f"hint: {'lower --max-loras or --max-lora-rank, ' if slots else ''}"
+                f"{'choose a smaller drafter, ' if drafter else ''}"
+                "raise --tp, choose a GPU with more memory, or a smaller --weights-dtype"
+            )
+        return KvCapacity(
+            tokens=pages * self.page_tokens * split.attention_dp,
+            pages=pages * split.attention_dp,
+            page_tokens=self.page_tokens,
+            memory_bytes=gpu.memory_bytes,
+            usable_bytes=usable,
+            weights_bytes=weights,
+            activation_bytes=activations,
+            runtime_bytes=runtime,
+            state_bytes=state,
+            kv_bytes=pages * self.page_tokens * per_token,
+            kv_bytes_per_token=per_token,
+            shards=split.attention_dp,
         )
-    return KvCapacity(
-        tokens=pages * page_tokens * split.attention_dp,
-        pages=pages * split.attention_dp,
-        page_tokens=page_tokens,
-        memory_bytes=gpu.memory_bytes,
-        usable_bytes=usable,
-        weights_bytes=weights,
-        activation_bytes=activations,
-        runtime_bytes=runtime,
-        state_bytes=state,
-        kv_bytes=pages * page_tokens * per_token,
-        kv_bytes_per_token=per_token,
-        shards=split.attention_dp,
-    )
 
 
 def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int, sampled_rows: int) -> int:

@@ -21,7 +21,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,32 +32,24 @@ from numpy.typing import NDArray
 from lockstep.sim.cost.collective_tables import DTYPE_COLUMNS, add_operations
 from lockstep.sim.cost.errors import CatalogueError
 from lockstep.sim.cost.hardware import GpuSpec
-from lockstep.sim.cost.lora import LoraCost, LoraSpec
+from lockstep.sim.cost.lora import LoraCost
 from lockstep.sim.cost.model import BatchShape
 from lockstep.sim.cost.models import (
     ACTIVATION_BYTES,
     AttentionShape,
-    Fp8Activations,
-    KvDtype,
     LatentAttention,
-    ModelSpec,
-    WeightsDtype,
 )
-from lockstep.sim.cost.parallel import Parallelism, parallelism_of
-from lockstep.sim.cost.roofline import RooflineModel, roofline_model
-from lockstep.sim.cost.stages import PipelineModel, stages_of
+from lockstep.sim.cost.roofline import RooflineModel
 from lockstep.sim.cost.terms import TermSum, TermUs, new_tokens
 
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Columns = dict[str, NDArray[Any]]
-
 NEIGHBOURS = 6
 FAR_OCTAVES = 1.0  # a factor of two in one dimension
 EXACT = 1e-6  # squared octaves: nearer than this is the row itself
 HINT = "hint: docs/cost-models.md, section 3, describes operator tables"
 MS = 1e3  # latencies in tables are milliseconds
-
 # Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
 OPERATORS: dict[str, tuple[str, ...]] = {
     "gemm": ("gemm_dtype", "m", "n", "k"),
@@ -75,7 +67,6 @@ TEXT_COLUMNS = (
     "gemm_dtype", "moe_dtype", "kv_cache_dtype", "attn_dtype", "distribution", "backend", "allreduce_dtype",
     "nccl_dtype", "op_name",
 )  # fmt: skip
-
 # What the tables call a dtype, best first.
 GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8")}
 MOE_DTYPES = {
@@ -86,8 +77,6 @@ MOE_DTYPES = {
 }
 TABLE_KV_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8",)}
 DISTRIBUTION = "power_law_1.01"  # of tokens over experts, where a table has several: real routing is not even
-
-# ------------------------------------------------------------------------------------------------------------- files
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +207,6 @@ def _rows(path: Path, text: str) -> tuple[list[str], list[list[str]]]:
     return lines[0], lines[1:]
 
 
-# ------------------------------------------------------------------------------------------------------------- ratios
-
-
 class Ratios:
     """measured / roofline at the rows of a table, and between them."""
 
@@ -297,8 +283,6 @@ class Grid:
         beyond = math.log2(x) > self._x_max
         return logs, [beyond or far for far in self._far[i + (s > 0.5)]]
 
-
-# -------------------------------------------------------------------------------------------------------------- model
 
 TOKEN_OCTAVES = 16  # 65,536 tokens of a batch
 ROW_OCTAVES = 11
@@ -591,30 +575,3 @@ def unnoted(cost: object) -> Iterator[None]:
     for model, names in zip(models, before, strict=True):
         model.forget()
         model.extrapolated |= names
-
-
-def base_cost_model(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    tp: int | Parallelism = 1,
-    *,
-    weights_dtype: WeightsDtype | None = None,
-    kv_dtype: KvDtype = "bf16",
-    operators: Path | None = None,
-    fp8_activations: Fp8Activations = "auto",
-    lora: LoraSpec | None = None,
-) -> BaseModel | PipelineModel:
-    """Build the roofline, or with a folder of operator tables the measured model; one per stage.
-
-    Raises: CatalogueError; CapacityError for a split that is not possible.
-    """
-    split = parallelism_of(tp)
-    stages: list[BaseModel] = []
-    for stage in stages_of(model, split):
-        one = replace(split, pp=1)
-        base = roofline_model(
-            stage.model, gpu, one, weights_dtype=weights_dtype, kv_dtype=kv_dtype, fp8_activations=fp8_activations,
-            lora=lora,
-        )  # fmt: skip
-        stages.append(base if operators is None else MeasuredModel(base, read_operator_tables(operators, gpu)))
-    return stages[0] if len(stages) == 1 else PipelineModel(stages, split, model, gpu)

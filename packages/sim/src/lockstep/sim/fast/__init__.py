@@ -1,4 +1,4 @@
-"""The fast path: runs of simple configurations as compiled code, equal to runs of the core.
+"""The fast path: runs with nothing but arrivals, chunks, decodes and ends, as compiled code, equal to runs of the core.
 
-Imports host, cost and metrics; run and cluster import it.
+Imports cost, workload, metrics and host; run and cluster import it.
 """

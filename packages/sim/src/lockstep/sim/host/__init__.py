@@ -1,4 +1,4 @@
-"""The simulated host of one engine: its CPU lane, its device, its memory tiers and its encoders, in virtual time.
+"""The simulated host of one engine: its CPU lane, its device, its cache tiers and its encoders, in virtual time.
 
-Imports workload, cost and catalogue. Cluster, run and fast path import it.
+Imports cost, workload, metrics and scenario. Fast, results, run, calibrate, cluster and plan import it.
 """

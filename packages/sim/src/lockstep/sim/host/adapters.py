@@ -10,7 +10,7 @@ All adapters of a workload are registered from the beginning, as with `lockstep 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.core.contract.commands import LoadAdapter
 from lockstep.core.contract.errors import ConfigError
@@ -19,9 +19,6 @@ from lockstep.sim.cost import GpuSpec
 from lockstep.sim.cost.lora import TARGETS
 from lockstep.sim.host.cache_tiers import HOST_LINK_LATENCY_US, PCIE_SHARE
 from lockstep.sim.host.links import Link
-
-if TYPE_CHECKING:
-    pass
 
 ALL_TARGETS = "all"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from simpy import Environment, Event
 
@@ -20,9 +19,6 @@ from lockstep.core.contract.events import (
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.token_runs import runs_behind
 from lockstep.sim.workload.turns import Turn, Turns
-
-if TYPE_CHECKING:
-    pass
 
 
 class Arrivals:

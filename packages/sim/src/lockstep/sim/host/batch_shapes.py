@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from msgspec.structs import replace
 
@@ -13,9 +11,6 @@ from lockstep.core.contract.commands import (
 )
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.sim.cost import BatchShape
-
-if TYPE_CHECKING:
-    pass
 
 
 def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:

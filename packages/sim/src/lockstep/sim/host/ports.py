@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from simpy import Environment, Event
 
@@ -25,9 +25,6 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.workload.turns import Turn
-
-if TYPE_CHECKING:
-    pass
 
 NEVER_US = 2**62
 

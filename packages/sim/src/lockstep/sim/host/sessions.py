@@ -6,7 +6,7 @@ A session is opened when its first turn comes. It is closed when its last turn h
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import (
@@ -19,9 +19,6 @@ from lockstep.core.contract.events import (
     SessionYielded,
 )
 from lockstep.sim.workload.turns import Turn
-
-if TYPE_CHECKING:
-    pass
 
 FIRST_CONTROL = 1_000_000  # controls of sessions are numbered behind those that make adapters known
 

@@ -1,4 +1,4 @@
-"""What a run was like: folds over events and Steps, and the compact columns that they keep.
+"""Measures of a run: folds over events and Steps, their compact columns, summaries, SLOs, intervals, balance.
 
-Imports `lockstep.core` and workload; results, report, run and cluster import it.
+Imports `lockstep.core` only; every room above workload may import it.
 """

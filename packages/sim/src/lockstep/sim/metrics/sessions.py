@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from lockstep.core.contract.events import (
     SessionYielded,
     TurnStarted,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 class SessionCounts:

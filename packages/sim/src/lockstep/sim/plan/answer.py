@@ -1,4 +1,4 @@
-"""What a plan found: one row per configuration, the winner, the Pareto front, and the commands to go on with.
+"""The answer of a plan: one row per configuration, the winner, the Pareto front, and the commands to go on with.
 
 Everything here follows from the candidates, so equal searches give equal bytes.
 """

@@ -12,7 +12,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult
 
 FOLDER = "simulations"
-MARK = "lockstep-plan"  # a file that marks the folder as a plan's
+MARK = "lockstep-plan"  # a file that marks the folder of a plan
 
 
 class _TrialFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

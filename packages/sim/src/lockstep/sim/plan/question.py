@@ -166,9 +166,9 @@ class Question:
         own = [side.tp for split in splits if split is not None for side in split.sides.values() if side.tp is not None]
         several = any(gpus_of_a_scheduler(tp, dp, rank_schedulers=by_rank) > 1 for tp in (*tps, *own) for dp in shards)
         if "media" in self.common and self.common.get("mm_encoder_tp_mode") == "data" and not several:
-            whose = "a rank has one" if max(tps) > 1 else "`tp` is 1"
+            why = "a rank has one" if max(tps) > 1 else "`tp` is 1"
             raise ConfigError(
-                f"`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but {whose}\n"
+                f"`mm_encoder_tp_mode` is data, the encoder whole on each of several GPUs, but {why}\n"
                 "hint: --search tp=1,2,4, or leave it out"
             )
         for fraction in searched.get("mem_fraction", (self.common.get("mem_fraction", 0.9),)):
@@ -388,7 +388,7 @@ def is_drawn(workload: Workload) -> bool:
 
 
 def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
-    """Sessions at a time for recorded sessions without a recorded beginning; a rate for everything else."""
+    """Sessions at a time for recorded sessions without their beginnings; a rate for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
         return "rate"
     opened = open_workload(workload, seed=0, rate=math.inf, skip_bad_rows=skip_bad_rows, digest=False)

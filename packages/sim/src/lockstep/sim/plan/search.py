@@ -2,13 +2,13 @@
 
     estimate    the cost model alone: the best case of one engine                     no simulation
     narrow      short runs, one replication: from which load on the SLO is missed     a handful per configuration
-    prune       dominated ones, however good their long runs could be                  no simulation
+    prune       configurations worse than another whatever their long runs              no simulation
     confirm     long runs, replicated until the verdict is sure                       of those that are left
 
 A load is a rate, or in a closed loop a number of sessions at a time; everything here holds of both.
 
 A search is a generator: it yields the trials it needs next and is sent their results. It looks at nothing but its own
-results, and stages end together, so the answer does not depend on which worker ran what, or in which order. Where a few
+results, and stages end together, so the answer does not depend on the worker of a trial, or on the order. Where a few
 results settle what many were asked for, a search gets the shortest beginning that does, however many are known by then:
 more workers run replications side by side, one worker runs only those that are needed, and the answer is the same.
 
@@ -173,7 +173,7 @@ class Candidate:
     def estimated_load(self) -> float:
         """The best case of one replica: arrivals by the clock per second, or sessions that keep it busy all the time.
 
-        The latter are, by Little's law, the thinking sessions and those served while it does its best.
+        The latter are, by Little's law, sessions that think and sessions that are served at its best.
         """
         assert self.estimate is not None
         if self.question.load == "rate":
@@ -211,7 +211,7 @@ class Candidate:
 
 
 def prepare(question: Question) -> tuple[list[Candidate], Workload]:
-    """Load what the question names, and work out which configurations fit and how fast each could be at best."""
+    """Load what the question names, and work out the configurations that fit and their best case."""
     effort = question.effort
     limit = effort.long.requests_min
     load = {name: value for name, value in question.common.items() if name in names_where("of_load")}
@@ -479,11 +479,11 @@ class Searcher:
         return load + 1 if factor > 1 else max(load - 1, 1.0)
 
     def lowest(self, candidate: Candidate) -> float:
-        """A configuration that misses the SLO under this load misses it always."""
+        """The load under which a configuration that misses the SLO misses it always."""
         return self.rounded(candidate.estimated_load * candidate.replicas * NARROW_LOWEST)
 
     def _lowest_load(self, candidate: Candidate) -> Generator[TrialNeed, list[TrialResult], None]:
-        """The rest when hardly any request comes: the best possible, bursts included. Sets impossible."""
+        """What remains under the lowest load: the best that can be had, bursts included. Sets impossible."""
         load = self.lowest(candidate)
         trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
         (result,) = yield TrialNeed([replace(trial, give_up=False)])
@@ -581,7 +581,7 @@ def rounded(rate: float) -> float:
 
 
 def prune(question: Question, candidates: Sequence[Candidate]) -> None:
-    """Leave out dominated configurations, even if their short runs were as wrong as they may be. Sets pruned."""
+    """Leave out configurations worse than another even if short runs were as wrong as they may be. Sets pruned."""
     running = [c for c in candidates if c.setup is not None and c.narrow_met is not None]
     if question.confirm_all or not running:
         return
@@ -619,7 +619,7 @@ def best_mixed(question: Question, running: Sequence[Candidate]) -> Candidate | 
 
 
 def promising(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
-    """The configurations to narrow down first: all; of many splits the best by estimate on the same GPUs."""
+    """Candidates to narrow down first: all; of many splits the best by the estimate on the same GPUs."""
     if not question.splits or question.wanted is not None or question.confirm_all:
         return list(running)
     best: dict[tuple[str, int, bool], Candidate] = {}
@@ -631,7 +631,7 @@ def promising(question: Question, running: Sequence[Candidate]) -> list[Candidat
 
 
 def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Candidate]:
-    """The others that might serve more than the first ones did in short runs. Sets pruned of those that cannot."""
+    """Other candidates that might serve more than the first ones in short runs. Sets pruned of the rest."""
     others = [candidate for candidate in running if candidate not in first]
     for candidate in others:
         for other in first:
@@ -644,9 +644,10 @@ def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Ca
 
 
 def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Configurations left out that long runs of the others do not show to be worse. Clears `pruned`, and returns them.
+    """Candidates left out that long runs of the others do not show to be worse after all. Clears `pruned`, and returns
+    them.
 
-    A short run may promise more for a configuration than its long ones confirm; for that, none may be left out.
+    A short run may say more for a configuration than its long ones confirm; no candidate may be left out for that.
     """
     confirmed = [c for c in candidates if c.best is not None]
     wanted = question.wanted
@@ -741,8 +742,8 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
 def drive(searches: Sequence[Search], workers: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
     """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
 
-    A free worker runs what a search waits for now; if there is nothing of that, what it may need next. So results
-    come in any order, and some that are not needed: what is sent depends on neither.
+    A hand that is free runs what a search waits for now; if there is nothing of that, what it may want next. So results
+    come in any order, and some that no search needs: what is sent depends on neither.
     """
     progress.stage(stage, len(searches))
     waiting: dict[int, TrialNeed] = {}
@@ -790,8 +791,7 @@ def _enough(need: TrialNeed, ledger: TrialStore) -> list[TrialResult] | None:
 
 
 def _to_run(needs: Sequence[TrialNeed], workers: WorkerPool, ledger: TrialStore) -> Iterator[Trial]:
-    """Trials that are neither done nor running: first the next one of each search, then those that may not be
-    needed."""
+    """Trials that no worker has run or runs: first the next one of each search, then those that may not be needed."""
     unknown = ([trial for trial in need.trials if ledger.find(trial) is None] for need in needs)
     later: list[Trial] = []
     for trials in unknown:

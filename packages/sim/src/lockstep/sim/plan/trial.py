@@ -1,7 +1,7 @@
 """One simulation of a plan: what describes it wholly, the key that follows from that, and what came of it.
 
 A trial is plain data: it travels to another process or machine as JSON, and equal trials have equal results, so that
-a trial with a stored result need not run again. `run_trial` is all that a worker does.
+a stored result stands for the run. `run_trial` is all that a worker does.
 """
 
 from __future__ import annotations
@@ -221,8 +221,9 @@ def _kept(summary: dict[str, Any]) -> dict[str, Any]:
 class Lateness:
     """Whether so many requests are late that an SLO cannot be met any more, whatever follows.
 
-    Late is a request that got its first token too late or has waited too long for it, ended too slowly, or failed. Each
-    stands beyond the bound, and a percentile that this many of all requests to come stand beyond is beyond it too.
+    Late is a request with its first token too late, or awaited too long; one that ended too slowly; and one that
+    failed. Each stands beyond the bound, and a percentile that this many of all requests to come stand beyond is beyond
+    it too.
     """
 
     slos: tuple[Slo, ...]

@@ -1,4 +1,4 @@
-"""One simulated run from its scenario to its run folder, and the interval around its answers.
+"""One simulated run from its scenario to its run folder.
 
-Imports host, cost, workload, metrics and results; cluster, plan and cli import it.
+Imports every room but calibrate, cluster, plan and cli; cluster, plan and cli import it.
 """

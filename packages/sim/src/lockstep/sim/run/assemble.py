@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ from lockstep.sim.cost import (
     KvCapacity,
     ModelSpec,
 )
+from lockstep.sim.cost.base_model import base_cost_model
 from lockstep.sim.cost.lora import check_targets
 from lockstep.sim.cost.models import check_split
 from lockstep.sim.cost.parallel import Parallelism
-from lockstep.sim.cost.tables import base_cost_model
 from lockstep.sim.host.device import EOS_TOKEN_ID
 from lockstep.sim.host.forcing import Forcing
 from lockstep.sim.host.hybrid_memory import (
@@ -49,10 +49,6 @@ from lockstep.sim.run.setup import Setup
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    pass
-
 
 PAGES_MAX = 2**28  # which take 3 GB of host memory
 ROWS_MAX = 2**20
@@ -109,7 +105,7 @@ def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, wor
 
 
 def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
-    """Raise ConfigError for options of drafts that are without effect, or that lack something."""
+    """Raise ConfigError for options of drafts that have no effect, or that lack another option."""
     method = config.speculative_method or "none"
     given: dict[str, str | float | None] = {
         "acceptance": scenario.acceptance,

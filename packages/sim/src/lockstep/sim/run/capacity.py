@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +16,7 @@ from lockstep.sim.cost import (
     ModelSpec,
     kv_capacity,
 )
-from lockstep.sim.cost.capacity import StageBytes
+from lockstep.sim.cost.capacity import MemoryNeeds, StageBytes
 from lockstep.sim.cost.models import check_split, checked_weights_dtype
 from lockstep.sim.cost.stages import Stage, stages_of
 from lockstep.sim.host.hybrid_memory import (
@@ -27,9 +26,6 @@ from lockstep.sim.run.adapters import lora_of
 from lockstep.sim.run.encoding import beside_encoder
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import hybrid_shares
-
-if TYPE_CHECKING:
-    pass
 
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
@@ -44,6 +40,8 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
         page_tokens=config.page_size,
         kv_dtype=scenario.kv_dtype,
         weights_dtype=scenario.weights_dtype,
+    )
+    needs = MemoryNeeds(
         chunk_tokens=config.chunked_prefill_size or max(config.max_prefill_tokens, config.context_tokens_max),
         sampled_rows=config.max_running_requests,
         state_rows=0 if shares.on else config.max_running_requests,
@@ -52,11 +50,11 @@ def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedC
     drafts, several = _has_drafter(config), scenario.pp > 1
     drafter = _last_stage_drafter(scenario, model) if drafts and several else (0, 0)
     if drafts and several and not shares.on:
-        capacity = partial(capacity, last_stage=StageBytes(drafter[0], kv_per_token=drafter[1]))
+        needs = needs._replace(last_stage=StageBytes(drafter[0], kv_per_token=drafter[1]))
     if scenario.media is None:
-        kv = capacity()
+        kv = capacity(needs=needs)
     else:
-        kv = beside_encoder(lambda besides: capacity(first_stage=besides), scenario, gpu, config)
+        kv = beside_encoder(lambda besides: capacity(needs=needs._replace(first_stage=besides)), scenario, gpu, config)
     if shares.on:
         if drafts and not several:
             drafter = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from lockstep.core.contract.config import OVERLAP_DEPTH_MAX
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.host.watch import LEVELS
-
-if TYPE_CHECKING:
-    pass
-
 
 ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_EVERY": "retract_every"}
 

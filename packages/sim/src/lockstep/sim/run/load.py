@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.host.arrivals import Arrivals
@@ -18,10 +18,6 @@ from lockstep.sim.workload.server_sessions import describe_server_sessions, with
 from lockstep.sim.workload.trace_turns import CLOCKLESS
 from lockstep.sim.workload.turns import Turns
 from lockstep.sim.workload.workload import Workload, open_workload, workload_digest
-
-if TYPE_CHECKING:
-    pass
-
 
 SEEDS = 2**63
 

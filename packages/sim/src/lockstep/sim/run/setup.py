@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -43,9 +43,6 @@ from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import NO_TIERS, HostTiers
 from lockstep.sim.workload.adapters import adapters_in
 from lockstep.sim.workload.workload import Workload
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,7 @@ def simulate(
         raise ConfigError("`rank_schedulers` is on: its ranks are simulated as a cluster, see cluster.py")
     if setup.config.hands_over:
         raise ConfigError(
-            f"`role` is {setup.config.role}, but there is one engine, and nobody with the other role\n"
+            f"`role` is {setup.config.role}, but there is one engine, and none with the other role\n"
             "hint: --prefill-engines 1 --decode-engines 1"
         )
     if folder is None:
@@ -308,7 +308,7 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
 
 
 def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
-    """The requests with their moments."""
+    """The source of requests: arrivals by the clock, or sessions of a closed loop."""
     cut = setup.config.truncate_input != "no"  # then what is too long is not turned away
     prompt_tokens_max = LENGTH_TOKENS_MAX if cut else setup.config.prompt_tokens_max(True)
     return arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)

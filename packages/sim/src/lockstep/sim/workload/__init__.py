@@ -1,4 +1,4 @@
-"""Workloads: generated, recorded, fitted, mixed, or kept at a concurrency; all of them end as columns of turns.
+"""Workloads: generated, recorded, fitted or mixed; all of them end as columns of turns.
 
-Imports `lockstep.core` only. Every other room of the simulator may import it.
+Imports cost, for the tokens of media. Every room but cost, catalogue, metrics and report imports it.
 """

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.turns import Turns
-
-if TYPE_CHECKING:
-    pass
 
 TENANTS = "tenants"  # each on the adapter of its name
 RECORDED = "recorded"  # as requests of a journal were

@@ -11,15 +11,11 @@ begins where the two part), and brings the tokens behind. A request without turn
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lockstep.sim.workload.token_runs import append_run, common_tokens
 from lockstep.sim.workload.turns import Turns
-
-if TYPE_CHECKING:
-    pass
 
 
 def with_server_sessions(turns: Turns) -> Turns:

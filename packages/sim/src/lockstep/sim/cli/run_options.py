@@ -1,0 +1,43 @@
+"""Options of `lockstep simulate` about one call of it: checks, intervals, files, output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from lockstep.host.options import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of `lockstep simulate` that change nothing of what is simulated; a stored run does not keep them."""
+
+    intervals: Annotated[bool, Option("state how sure the answers are, by two more simulations", negatable=True)] = True
+    check: Annotated[str, Option("check invariants after every N-th event", metavar="every|N|off")] = "off"
+    out: Annotated[Path | None, Option("run folder", metavar="DIR", default="nothing is written")] = None
+    overwrite: Annotated[bool, Option("replace the run in DIR")] = False
+    requests: Annotated[bool, Option("write requests.parquet and requests.csv", negatable=True)] = True
+    trace: Annotated[bool, Option("write trace.json.gz, for ui.perfetto.dev", negatable=True)] = True
+    report: Annotated[bool, Option("write report.html", negatable=True)] = True
+    as_json: Annotated[bool, Option("print metrics.json instead of tables", flag="--json")] = False
+
+    @property
+    def check_every(self) -> int:
+        """Events between two checks; 0 is never."""
+        return _parse_check(self.check)
+
+    @property
+    def files(self) -> dict[str, bool]:
+        """The files of a run folder that may be left out."""
+        return {"requests": self.requests, "trace": self.trace, "report": self.report}
+
+
+def _parse_check(text: str) -> int:
+    if text in ("off", "every"):
+        return int(text == "every")
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise click.BadParameter(f"expected every, off or a number of events, got `{text}`", param_hint="--check")

@@ -1,0 +1,82 @@
+"""Progress and printed results of `lockstep simulate`, of one engine and of clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.sim.cli.progress import terminal_bar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from lockstep.sim.cluster.result import ClusterRun
+    from lockstep.sim.run.setup import Setup
+    from lockstep.sim.run.simulate import Run
+
+PROGRESS_EVERY = 64  # requests
+
+
+def say_no_intervals() -> None:
+    """After a Ctrl-C behind the run itself."""
+    click.echo("interrupted while the intervals were worked out: the run is whole, its answers carry none", err=True)
+
+
+def announce(setup: Setup, out: Path | None) -> None:
+    """Say on stderr what is about to run: the first line names seed, commit and journal."""
+    from lockstep.sim.results.code_version import code_commit, code_version
+    from lockstep.sim.run.run_folder import workload_line
+
+    code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
+    journal = out / "journal" if out is not None else "none, for lack of --out"
+    click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
+    for name in setup.overridden:
+        click.echo(f"{name} is {getattr(setup.config, name)}, as the environment says", err=True)
+    closed = setup.scenario.concurrency is not None
+    pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
+    click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload, closed=closed)}", err=True)
+
+
+@contextmanager
+def progress_bar(requests: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on stderr that is told how many requests ended; None, and no bar, if stderr is not a terminal."""
+    with terminal_bar() as bar:
+        yield None if bar is None else _advance(bar, requests)
+
+
+def _advance(bar: Progress, requests: int) -> Callable[[int], None]:
+    task = bar.add_task("requests finished", total=requests)
+
+    def on_finish(ended: int) -> None:
+        if ended % PROGRESS_EVERY == 0:
+            bar.update(task, completed=ended)
+
+    return on_finish
+
+
+def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
+    """Print the result on stdout, and where it lies on stderr."""
+    if as_json:
+        import json
+
+        click.echo(json.dumps(run.metrics(), indent=2, allow_nan=False, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        from lockstep.sim.results.results import intervals_table, summary_table
+
+        Console().print(summary_table(run.data))
+        if run.intervals is not None:
+            Console().print(intervals_table(run.intervals))
+        click.echo(f"calibration: {run.calibration.title}")
+        for line in run.remarks():
+            click.echo(line)
+    counts = f"{run.data.summary['requests']['arrived']:,} requests, {run.batches:,} batches"
+    click.echo(f"simulated {counts} in {run.cpu_s:.1f} s of CPU time", err=True)
+    if out is not None:
+        written = ", ".join(path.name for path in sorted(out.iterdir()))
+        click.echo(f"{out} has {written}", err=True)
