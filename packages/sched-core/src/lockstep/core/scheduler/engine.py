@@ -148,7 +148,8 @@ class Engine(SchedulerState):
             self._settle_idle(step)
         if self.config.max_loras:
             self._settle_adapters(step)
-        if self.memory.tiers.tend(self.requests, self.waiting, step, admits=self.maintenance.admits):
+        tiers = self.memory.tiers
+        if tiers.present and tiers.tend(self.requests, self.waiting, step, admits=self.maintenance.admits):
             self.retry_admission()
 
     def _tend(self, step: Step) -> None:
