@@ -13,7 +13,8 @@ The scope is the function with all functions within it.
 **Personal words** make a person of a thing of the program: pronouns such as "who" and "nobody", and the verbs of a
 mind, "know", "want", "wish", "hope", "believe" (`PERSONAL_WORDS`). The verbs of speech, "say", "tell", "ask", "hear"
 (`SPEAKING_WORDS`), are counted apart. A docstring, comment or line counts once, however many it contains. Text within
-backticks does not count. `REAL_PERSONS` lists the phrases in which the word is right, since a human being is meant.
+backticks does not count. `REAL_PERSONS` lists the phrases in which the word is right, since a human being is meant or
+"whose" is the relative pronoun of a thing.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ PERSONAL_WORDS = re.compile(
     re.IGNORECASE,
 )
 SPEAKING_WORDS = re.compile(r"\b(says?|tells?|told|asks?|hears?|answers? for)\b", re.IGNORECASE)
-REAL_PERSONS = re.compile(r"\b(a|the|any) (user|operator|reader|person|newcomer)s? who\b", re.IGNORECASE)
-"""Phrases that are taken out before `PERSONAL_WORDS` are searched: the word refers to a human being."""
+REAL_PERSONS = re.compile(
+    r"\b(a|the|any) (user|operator|reader|person|newcomer)s? who\b|(?<=[a-z0-9`)\]]),? whose\b", re.IGNORECASE
+)
+"""Phrases that are taken out before `PERSONAL_WORDS` are searched: the word refers to a human being, or "whose" follows
+a noun, as a relative pronoun of a thing."""
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@
         ...                                     # a simulation, which takes as long
         waits.of([17, 400])[17].by_cause
 
-Long journals are replayed whole, from the beginning of the `with` and each by a process of its own, because who will be
-asked about is not known by then. Short ones, and all where there is one core, are replayed here when somebody is asked
-about, until the last of these has ended: a process would take longer to start. The answers are the same.
+Long journals are replayed whole, from the beginning of the `with` and each by a process of its own, because the
+requests of interest are not known by then. Short ones, and all where there is one core, are replayed here on the first
+query, until the last of the queried requests has ended: a process would take longer to start. The answers are the same.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ class RankGroup:
 
     @property
     def _collective_s(self) -> float:
-        """Seconds until a collective gives up by itself: later than the group, which knows the reason."""
+        """Seconds until a collective gives up by itself: later than the group, which has the reason."""
         return self.timeout_s + 2 * GRACE_S
 
     # ---------------------------------------------------------------------------------------------------- for rank 0

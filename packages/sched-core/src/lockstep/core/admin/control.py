@@ -2,11 +2,10 @@
 
 running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more
 open --Drain--> draining --everything ended--> answered; Resume, or a Pause that keeps work, ends the wait unanswered
-                                               by what was asked: it is answered with ok=False
+                                               with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered when the device did it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
-LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered when no request uses it any
-more
+LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered once it is not in use
 
 Dispatch is by the class of the control. A handler returns why it refuses, "" when it is done, or None when the answer
 comes later.

@@ -10,7 +10,7 @@ run joins with an idle batch as soon as any rank has something.
 **A proposal binds.** Its plan counts as in flight from then on, so a request that leaves in between is dead in it like
 in any launched plan, and its counts stay true. Nothing is ever undone. Whatever decides whether prompts go ahead is
 therefore asked *before* anything is planned: a rank that could extend, and may be told not to, proposes nothing and
-says that it wants to (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that
+reports that it could (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that
 RanksAgreed, and propose again: two exchanges where a rank could extend, one everywhere else.
 
 **The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
@@ -178,7 +178,7 @@ def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish
 
 
 def _is_full(scheduler: LaunchView) -> bool:
-    """Whether nobody new may run: on this rank, or in the microbatch whose turn it is."""
+    """Whether no new request may run: on this rank, or in the microbatch whose turn it is."""
     if scheduler.active >= scheduler.config.max_running_requests:
         return True
     if not scheduler.microbatches.has_place():

@@ -404,7 +404,7 @@ class Transfers:
     def _lost(self, request: Request, step: Step, *, asks: bool = True) -> None:
         """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends.
 
-        `asks`: for its media now; in a restart everybody does that later.
+        `asks`: for its media now; in a restart all requests do that later.
         """
         if self.sends or not self.settings.recompute:
             self._scheduler.finish(request, "transfer", step, flush=True)

@@ -8,7 +8,7 @@ So they are facts before they are sampled, and the next launch of the row comput
     | delivered | newest | forced | forced | sampled under the mask behind them |
                  `------ one launch -------'
 
-That is a verification whose drafts are all right (speculation.py), so who ends, what is streamed, retraction, snapshots
+That is a verification whose drafts are all right (speculation.py), so ends, streaming, retraction, snapshots
 and the tables on the device are what they are for drafts. Two things differ: there is no guess, and the result leaves
 nothing open, so that what is launched behind it starts at a known position.
 

@@ -87,7 +87,7 @@ class EncoderCache:
         self.line[request_id] = media
 
     def serve(self, step: Step, generation: int) -> list[RequestId]:
-        """Give room to those who wait, in order, as far as it goes. Returns whose media are all there already."""
+        """Give room to waiting requests, in order, as far as it goes. Returns those with all media there already."""
         done = []
         if self.queued:
             self._forget_unwanted()

@@ -252,14 +252,14 @@ class Hybrid:
         return blocks
 
     def needed_from(self, kind: Kind, blocks: Int32s) -> int:
-        """Of a path with these companions, the first page whose companion counts for who goes on from its end."""
+        """Of a path with these blocks, the first page with a block that is needed to go on from its end."""
         if kind == "window":
             return self.seen_from(kind, blocks.size)
         there = (blocks >= 0).nonzero()[0]
         return int(there[-1]) if there.size else blocks.size
 
     def seen_from(self, kind: Kind, pages: int) -> int:
-        """The first page whose companion somebody needs who goes on behind so many; all up to the last are needed."""
+        """The first page with a block that is needed to go on behind so many pages; all up to the last are needed."""
         if kind == "window" and self.window is not None:
             return int(self.window.first_seen(pages))
         return pages - 1

@@ -82,7 +82,7 @@ class WindowPool:
         return seen
 
     def unbroken(self, request: Request, path: Int32s) -> int:
-        """Pages of a path whose windows are there as far as who begins behind the whole prompt reads them."""
+        """Pages of a path with the windows that a request reads which begins behind the whole prompt."""
         first = self._first_to_come(request)
         lost = (self.window_of[path[first:]] < 0).nonzero()[0]
         return first + int(lost[0]) if lost.size else path.size
@@ -386,9 +386,10 @@ class WindowPool:
         return sum([max(self.lacking(one, kept) + self.available, 0) for one in apart or (engine,)])
 
     def lacking(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
-        """Pages that the cohort's next decode opens, and lets go of none for, beyond those that can be had now.
+        """Pages that the next decode of the running batch opens, and releases none for, beyond those that can be had
+        now.
 
-        `kept`: full pages whose companions somebody is about to lock, so that letting go of them frees none.
+        `kept`: full pages with blocks that are about to be locked, so that releasing them frees none.
         """
         opening = self.opening(engine)
         if not opening:

@@ -13,12 +13,13 @@ of both. The reserve is a policy:
     ratio      the rest of a running request's output, clipped, times the *new-token ratio*: an optimistic share,
                because most requests end early. The ratio decays while decoding goes well and jumps up when a retraction
                showed it was too low. Requests admitted in the pass itself are charged in full. SGLang's PrefillAdder.
-               A request that ignores end tokens, with nothing cached, is admitted by when the others end instead:
-    `lasts_with`. on_demand  the pages that the next decode needs: a request starts whose whole prompt fits beside them,
-               and one that outgrows the pool is retracted. vLLM.
-    full       every page that an active request will still open: none is ever retracted for pages. mini-sglang.
+               A request that ignores end tokens, with nothing cached, is admitted by when the others end: `lasts_with`.
+    on_demand  the pages that the next decode needs: a request starts whose whole prompt fits beside them, and one that
+               outgrows the pool is retracted. vLLM.
+    full       every page that an active request will still open: no request is ever retracted for pages. mini-sglang.
 
-The ratio is an estimate in tokens, with a page of slack for each newcomer. The other two count pages and are exact.
+The ratio is an estimate in tokens, with a page of slack for each admitted request. The other two count pages and are
+exact.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class Request:
 
     @property
     def cacheable_tokens(self) -> int:
-        """Leading tokens whose KV may be taken from the radix cache: all but one, if no more is wanted of them."""
+        """Leading tokens whose KV may be taken from the radix cache: all but one, if no more is needed of them."""
         most = len(self.tokens) // 4 - 1
         limit = self.extras.cacheable_tokens if self.extras is not None else None
         return most if limit is None else min(most, limit)

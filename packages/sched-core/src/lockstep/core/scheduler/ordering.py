@@ -9,7 +9,7 @@ What holds under every policy:
 **Bounded bypass.** A waiting request counts the requests that stood behind it in the line and were admitted before it.
 Once there are `bypass_limit` of them it goes first, in queue order, ahead of the policy's order, and no request behind
 it is considered unless it is admitted. So no request is ever bypassed more than `bypass_limit` times, under any policy.
-The counts are brought up to date when a pass ends; but a pass also knows its *patience*, the admissions after which
+The counts are brought up to date when a pass ends; but a pass also has its *aging limit*, the admissions after which
 a request may have reached the limit, and when they have happened it counts and puts the order right before it goes on.
 
 **De-duplication** (`prefix_deduplication`). Requests that share a long prefix which is not cached yet would all compute

@@ -172,7 +172,7 @@ class SharedClock(Generic[Cluster]):
         self._on_finish = on_finish
         self._ended_count = 0
         self._stop_requested = False
-        self._changed: Event | None = None  # of what the arrivals know to come
+        self._changed: Event | None = None  # when the next known arrival changes
 
     @property
     def stop_requested(self) -> bool:

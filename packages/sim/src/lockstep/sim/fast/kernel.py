@@ -127,7 +127,7 @@ REQUEST = np.dtype(
         ("prompt_tokens", np.int32),
         ("output_tokens", np.int32),  # that it will have
         ("outputs", np.int32),  # that it has
-        ("position", np.int32),  # whose KV is launched
+        ("position", np.int32),  # the next one; KV in front of it is launched
         ("cached_pages", np.int32),  # of its row, or that it has left behind, in the radix cache
         ("engine", np.int32),  # NONE: not sent yet; GIVEN routers: where it must go
         ("next", np.int32),  # sent to the same engine behind it

@@ -226,7 +226,7 @@ class SpeculationModel:
 
     def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int) -> None:
         self.acceptance, self.drafter, self.drafts = acceptance, drafter, drafts
-        # By row: who has it, its chances, and the position of its newest token.
+        # By row: its holder, its chances, and the position of its newest token.
         self._requests = np.zeros(rows_max, np.uint64)
         self._chances = np.zeros((rows_max, drafts))
         self.stands = np.zeros(rows_max, np.int32)

@@ -2,7 +2,7 @@
 
     estimate    the cost model alone: the best case of one engine                     no simulation
     narrow      short runs, one replication: from which load on the SLO is missed     a handful per configuration
-    prune       configurations worse than another whatever their long runs              no simulation
+    prune       those worse than another one whatever their long runs would show      no simulation
     confirm     long runs, replicated until the verdict is sure                       of those that are left
 
 A load is a rate, or in a closed loop a number of sessions at a time; everything here holds of both.
@@ -742,7 +742,7 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
 def drive(searches: Sequence[Search], workers: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
     """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
 
-    A hand that is free runs what a search waits for now; if there is nothing of that, what it may want next. So results
+    A free worker runs what a search waits for now; if there is nothing of that, what it may need next. So results
     come in any order, and some that no search needs: what is sent depends on neither.
     """
     progress.stage(stage, len(searches))

@@ -25,7 +25,7 @@ class ReportRun:
     rate_per_s: float | None = None  # offered; None: taken from the arrivals
     intervals: Mapping[str, Any] | None = None  # how sure the answers are, as in metrics.json
     calibration: str = ""  # what the times were corrected by
-    remarks: Sequence[str] = ()  # what a reader of the numbers must know
+    remarks: Sequence[str] = ()  # what a reader of the numbers must consider
 
     @property
     def slos(self) -> list[SloRow]:

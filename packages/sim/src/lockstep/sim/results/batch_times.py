@@ -6,7 +6,7 @@ for row in error_rows(times.batches, predicted_us):   # by kind and size
     ...
 
 The file is JSON lines: a header that says what ran where, then one batch per line. `predicted_us` in it is what the
-model named in the header said when it was written, for people; whoever calibrates predicts anew.
+model named in the header predicted when it was written, for readers; a calibration predicts anew.
 """
 
 from __future__ import annotations

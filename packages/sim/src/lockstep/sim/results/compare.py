@@ -193,7 +193,7 @@ class Comparison:
     intervals_note: str
     pairs: tuple[Pairs | None, ...]  # of the runs behind the first
     warnings: tuple[str, ...]  # why the comparison is not fair
-    notes: tuple[str, ...]  # what else a reader must know
+    notes: tuple[str, ...]  # what else a reader must consider
 
     def figure(self, name: str) -> Figure:
         """The figure of that name in metrics.json."""
@@ -261,7 +261,7 @@ def _short_names(places: Sequence[Path]) -> list[str]:
 
 
 def compare(runs: Sequence[StoredRun], *, is_asked: bool = False) -> Comparison:
-    """Hold every run against the first. `is_asked`: that model, GPUs or engines differ is what somebody asked for."""
+    """Hold every run against the first. `is_asked`: that model, GPUs or engines differ is what was requested."""
     first, others = runs[0], runs[1:]
     warnings, notes = list(_warnings(runs, is_asked)), list(_notes(runs))
     pairs = tuple(_pair(first, other) if _is_same_workload(first, other) else None for other in others)

@@ -109,7 +109,7 @@ class EncoderSetup:
         return replace(self, cost=cost)
 
     def doubts(self, config: SchedConfig) -> list[str]:
-        """What a reader must know."""
+        """What a reader must consider."""
         where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else self.shared_with
         lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
         if not self.gpus and config.encoder_budget is None:

@@ -73,7 +73,7 @@ class MediaColumns:
         return sha256(f"{self.salt}/{content}".encode()).digest()
 
     def contents(self) -> dict[bytes, MediaContent]:
-        """Every content by its digest: what an encoder has to know of it."""
+        """Every content by its digest: what an encoder needs of it."""
         _, first = np.unique(self.content, return_index=True)
         columns = (self.content, self.kind, self.tokens, self.segments)
         rows = zip(*(column[first].tolist() for column in columns), strict=True)

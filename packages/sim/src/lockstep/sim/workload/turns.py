@@ -51,7 +51,7 @@ class Turn:
     after: int | None = None  # index of the turn whose finish starts this one's think time
     think_us: int = 0
     grammar: str = ""  # name of the grammar its output must follow; none by default
-    media: tuple[TurnMedia, ...] = ()  # whose placeholders are in the prompt, by position
+    media: tuple[TurnMedia, ...] = ()  # with their placeholders in the prompt, by position
     adapter: str = ""  # name of the one that it runs on; none: the model alone
     samples: int = 1  # answers that it asks for, each of `output_tokens`; see samples.py
     samples_first_token: int = 0  # of the second; the others follow it
