@@ -11,18 +11,21 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from lockstep.core.contract.commands import ControlAnswered
 from lockstep.core.contract.errors import ConfigError
-from lockstep.core.contract.events import ControlRequested, LoadAdapterControl, ObservedEvent, UnloadAdapterControl
+from lockstep.core.contract.events import (
+    Control,
+    ControlRequested,
+    LoadAdapterControl,
+    ObservedEvent,
+    UnloadAdapterControl,
+)
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.weights import Folder, read_source, stamp_of_files, write_source
-
-if TYPE_CHECKING:
-    from lockstep.host.loop import RuntimeHost
 
 logger = logging.getLogger("lockstep.host")
 
@@ -154,6 +157,24 @@ class AdapterCache(AdapterLoader, Protocol):
         """Record that an earlier adapter cannot be read again; requests for it end with this reason."""
 
 
+class AdapterHost(Protocol):
+    """What the registry needs of an engine's host; `lockstep.host.loop.RuntimeHost` is one."""
+
+    adapters: KnownAdapters
+    adapters_log: AdaptersLog
+
+    @property
+    def engine(self) -> Engine: ...
+
+    def ask(
+        self, control: Control, answered: Callable[[Future[ControlAnswered]], object] | None = None
+    ) -> Future[ControlAnswered]:
+        """Send a control request; the future will have its answer. Raises EngineStopped."""
+
+    def fail(self, message: str) -> None:
+        """Report a failure of the engine to all open sinks. From any thread."""
+
+
 class AdapterRegistry:
     """Loads and unloads adapters of an engine that serves. For any thread.
 
@@ -161,7 +182,7 @@ class AdapterRegistry:
         source_of: gives the source of a folder, as text for LoadAdapterControl. Raises ConfigError.
     """
 
-    def __init__(self, host: RuntimeHost, cache: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
+    def __init__(self, host: AdapterHost, cache: AdapterCache, source_of: Callable[[str | Path], str]) -> None:
         self._host, self._cache, self._source_of = host, cache, source_of
         self._lock = threading.Lock()  # versions rise in the order of the engine's inbox
         known = host.engine.memory.adapters
