@@ -122,9 +122,9 @@ def test_with_one_of_two_engines_killed_answers_equal_the_undisturbed_ones(undis
         reader = Reader(server)
         until(lambda: reader.tokens > 12)
         os.kill(server.children()["engine 1"], signal.SIGKILL)
-        until(lambda: "engine 1, life 1, serves" in server.text())
+        until(lambda: "engine 1, generation 1, serves" in server.text())
         equal(reader.wait(), undisturbed)
-        assert "engine 0, life" not in server.text()
+        assert "engine 0, generation" not in server.text()
         about = httpx2.get(f"{server.url}/get_model_info", timeout=120).json()
         assert about["device"] == "2 engines on cpu"
     homes = [record.routed.engine for record in facts(run) if record.routed is not None]

@@ -365,23 +365,23 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
     journal.append(ordered, engine.step(ordered).digest)
     journal.close()
 
-    keeper, hands = Keeper(tmp_path, death="killed"), Doubles()
+    keeper, doubles = Keeper(tmp_path, death="killed"), Doubles()
     engine, kept = keeper.begin(header)
-    options: dict[str, Any] = {"hands": hands, "weights": keeper.weights, "orders": keeper.orders}
+    options: dict[str, Any] = {"weight_loader": doubles, "weights": keeper.weights, "orders": keeper.orders}
     clock = HostClock(start_us=keeper.start_us)
     host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, **options)
     told_by_then: list[Any] = []
-    asked = host.ask(UpdateWeights(4, "newer"), lambda _: told_by_then.extend(hands.told))
+    asked = host.ask(UpdateWeights(4, "newer"), lambda _: told_by_then.extend(doubles.told))
     host.run(until_idle=True)
     kept.close()
-    assert told_by_then == hands.told
-    assert hands.told == [(3, "there"), (4, "newer")]
+    assert told_by_then == doubles.told
+    assert doubles.told == [(3, "there"), (4, "newer")]
     assert asked.result(timeout=0).ok
     assert (host.weights.version, host.weights.source) == (4, "newer")
 
 
 def test_an_engine_whose_weights_are_unknown_ends() -> None:
-    runtime = SmallRuntime(host_options={"hands": Doubles()})
+    runtime = SmallRuntime(host_options={"weight_loader": Doubles()})
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
     with pytest.raises(RuntimeError, match="nobody knows"):
         runtime.host.run()
@@ -389,9 +389,9 @@ def test_an_engine_whose_weights_are_unknown_ends() -> None:
 
 
 def test_requests_come_and_go_while_weights_are_loaded() -> None:
-    go_on, hands = threading.Event(), Doubles()
-    hands.load_weights = lambda version, source: go_on.wait(300)  # type: ignore[method-assign,assignment,return-value]
-    runtime = SmallRuntime(host_options={"hands": hands})
+    go_on, doubles = threading.Event(), Doubles()
+    doubles.load_weights = lambda version, source: go_on.wait(300)  # type: ignore[method-assign,assignment,return-value]
+    runtime = SmallRuntime(host_options={"weight_loader": doubles})
     asked = runtime.host.ask(UpdateWeights(1, "there"))
     thread = threading.Thread(target=runtime.host.run)
     thread.start()
@@ -459,9 +459,9 @@ def test_a_log_of_weights_follows_what_took_effect(folders: list[Path]) -> None:
     engine = SimpleNamespace(
         memory=SimpleNamespace(weights_version=2), requests={7: SimpleNamespace(request_id=7)}, outputs_of=lambda _: 3
     )
-    log.asked = {2: write_source(Folder(str(folders[1]), stamp_of(folders[1]))), 3: "later"}
+    log.requested = {2: write_source(Folder(str(folders[1]), stamp_of(folders[1]))), 3: "later"}
     assert log.fold(engine, WeightsSwapped(0, 2))  # type: ignore[arg-type]
-    assert (log.of(7), log.of(8), log.asked) == (((0, 0), (3, 2)), ((0, 2),), {3: "later"})
+    assert (log.of(7), log.of(8), log.requested) == (((0, 0), (3, 2)), ((0, 2),), {3: "later"})
     stored = msgspec.msgpack.encode(HostImage(weights=log))
     assert msgspec.msgpack.decode(stored, type=HostImage).weights == log
     assert not log.fold(engine, WeightsSwapped(0, 3, "torn"))  # type: ignore[arg-type]

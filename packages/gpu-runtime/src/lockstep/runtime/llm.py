@@ -212,7 +212,7 @@ class LLM:
             if self.model.settings.generates and warm_up:
                 run_warm_up(executor, self.config, clock, self.model.settings.vocab)
             self._live = LiveModel(self.model, made.executor)
-            hands = self._live if self.group is None else LeadModel(self._live, self.group)
+            weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
                 host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
@@ -236,9 +236,9 @@ class LLM:
                 self._shelf = LocalAdapters(shelf) if self.group is None else LeadAdapters(shelf, self.group)
                 undo.callback(self._shelf.close)
             if weights.version:
-                hands.load_weights(weights.version, weights.source)
+                weight_loader.load_weights(weights.version, weights.source)
             if released := engine.maintenance.released:
-                hands.switch_memory(released, released=True)
+                weight_loader.switch_memory(released, released=True)
             self.host = RuntimeHost(
                 engine,
                 executor,
@@ -248,7 +248,7 @@ class LLM:
                 watch_text=self._watch if self.text is not None else None,
                 compile_grammar=None if self.grammars is None else self.grammars.compiler,
                 profiler=self._profiler,
-                weight_loader=hands,
+                weight_loader=weight_loader,
                 weights=weights,
                 adapters=self._shelf,
                 adapters_log=None if keeper is None else keeper.adapters,

@@ -82,7 +82,7 @@ class HostAdapterCache:
 
 
 class LocalAdapters:
-    """The hands for adapters of an engine of one rank: `lockstep.host.adapters.AdapterHands`."""
+    """The adapter loader of an engine of one rank: `lockstep.host.adapters.AdapterLoader`."""
 
     def __init__(self, shelf: HostAdapterCache) -> None:
         self.shelf = shelf
