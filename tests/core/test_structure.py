@@ -25,7 +25,7 @@ BOUNDS = {
     "guards in engine": 2,
     "guards in memory": 1,
     "cycle in core": 8,
-    "cycle in host": 2,
+    "cycle in host": 0,
     "cycle in sim": 0,
     "cycle in runtime": 0,
     "cycle in api": 2,
@@ -37,10 +37,10 @@ BOUNDS = {
     "surplus classes": 0,
     "personal docstrings": 7,
     "personal comments": 0,
-    "personal doc lines": 97,
+    "personal doc lines": 19,
     "speaking docstrings": 171,
     "speaking comments": 33,
-    "speaking doc lines": 165,
+    "speaking doc lines": 161,
 }
 """The most that each figure may be."""
 
