@@ -9,12 +9,13 @@ import pytest
 
 from lockstep.core.contract.events import RequestArrived, RequestId
 from lockstep.core.contract.samples import sample_count
+from lockstep.core.requests.table import NO_REQUEST
 from lockstep.sim.run.assemble import assemble
 from lockstep.sim.run.simulate import simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.tools.narration import DEFERRAL_TEXTS, OWN_AFFAIRS, SHORT, cause_key, key_text
 from lockstep.tools.recorded_waits import waits_of
-from lockstep.tools.request_timeline import NOBODY, Cause, Chronicle
+from lockstep.tools.request_timeline import Cause, Chronicle
 from lockstep.tools.runs import Walk
 from lockstep.tools.waits import Waited, WaitFold
 from tests.support.recorded import waited_by
@@ -80,9 +81,9 @@ def test_it_looks_at_a_simulation_without_a_trace_in_it(tmp_path: Path) -> None:
 
 def test_every_cause_has_words() -> None:
     for reason in (*SHORT, *DEFERRAL_TEXTS):
-        for other in (NOBODY, 3):
+        for other in (NO_REQUEST, 3):
             words = key_text(cause_key(Cause(reason, other)))
-            behind = other != NOBODY and reason not in OWN_AFFAIRS
+            behind = other != NO_REQUEST and reason not in OWN_AFFAIRS
             assert words.startswith("in line behind another, which could not start: ") == behind
             assert len(words) > 25
             assert reason not in words or "_" not in reason or reason == "running_limit"

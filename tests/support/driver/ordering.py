@@ -130,7 +130,7 @@ class PreemptionPiece(Piece):
         lacking = engine.requests.get(engine.deferred[0]) if engine.deferred is not None else None
         if lacking is not None and engine.config.enable_priority_preemption and step.launched() is not None:
             rank = importance(lacking, engine.config)
-            below = [rank - importance(member, engine.config) for member in engine.everybody[0].requests]
+            below = [rank - importance(member, engine.config) for member in engine.all_running[0].requests]
             if below and 0 < max(below) <= threshold:
                 self.mark("preemption refused by threshold")
             if below and max(below) > threshold:

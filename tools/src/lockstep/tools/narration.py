@@ -11,9 +11,9 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.render import Names
 from lockstep.core.contract.text import shown
+from lockstep.core.requests.table import NO_REQUEST
 from lockstep.sim.results.text import count, duration
 from lockstep.tools.request_timeline import (
-    NOBODY,
     Batch,
     Cause,
     Chronicle,
@@ -134,14 +134,14 @@ def cause_text(cause: Cause, names: Names) -> str:
         return f"{names.request(cause.other)} was computing the prefix that they share"
     if cause.reason == "sample":
         return "the first sample was computing their prompt" + (
-            f" ({names.request(cause.other)})" if cause.other != NOBODY else ""
+            f" ({names.request(cause.other)})" if cause.other != NO_REQUEST else ""
         )
-    if cause.reason == "session" and cause.other != NOBODY:
+    if cause.reason == "session" and cause.other != NO_REQUEST:
         return f"the turn before it in its session, {names.request(cause.other)}, had not ended"
-    if cause.reason in WAITED_FOR and cause.other == NOBODY:
+    if cause.reason in WAITED_FOR and cause.other == NO_REQUEST:
         return WAITED_FOR[cause.reason]
     deferral = deferral_text(cause)
-    if cause.other == NOBODY:
+    if cause.other == NO_REQUEST:
         return f"first in line, but {deferral}{numbers}"
     return f"behind {names.request(cause.other)}, which could not start: {deferral}{numbers}"
 
@@ -155,7 +155,7 @@ def deferral_text(cause: Cause, otherwise: str = "") -> str:
 def cause_key(cause: Cause) -> str:
     """A cause without its particulars: what times are added up by."""
     short = SHORT.get(cause.reason, cause.reason)
-    return f"{_BEHIND}{short}" if cause.other != NOBODY and cause.reason not in OWN_AFFAIRS else short
+    return f"{_BEHIND}{short}" if cause.other != NO_REQUEST and cause.reason not in OWN_AFFAIRS else short
 
 
 _REASONS = {short: reason for reason, short in SHORT.items()}
@@ -308,7 +308,7 @@ def _causes(spans: Sequence[Span], names: Names) -> list[str]:
         if len(group) == 1:
             lines.append(f"{duration(total_us)}: {cause_text(longest.cause, names)}")
             continue
-        others = {span.cause.other for span in group} - {NOBODY}
+        others = {span.cause.other for span in group} - {NO_REQUEST}
         cause, longest_us = longest.cause, longest.stop_us - longest.start_us
         if len(others) < 2:
             lines.append(f"{duration(total_us)}, in {len(group)} stretches: {cause_text(cause, names)}")

@@ -44,10 +44,8 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.contract.samples import sample_count, sample_label
 from lockstep.core.features.disaggregation import HELD
-from lockstep.core.requests.table import RequestState
+from lockstep.core.requests.table import NO_REQUEST, RequestState
 from lockstep.core.scheduler.engine import Engine
-
-NOBODY: RequestId = -1
 
 
 class Cause(NamedTuple):
@@ -59,7 +57,7 @@ class Cause(NamedTuple):
     """
 
     reason: str
-    other: RequestId = NOBODY
+    other: RequestId = NO_REQUEST
     needed_tokens: int = 0
     available_tokens: int = 0
     limit: int = 0
@@ -342,7 +340,7 @@ class Chronicle:
                 self._said.pop(decided.request_id, None)
             case RequestRejected():
                 self._said.pop(decided.request_id, None)
-        timeline = self.timelines.get(getattr(decided, "request_id", NOBODY))
+        timeline = self.timelines.get(getattr(decided, "request_id", NO_REQUEST))
         if timeline is None:
             return
         match decided:
@@ -389,7 +387,7 @@ class Chronicle:
     def _note_causes(self, time_us: int, engine: Engine) -> None:
         """What each waiting request waits for; most wait for the same, which is looked up once."""
         said, requests, held = self._said, engine.requests, engine.held
-        common = line_cause(engine, NOBODY, said)
+        common = line_cause(engine, NO_REQUEST, said)
         for request_id, timeline in self._open.items():
             wait = timeline.waits[-1] if timeline.waits else None
             if wait is None or wait.stop_us >= 0:
@@ -441,7 +439,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
     if request_id in engine.held:
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
-            return Cause("session", NOBODY if session.turn is None else session.turn)
+            return Cause("session", NO_REQUEST if session.turn is None else session.turn)
         transfer = engine.transfers.all.get(request_id)
         if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
             return Cause(transfer.state)
@@ -468,7 +466,7 @@ def line_cause(engine: Engine, request_id: RequestId, said: Mapping[RequestId, A
         head = engine.requests.get(first)
         if head is not None and head.state is RequestState.WAITING:
             numbers = said.get(first)
-            other = NOBODY if first == request_id else first
+            other = NO_REQUEST if first == request_id else first
             if numbers is None:
                 return Cause(reason, other)
             return Cause(reason, other, numbers.needed_tokens, numbers.available_tokens, numbers.limit)

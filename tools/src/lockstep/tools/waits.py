@@ -27,9 +27,10 @@ from lockstep.core.contract.events import (
     RequestRetracted,
 )
 from lockstep.core.contract.samples import sample_count
+from lockstep.core.requests.table import NO_REQUEST
 from lockstep.core.scheduler.engine import Engine
 from lockstep.tools.narration import cause_key
-from lockstep.tools.request_timeline import NOBODY, line_cause, why_waits
+from lockstep.tools.request_timeline import line_cause, why_waits
 
 OWN_REASONS = ("prefix", "adapter")
 """Of requests in the queue: `request_timeline.why_waits` checks for a request with one of these whether it still
@@ -229,10 +230,10 @@ class WaitFold:
     # ------------------------------------------------------------------------------------------- what was waited for
 
     def _note_causes(self, now_us: int, engine: Engine) -> None:
-        cause = cause_key(line_cause(engine, NOBODY, self._said))
+        cause = cause_key(line_cause(engine, NO_REQUEST, self._said))
         if cause != self._line.cause:
             self._line.turn(cause, now_us)
-        head = engine.deferred[0] if engine.deferred is not None else NOBODY
+        head = engine.deferred[0] if engine.deferred is not None else NO_REQUEST
         if self._apart:
             self._asked += [request_id for request_id in self._apart if not self._is_apart(request_id, head, engine)]
         if head not in self._apart:

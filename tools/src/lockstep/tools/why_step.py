@@ -29,12 +29,12 @@ from lockstep.core.contract.events import (
 from lockstep.core.contract.render import Names, command_line, decided_line, observed_line, plan_text
 from lockstep.core.contract.text import runs
 from lockstep.core.journal.replay import event_line
-from lockstep.core.requests.table import RequestState
+from lockstep.core.requests.table import NO_REQUEST, RequestState
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.state_text import pages_line
 from lockstep.sim.results.text import count
 from lockstep.tools.narration import DEFERRAL_TEXTS, cause_text, clock, named
-from lockstep.tools.request_timeline import NOBODY, Cause, why_waits
+from lockstep.tools.request_timeline import Cause, why_waits
 from lockstep.tools.runs import Walk
 
 SPANS_SHOWN = 6  # of a plan
@@ -68,7 +68,7 @@ class EngineBefore:
             line=tuple(request.request_id for request in engine.waiting),
             held=tuple(engine.held),
             decoding=tuple(request.request_id for request in engine.running_batch.requests),
-            prefilling=engine.prefilling.request_id if engine.prefilling is not None else NOBODY,
+            prefilling=engine.prefilling.request_id if engine.prefilling is not None else NO_REQUEST,
             available_pages=engine.memory.available_pages,
             pages=pages_line(engine),
             in_flight=tuple(short_plan(batch.plan, names) for batch in engine.in_flight),
@@ -176,7 +176,7 @@ def _standing(before: EngineBefore, names: Names) -> list[str]:
     lines.append(
         f"{len(before.decoding):,} decoding" + (f": {named(before.decoding, names)}" if before.decoding else "")
     )
-    if before.prefilling != NOBODY:
+    if before.prefilling != NO_REQUEST:
         lines.append(f"the prompt of {names.request(before.prefilling)} is split and not computed to its end")
     lines.append(before.pages)
     lines += [f"in flight {text}" for text in before.in_flight] or ["nothing in flight"]
@@ -208,7 +208,7 @@ def _why(
     lines = []
     if plan is None:
         lines.append(_why_nothing(event, step, before, config))
-    elif not plan.extend_rows and (before.line or before.prefilling != NOBODY):
+    elif not plan.extend_rows and (before.line or before.prefilling != NO_REQUEST):
         lines.append(_why_only_decode(step, before, config))
     for decided in step.decided:
         match decided:
@@ -260,9 +260,13 @@ def _why_nothing(event: LaneReady, step: Step, before: EngineBefore, config: Sch
         return f"nothing was launched: a control request slows launches down, until {clock(before.slow_until_us)}"
     if any(isinstance(decided, DecodeSkipped) for decided in step.decided):
         return "nothing was launched: the decodes wait for pages that come back with what is in flight"
-    if not config.overlap_consecutive_prefills and before.in_flight and (before.line or before.prefilling != NOBODY):
+    if (
+        not config.overlap_consecutive_prefills
+        and before.in_flight
+        and (before.line or before.prefilling != NO_REQUEST)
+    ):
         return "nothing was launched: overlap_consecutive_prefills is off, and an extend is in flight"
-    if before.line or before.prefilling != NOBODY:
+    if before.line or before.prefilling != NO_REQUEST:
         return "nothing was launched: nobody who waits could start (left out, below), and nobody decodes"
     return "nothing was launched: nobody waits, and whoever runs has all its tokens in flight"
 
@@ -296,7 +300,7 @@ def _left_out(
     lines = []
     for cause, who in by_cause.items():
         text = cause_text(cause, names)
-        if cause.other == NOBODY and cause.reason in DEFERRAL_TEXTS:
+        if cause.other == NO_REQUEST and cause.reason in DEFERRAL_TEXTS:
             text = text.replace("first in line, but ", "first in line: ")
         elif cause.reason == "launch":
             text = "not asked in this step"

@@ -38,7 +38,7 @@ Int64s = NDArray[np.int64]
 
 ENTRIES_MAX = 2**31  # of a page table: places in it travel as int32
 FIRST_WIDTH = 16  # pages of a row before the table grows
-NOBODY = -1
+NO_HOLDER = -1
 NONE: Int32s = np.empty(0, np.int32)
 
 
@@ -174,8 +174,8 @@ def passes_of(plan: BatchPlan) -> list[ForwardPass]:
     for step in range(int(counts.max(initial=0))):
         going = np.flatnonzero(counts > step)
         starts = plan.starts[going] + np.int32(step)
-        everybody = np.arange(going.size, dtype=np.int32)
-        passes.append(ForwardPass(plan.rows[going], starts, starts + np.int32(1), 0, NONE, everybody))
+        all_rows = np.arange(going.size, dtype=np.int32)
+        passes.append(ForwardPass(plan.rows[going], starts, starts + np.int32(1), 0, NONE, all_rows))
     return passes
 
 
@@ -240,14 +240,14 @@ class DeviceTables:
         if speculates:
             self.stands = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         # The state of the rows on the CPU, as of the last plan launched.
-        self.holders: Int64s = np.full(rows, NOBODY, np.int64)
+        self.holders: Int64s = np.full(rows, NO_HOLDER, np.int64)
         self.taken: list[RowTaken | None] = [None] * rows
         self.with_logprobs = np.zeros(rows, np.bool_)
         self.with_hidden_states = np.zeros(rows, np.bool_)
         self.under_grammar = np.zeros(rows, np.bool_)
-        self.adapter_slots: Int32s = np.full(rows, NOBODY, np.int32)
+        self.adapter_slots: Int32s = np.full(rows, NO_HOLDER, np.int32)
         self._slots = adapter_slots
-        self._mirror: Int32s = np.full((rows, self.width), NOBODY, np.int32)  # of the page table; kept with `debug`
+        self._mirror: Int32s = np.full((rows, self.width), NO_HOLDER, np.int32)  # of the page table; kept with `debug`
 
     # -------------------------------------------------------------------------------------------- at launch, on the CPU
 
@@ -266,7 +266,7 @@ class DeviceTables:
             self.with_logprobs[taken.row] = taken.logprobs
             self.with_hidden_states[taken.row] = taken.hidden_states
             self.under_grammar[taken.row] = taken.grammar is not None
-            self.adapter_slots[taken.row] = self._slot_of(plan, taken) if taken.adapter else NOBODY
+            self.adapter_slots[taken.row] = self._slot_of(plan, taken) if taken.adapter else NO_HOLDER
         rows, index, pages = last_entries(plan.deltas)
         needed = max(int(index.max(initial=0)), (int(plan.stops.max(initial=1)) - 1) >> self.page_shift) + 1
         if needed > self.width:
@@ -298,7 +298,7 @@ class DeviceTables:
         if self._slots:
             for one in passes:
                 slots = self.adapter_slots[one.rows]
-                one.adapter_slots = slots if (slots != NOBODY).any() else None
+                one.adapter_slots = slots if (slots != NO_HOLDER).any() else None
         longs: list[Int32s] = [np.array([taken.row for taken in plan.rows_taken], np.int32), rows * width + index]
         ints: list[Int32s] = [pages]
         for one in passes:
@@ -342,16 +342,16 @@ class DeviceTables:
     def _check(self, plan: BatchPlan, rows: Int32s, index: Int32s, pages: Int32s) -> None:
         """Refuse a plan that names rows without a holder, pages that do not exist, or positions without a page."""
         name = f"batch {plan.batch_id}"
-        everybody = np.concatenate((plan.rows, rows))
-        if everybody.size and (int(everybody.min()) < 0 or int(everybody.max()) >= self.count):
-            raise PlanError(f"{name} names rows outside 0 to {self.count - 1}: {_few(everybody)}")
+        all_rows = np.concatenate((plan.rows, rows))
+        if all_rows.size and (int(all_rows.min()) < 0 or int(all_rows.max()) >= self.count):
+            raise PlanError(f"{name} names rows outside 0 to {self.count - 1}: {_few(all_rows)}")
         for i in np.flatnonzero(self.holders[plan.rows] != plan.request_ids).tolist():
             row, holder = int(plan.rows[i]), int(self.holders[plan.rows[i]])
-            whose = "nobody holds" if holder == NOBODY else f"r{holder} holds"
+            whose = "nobody holds" if holder == NO_HOLDER else f"r{holder} holds"
             raise PlanError(f"{name} runs r{int(plan.request_ids[i])} in row {row}, which {whose}")
         if np.unique(plan.rows).size != plan.rows.size:
             raise PlanError(f"{name} names a row twice: {_few(plan.rows)}")
-        for row in rows[self.holders[rows] == NOBODY].tolist():
+        for row in rows[self.holders[rows] == NO_HOLDER].tolist():
             raise PlanError(f"{name} changes the page table of row {row}, which nobody holds")
         wrong = (pages < 0) | (pages >= self.page_count)
         if wrong.any():
@@ -380,14 +380,14 @@ class DeviceTables:
                 f"{name} has {len(plan.token_ids)} token ids for {int(spans[: plan.extend_rows].sum())} new tokens"
             )
         if self._mirror.shape[1] < self.width:
-            wider: Int32s = np.full((self.count, self.width), NOBODY, np.int32)
+            wider: Int32s = np.full((self.count, self.width), NO_HOLDER, np.int32)
             wider[:, : self._mirror.shape[1]] = self._mirror
             self._mirror = wider
         for taken in plan.rows_taken:
-            self._mirror[taken.row] = NOBODY
+            self._mirror[taken.row] = NO_HOLDER
         self._mirror[rows, index] = pages
         for row, stop in zip(plan.rows.tolist(), plan.stops.tolist(), strict=True):
-            if (self._mirror[row, : -(-stop // self.page_size)] == NOBODY).any():
+            if (self._mirror[row, : -(-stop // self.page_size)] == NO_HOLDER).any():
                 raise PlanError(f"{name} reads row {row} up to position {stop}, where its table has no page")
 
     # ------------------------------------------------------------------------------------------------- on the device

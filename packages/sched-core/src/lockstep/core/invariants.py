@@ -21,7 +21,7 @@ from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
-from lockstep.core.kv.running_view import everybody
+from lockstep.core.kv.running_view import all_running
 from lockstep.core.requests.table import BASE, Request, RequestState
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Facts:
     __slots__ = ("_paths", "cached", "computed", "free", "holders", "positions")
 
     def __init__(self, engine: Engine) -> None:
-        radix, (running_batch, positions) = engine.memory.radix, engine.everybody
+        radix, (running_batch, positions) = engine.memory.radix, engine.all_running
         self.free = engine.memory.pool.free_ids()
         self.cached = radix.nodes()
         self.holders = [  # of rows
@@ -146,7 +146,7 @@ def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
-    running_batch = [request.request_id for request in engine.everybody[0].requests]
+    running_batch = [request.request_id for request in engine.all_running[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
@@ -190,13 +190,13 @@ def _rows(engine: Engine, facts: Facts) -> None:
             _fail(f"S6: row {request.row} does not point back at {request.name}")
     if any(map(table.holders.__getitem__, table.free_rows)):
         _fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
-    running_batch, _ = engine.everybody
+    running_batch, _ = engine.all_running
     _same("S6 cohort rows", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
 
 
 def _spans(engine: Engine, facts: Facts) -> None:
     """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
-    page_size, align, (running_batch, _) = engine.config.page_size, engine.config.split_tokens, engine.everybody
+    page_size, align, (running_batch, _) = engine.config.page_size, engine.config.split_tokens, engine.all_running
     for request in engine.requests.values():
         if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
             _fail(
@@ -373,7 +373,7 @@ def _speculation(engine: Engine) -> None:
             _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
         if known.stop <= engine.outputs_of(holder):
             _fail(f"S23: {known} of {holder.name} was delivered and is still to come")
-    running_batch, positions = engine.everybody
+    running_batch, positions = engine.all_running
     slack, _ = speculation.uncertainty(engine.in_flight, running_batch.rows, len(engine.memory.table.holders))
     for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
         awaited = not engine.config.speculates or any(batch.names(request.row) for batch in engine.in_flight)
@@ -711,7 +711,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
     coming_back = int(np.count_nonzero(window.window_of[deferred] >= 0))
     coming_back += held_by_moves + sum(one.index.size for one in loads)
-    if engine.config.reserve == "full" and (left := window.unpromised(everybody(engine)) + coming_back) < 0:
+    if engine.config.reserve == "full" and (left := window.unpromised(all_running(engine)) + coming_back) < 0:
         _fail(f"S24: {-left} window pages more are held and promised than there are")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 

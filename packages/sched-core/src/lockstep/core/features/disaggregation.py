@@ -389,7 +389,7 @@ class Transfers:
         held_up = (
             self._scheduler.memory.hybrid.present
             and not self._scheduler.in_flight
-            and not self._scheduler.everybody[0].size
+            and not self._scheduler.all_running[0].size
         )
         if held_up and self.ready:
             self.give_up(self._scheduler.requests[self.ready[-1]], step)
@@ -653,7 +653,7 @@ class Transfers:
 
     def _fits(self, request: Request, match: Match | None) -> bool:
         """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
-        (running_batch, positions), memory = self._scheduler.everybody, self._scheduler.memory
+        (running_batch, positions), memory = self._scheduler.all_running, self._scheduler.memory
         pages = self._pages_of(request, match)
         locking = match.evictable_pages if match is not None else 0
         free = memory.available_pages - locking

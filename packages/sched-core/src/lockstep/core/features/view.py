@@ -78,7 +78,7 @@ class SchedulerView(Protocol):
         """Requests that are being prefilled or decoded, or whose KV is being sent."""
 
     @property
-    def everybody(self) -> tuple[RunningBatch, Int32s]:
+    def all_running(self) -> tuple[RunningBatch, Int32s]:
         """All members of all running batches, and the next position of each."""
 
     @property

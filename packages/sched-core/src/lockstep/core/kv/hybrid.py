@@ -60,7 +60,7 @@ from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.core.kv.block_tiers import Kind
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.running_view import EngineView, Runners, Stand, by_microbatch, everybody
+from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running, by_microbatch
 from lockstep.core.kv.state_pool import STATE_COLUMNS, StatePool
 from lockstep.core.kv.window_pool import WINDOW_COLUMNS, Coming, WindowPool
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestTable, RunningBatch
@@ -176,7 +176,7 @@ class Hybrid:
 
         `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
         """
-        (running_batch, positions), memory = engine.everybody, engine.memory
+        (running_batch, positions), memory = engine.all_running, engine.memory
         gone = [
             (deferred.row, deferred.computed) for deferred in memory.deferred_frees if deferred.row not in memory.lent
         ]
@@ -276,7 +276,7 @@ class Hybrid:
         """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for waiting
         requests."""
         if kind == "window" and self.window is not None:
-            return self.window.left_for_newcomers(everybody(engine)) > coming + there
+            return self.window.left_for_newcomers(all_running(engine)) > coming + there
         assert self.states is not None
         return self.states.available(NO_ROWS) >= self.states.by_row + coming + there
 

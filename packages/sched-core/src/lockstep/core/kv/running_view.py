@@ -36,7 +36,7 @@ class Runners(Protocol):
 
 
 class Stand(NamedTuple):
-    """Decoding requests and their positions in a hypothetical state: see `everybody`, `Hybrid.would_start`."""
+    """Decoding requests and their positions in a hypothetical state: see `all_running`, `Hybrid.would_start`."""
 
     running_batch: RunningBatch
     positions: Int32s
@@ -57,14 +57,14 @@ class EngineView(Runners, Protocol):
     @property
     def microbatches(self) -> Microbatches: ...
     @property
-    def everybody(self) -> tuple[RunningBatch, Int32s]: ...
+    def all_running(self) -> tuple[RunningBatch, Int32s]: ...
 
 
-def everybody(engine: EngineView) -> Runners:
+def all_running(engine: EngineView) -> Runners:
     """Those that decode, of all microbatches where there are several: what is left to one is not promised to others."""
     if not engine.microbatches.several:
         return engine
-    running_batch, positions = engine.everybody
+    running_batch, positions = engine.all_running
     stand = Stand(running_batch, positions, engine.page_mask, engine.requests, engine.in_flight, engine.ratio)
     return by_microbatch(engine, stand)
 

@@ -13,7 +13,7 @@ from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BlocksEvicted, RequestId
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.running_view import EngineView, Runners, Stand, everybody
+from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
@@ -267,7 +267,7 @@ class WindowPool:
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
-        runners = everybody(engine)
+        runners = all_running(engine)
         next_ones = self.opened_next(runners, path)
         if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
             own = now - first + self.promised(request, stop, first)

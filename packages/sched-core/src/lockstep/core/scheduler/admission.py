@@ -13,7 +13,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
-from lockstep.core.kv.running_view import everybody
+from lockstep.core.kv.running_view import all_running
 from lockstep.core.requests.budget import (
     Deferral,
     PrefillBudget,
@@ -166,7 +166,7 @@ class KvReserve(Resource):
         wanted = budget.wanted(share.new_tokens, request.max_new_tokens - request.outputs)
         if counts_on_ends(config, request):
             free = budget.current - ceil_to(share.new_tokens, config.page_size)
-            if not lasts_with(*view.everybody, [*budget.newcomers, request], view.ratio.value, free):
+            if not lasts_with(*view.all_running, [*budget.newcomers, request], view.ratio.value, free):
                 return Deferral("kv_budget", wanted, max(free, 0), lasts=True)
             return None
         locked_tokens = share.locked_pages * config.page_size
@@ -318,5 +318,5 @@ def within_windows(
     window = view.memory.hybrid.window
     if window is None:
         return take
-    room = window.room(everybody(view), request, start, take, path, budget)
+    room = window.room(all_running(view), request, start, take, path, budget)
     return take if take <= room else aligned(start, room, budget.align) if may_split else 0

@@ -202,7 +202,7 @@ class DecodePlanner:
                 step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
                 break
             split = self._state.prefilling
-            running_batch, positions = self._state.everybody
+            running_batch, positions = self._state.all_running
             if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
                 victim = self._state.microbatches.victim(config)
                 self._state.retract(victim, "pages", step, pages=(needed, available))
@@ -220,7 +220,7 @@ class DecodePlanner:
             retracted += 1
             running.decode_owed = True
         if retracted:
-            running_batch, positions = self._state.everybody
+            running_batch, positions = self._state.all_running
             outputs = int((positions - running_batch.prompts).sum()) + running_batch.size
             max_new = int((running_batch.limits - running_batch.prompts).sum())
             self._state.ratio.retracted(outputs, max_new, running_batch.size)

@@ -462,7 +462,7 @@ class Ordering:
 
 
 def _running(scheduler: SchedulerView) -> list[Request]:
-    split, decoding = scheduler.prefilling, scheduler.everybody[0].requests
+    split, decoding = scheduler.prefilling, scheduler.all_running[0].requests
     return decoding if split is None else [*decoding, split]
 
 

@@ -87,8 +87,8 @@ def make_room(
     config, memory = state.config, state.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
         return []
-    everybody, _ = state.everybody
-    ranked = candidates(request, everybody, config)
+    all_running, _ = state.all_running
+    ranked = candidates(request, all_running, config)
     if not ranked or not memory.adapters.has_place_for(request.adapter):
         return []
     if memory.tiers.holds_back(request, state.now_us):
@@ -96,9 +96,9 @@ def make_room(
     need = AdmissionNeed.of(state, request, budget, parts)
     if need is None or need.is_met(state, budget, []):
         return []
-    if not state.microbatches.has_place_for_newcomer(state.in_flight, everybody.requests[ranked[0]]):
+    if not state.microbatches.has_place_for_newcomer(state.in_flight, all_running.requests[ranked[0]]):
         return []
-    victims = [everybody.requests[i] for i in fewest(ranked, lambda some: need.is_met(state, budget, some))]
+    victims = [all_running.requests[i] for i in fewest(ranked, lambda some: need.is_met(state, budget, some))]
     if not victims:
         return []
     available, reserved = memory.available_pages, tokens_kept_free(state)
@@ -123,7 +123,7 @@ def make_room_for_split(
         return []
     if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
         return []
-    span, (running_batch, positions) = (request.computed, take), state.everybody
+    span, (running_batch, positions) = (request.computed, take), state.all_running
 
     def enough(leaving: list[int]) -> bool:
         back = state.memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], None)
@@ -171,7 +171,7 @@ def _goes_on(
 
 def tokens_kept_free(state: SchedulerState) -> int:
     """Tokens of the total budget that running requests take: their reserve, and what decodes in the same pass."""
-    return state.reserve_of(*state.everybody) + _tokens_along(state, state.running_batch.size)
+    return state.reserve_of(*state.all_running) + _tokens_along(state, state.running_batch.size)
 
 
 def _tokens_along(state: SchedulerState, members: int) -> int:
@@ -216,7 +216,7 @@ class AdmissionNeed(NamedTuple):
 
         Until that has come back the others go on, and open pages. `leaving`: indices into all decoding requests.
         """
-        config, memory, (running_batch, positions) = state.config, state.memory, state.everybody
+        config, memory, (running_batch, positions) = state.config, state.memory, state.all_running
         page_size, microbatches = config.page_size, state.microbatches
         back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
         active = state.active - back.places - len(leaving)

@@ -115,7 +115,7 @@ class PrefillPlanner:
 
     def _reserved(self) -> int:
         """Tokens that are not for new requests: what `reserve` leaves to active ones."""
-        reserved, split = self._state.reserve_of(*self._state.everybody), self._state.prefilling
+        reserved, split = self._state.reserve_of(*self._state.all_running), self._state.prefilling
         if split is not None and self._state.config.reserve == "full":
             page_size = self._state.config.page_size
             reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size

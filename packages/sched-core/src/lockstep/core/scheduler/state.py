@@ -196,7 +196,7 @@ class SchedulerState:
         return self.microbatches.current.positions
 
     @property
-    def everybody(self) -> tuple[RunningBatch, Int32s]:
+    def all_running(self) -> tuple[RunningBatch, Int32s]:
         """All members of all running batches, and the next position of each. int32 [members]"""
         return self.microbatches.together()
 
