@@ -1,0 +1,144 @@
+"""A BatchPlan of the core as vLLM's SchedulerOutput.
+
+The workers keep a block table per request and append to it; a request that comes back after it was retracted is sent
+with its whole table. Page p of the core is block p + 1: block 0 is vLLM's null block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from lockstep.core.contract.errors import ContractError
+
+if TYPE_CHECKING:
+    from lockstep.core.contract.commands import BatchPlan, PageDeltas
+    from lockstep.core.contract.events import RequestId
+    from lockstep.vllm.requests import Tracked
+
+FIRST_BLOCK = 1
+
+
+class OutputBuilder:
+    """Turns plans into scheduler outputs. It keeps what the workers know: which requests ran in the step before."""
+
+    def __init__(self, *, tokens_max: int, v2_runner: bool, uses_mrope: bool) -> None:
+        """
+        Args:
+            tokens_max: the most tokens of one pass for which the workers have buffers.
+            v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
+        """
+        self._tokens_max = tokens_max
+        self._v2 = v2_runner
+        self._uses_mrope = uses_mrope
+        self._ran_before: set[str] = set()
+
+    def forget_previous(self) -> None:
+        """The next step is treated as if no request had run in the step before."""
+        self._ran_before.clear()
+
+    def build(self, plan: BatchPlan, tracked: Mapping[RequestId, Tracked], output: SchedulerOutput) -> None:
+        """Fill `output`, an empty SchedulerOutput, with what the plan runs.
+
+        Raises: ContractError for a plan that vLLM's workers cannot carry out.
+        """
+        blocks = new_blocks(plan.deltas) if plan.deltas.pages.size else {}
+        taken = {one.row for one in plan.rows_taken}
+        cached = output.scheduled_cached_reqs
+        scheduled = output.num_scheduled_tokens
+        req_ids, counts, outputs, tables = (
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids
+        )  # fmt: skip
+        ran_before, extend_rows = self._ran_before, plan.extend_rows
+        rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
+        for i, core_id in enumerate(plan.request_ids.tolist()):
+            entry = tracked[core_id]
+            request_id, row, start = entry.request.request_id, rows[i], starts[i]
+            scheduled[request_id] = stops[i] - start
+            added = blocks.get(row)
+            if row in taken:
+                ids = _whole_table(added, request_id)
+                entry.blocks = len(ids)
+                if not entry.sent or self._v2:
+                    output.scheduled_new_reqs.append(self._new(entry, ids, start))
+                    entry.sent = True
+                    continue
+                cached.resumed_req_ids.add(request_id)
+                table = (ids,)
+            elif added is None:
+                table = None
+            else:
+                first, ids = added
+                if first != entry.blocks:
+                    raise ContractError(
+                        f"request {request_id}: the plan changes entry {first} of a block table of {entry.blocks}; "
+                        "vLLM's workers only append"
+                    )
+                entry.blocks += len(ids)
+                table = (ids,)
+            req_ids.append(request_id)
+            counts.append(start)
+            outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
+            tables.append(table)
+            if request_id not in ran_before and not self._v2:
+                cached.all_token_ids[request_id] = list(entry.tokens)
+        total = sum(scheduled.values())
+        if total > self._tokens_max:
+            raise ContractError(f"the plan has {total} tokens; vLLM's workers have buffers for {self._tokens_max}")
+        output.total_num_scheduled_tokens = total
+        self._ran_before = set(scheduled)
+
+    def _new(self, entry: Tracked, ids: list[int], start: int) -> NewRequestData:
+        request = entry.request
+        request.num_computed_tokens = start
+        prefill = list(entry.tokens) if self._v2 else None
+        return NewRequestData.from_request(request, (ids,), prefill, uses_mrope=self._uses_mrope)
+
+
+def _whole_table(added: tuple[int, list[int]] | None, request_id: str) -> list[int]:
+    if added is None or added[0] != 0:
+        raise ContractError(f"request {request_id}: a row was taken without its whole block table")
+    return added[1]
+
+
+def new_blocks(deltas: PageDeltas) -> dict[int, tuple[int, list[int]]]:
+    """Return the changed entries of block tables by row: the first index and the block ids from there on.
+
+    Raises: ContractError if the entries of a row are not consecutive.
+    """
+    found: dict[int, tuple[int, list[int]]] = {}
+    blocks = (deltas.pages + FIRST_BLOCK).tolist()
+    at = 0
+    for row, first, count in deltas.runs.reshape(-1, 3).tolist():
+        ids = blocks[at : at + count]
+        at += count
+        _add(found, row, first, ids)
+    if deltas.opened_rows.size:
+        for row, index, block in zip(
+            deltas.opened_rows.tolist(), deltas.opened_index.tolist(), blocks[at:], strict=True
+        ):
+            _add(found, row, index, [block])
+    return found
+
+
+def _add(found: dict[int, tuple[int, list[int]]], row: int, first: int, ids: list[int]) -> None:
+    known = found.get(row)
+    if known is None:
+        found[row] = (first, ids)
+    elif known[0] + len(known[1]) == first:
+        known[1].extend(ids)
+    else:
+        raise ContractError(f"row {row}: entries {known[0]}+{len(known[1])} and {first} of a block table in one plan")
+
+
+def empty_output() -> SchedulerOutput:
+    """Return a SchedulerOutput that runs nothing."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    return output
+
+
+NO_TOKENS = np.empty(0, np.int32)

@@ -1,0 +1,84 @@
+"""Token ids for a journal that holds nobody's text and still replays decision for decision.
+
+The core compares token ids in two places only: prefixes in the radix cache, and stop tokens. So the journal may hold
+any other ids for which both comparisons come out alike. Id i of a text becomes a keyed hash of ids 0 to i: equal
+prefixes stay equal, and after the first difference everything differs. The key is drawn for each journal and stored
+nowhere. A stop token of its own request is kept as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from msgspec.structs import replace
+
+from lockstep.core.contract.commands import Command, FinishRequest, RejectRequest, StreamTokens
+from lockstep.core.contract.events import BatchFinished, RequestArrived, RequestId, TokenIds
+
+KEY_BYTES = 32
+STATE_BYTES = 16
+MARK = 1 << 30
+"""Set in every pseudonym and in no token id: a pseudonym never equals a stop token."""
+
+
+class Pseudonyms:
+    """Replaces the token ids of events, which must be passed in the order in which the core folds them."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = os.urandom(KEY_BYTES) if key is None else key
+        self._states: dict[RequestId, bytes] = {}  # by request, behind its newest token
+        self._stops: dict[RequestId, tuple[int, ...]] = {}
+
+    def arrived(self, event: RequestArrived) -> RequestArrived:
+        """Return the arrival with pseudonyms for its prompt and its namespace."""
+        namespace, prompt, state = event.namespace, event.prompt, b""
+        if namespace:
+            namespace = blake2b(namespace.encode(), key=self._key, digest_size=STATE_BYTES).hexdigest()
+        if isinstance(prompt, TokenIds):
+            ids, state = self._chain(np.frombuffer(prompt.ids, np.int32).tolist())
+            prompt = TokenIds(np.array(ids, np.int32).tobytes())
+        self._states[event.request_id] = state
+        self._stops[event.request_id] = event.stop_token_ids
+        return replace(event, prompt=prompt, namespace=namespace)
+
+    def finished(
+        self, event: BatchFinished, samplers: Sequence[RequestId], commands: Sequence[Command]
+    ) -> BatchFinished:
+        """Return the result with pseudonyms for its tokens.
+
+        Args:
+            samplers: the request of each sampling row.
+            commands: those of the Step that folded the event. A token is an output of its request if it was streamed.
+        """
+        kept: set[RequestId] = set()
+        for command in commands:
+            if isinstance(command, StreamTokens):
+                kept.update(command.request_ids.tolist())
+        found = []
+        for token, request_id in zip(np.frombuffer(event.tokens, np.int32).tolist(), samplers, strict=True):
+            if token in self._stops.get(request_id, ()):
+                found.append(token)
+                continue
+            (pseudonym,), state = self._chain([token], self._states.get(request_id, b""))
+            found.append(pseudonym)
+            if request_id in kept:
+                self._states[request_id] = state
+        return replace(event, tokens=np.array(found, np.int32).tobytes())
+
+    def forget(self, commands: Sequence[Command]) -> None:
+        """Keep nothing of requests that these commands end."""
+        for command in commands:
+            if isinstance(command, FinishRequest | RejectRequest):
+                self._states.pop(command.request_id, None)
+                self._stops.pop(command.request_id, None)
+
+    def _chain(self, ids: list[int], state: bytes = b"") -> tuple[list[int], bytes]:
+        """Return the pseudonyms of consecutive ids behind `state`, and the state behind the last one."""
+        found, key = [], self._key
+        for token in ids:
+            state = blake2b(state + token.to_bytes(4, "little"), key=key, digest_size=STATE_BYTES).digest()
+            found.append(int.from_bytes(state[:4], "little") & (MARK - 1) | MARK)
+        return found, state
