@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from lockstep.core.contract.errors import ContractError
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from lockstep.core.contract.commands import BatchPlan, PageDeltas

@@ -20,9 +20,8 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.vllm.pseudonyms import Pseudonyms
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
     from lockstep.vllm.settings import VllmSettings
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.lockstep")
 

@@ -35,16 +35,17 @@ class Tracked:
 def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens: bool) -> RequestArrived:
     """Return the event by which a vLLM request enters the core.
 
+    `min_tokens` is left out: the workers mask stop tokens until then, and vLLM ends a request at any that is drawn.
+
     Args:
         reads_tokens: whether prompts are compared, as the prefix cache does; otherwise only their length counts.
     """
     params = request.sampling_params
-    stops, minimum, grammar = (), 0, None
+    stops, grammar = (), None
     if params is not None:
         stops = tuple(params.stop_token_ids or ())
         if params.eos_token_id is not None and params.eos_token_id not in stops:
             stops = (*stops, params.eos_token_id)
-        minimum = params.min_tokens
         if request.use_structured_output:
             grammar = grammar_of(request.request_id)
     ids = request.prompt_token_ids
@@ -57,7 +58,6 @@ def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens:
         request_id=core_id,
         prompt=prompt,
         max_new_tokens=request.max_tokens,
-        min_new_tokens=minimum,
         stop_token_ids=stops,
         ignore_eos=True,  # the end token is among `stop_token_ids` where it ends the request
         label=request.request_id[:LABEL_MAX],

@@ -6,18 +6,17 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
 
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, FinishReason
 from lockstep.vllm.requests import stop_reason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
-
     from lockstep.core.contract.commands import BatchPlan
     from lockstep.vllm.requests import Tracked
+    from vllm.v1.outputs import ModelRunnerOutput
 
 STATUS: dict[FinishReason, RequestStatus] = {
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,

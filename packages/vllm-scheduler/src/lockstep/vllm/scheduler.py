@@ -14,14 +14,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
-from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
-from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.request import Request, RequestStatus
-
 from lockstep.core.contract.commands import (
     CompileGrammar,
     ControlAnswered,
@@ -55,6 +47,13 @@ from lockstep.vllm.recording import NoRecording, Recording, begin_recording
 from lockstep.vllm.requests import Tracked, arrival
 from lockstep.vllm.results import STATUS, ClientOutputs, LaunchedBatch, batch_finished
 from lockstep.vllm.settings import read_settings, sched_config
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+from vllm.v1.request import Request, RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
