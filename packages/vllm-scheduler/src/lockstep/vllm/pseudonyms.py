@@ -51,21 +51,24 @@ class Pseudonyms:
 
         Args:
             samplers: the request of each sampling row.
-            commands: those of the Step that folded the event. A token is an output of its request if it was streamed.
+            commands: those of the Step that folded the event. Tokens that it streams are outputs of their requests.
         """
-        kept: set[RequestId] = set()
+        kept: dict[RequestId, int] = {}
         for command in commands:
             if isinstance(command, StreamTokens):
-                kept.update(command.request_ids.tolist())
-        found = []
-        for token, request_id in zip(np.frombuffer(event.tokens, np.int32).tolist(), samplers, strict=True):
-            if token in self._stops.get(request_id, ()):
-                found.append(token)
-                continue
-            (pseudonym,), state = self._chain([token], self._states.get(request_id, b""))
-            found.append(pseudonym)
-            if request_id in kept:
-                self._states[request_id] = state
+                kept.update(zip(command.request_ids.tolist(), command.token_counts.tolist(), strict=True))
+        tokens = np.frombuffer(event.tokens, np.int32).tolist()
+        counts = np.frombuffer(event.accepted, np.int32).tolist() if event.accepted else [1] * len(samplers)
+        found: list[int] = []
+        at = 0
+        for request_id, count in zip(samplers, counts, strict=True):
+            stops, state = self._stops.get(request_id, ()), self._states.get(request_id, b"")
+            for number, token in enumerate(tokens[at : at + count]):
+                (pseudonym,), state = self._chain([token], state)
+                found.append(token if token in stops else pseudonym)
+                if number < kept.get(request_id, 0):
+                    self._states[request_id] = state
+            at += count
         return replace(event, tokens=np.array(found, np.int32).tobytes())
 
     def forget(self, commands: Sequence[Command]) -> None:

@@ -26,7 +26,7 @@ class Tracked:
         self.request = request
         self.core_id = core_id
         self.prompt_tokens: int = request.num_prompt_tokens
-        self.blocks = 0  # entries of its block table that the workers have
+        self.blocks: list[int] = []  # its block table, as the workers have it
         self.sent = False  # whether the workers have the request
         self.outputs = request._output_token_ids  # delivered output tokens; the list that vLLM's views read
         self.tokens = request._all_token_ids  # prompt and delivered output tokens, likewise

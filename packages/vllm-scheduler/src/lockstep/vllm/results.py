@@ -47,27 +47,27 @@ class LaunchedBatch:
 
 def batch_finished(
     batch: LaunchedBatch, result: ModelRunnerOutput, started_us: int, now_us: int
-) -> tuple[BatchFinished, list[int]]:
-    """Return the event that answers the batch, and the sampled token of each sampling row.
+) -> tuple[BatchFinished, list[list[int]]]:
+    """Return the event that answers the batch, and the sampled tokens of each sampling row.
 
-    Raises: ContractError if a row that samples has not exactly one token.
+    Raises: ContractError if a row that samples has no token, or more than one without drafts.
     """
-    sampled, index = result.sampled_token_ids, result.req_id_to_index
-    tokens: list[int] = []
-    for entry in batch.samplers:
-        row = sampled[index[entry.request.request_id]]
-        if len(row) != 1:
-            raise ContractError(
-                f"request {entry.request.request_id}: the workers returned {len(row)} tokens for a row that samples one"
-            )
-        tokens.append(row[0])
+    sampled, index, plan = result.sampled_token_ids, result.req_id_to_index, batch.plan
+    names = [entry.request.request_id for entry in batch.samplers]
+    tokens = [sampled[index[name]] for name in names] if sampled or names else []
+    counts = [len(row) for row in tokens]
+    verifies = plan.speculation is not None
+    for name, count in zip(names, counts, strict=True):
+        if count != 1 and not (verifies and count):
+            raise ContractError(f"request {name}: the workers returned {count} tokens for a row that samples")
     event = BatchFinished(
         time_us=now_us,
-        batch_id=batch.plan.batch_id,
-        tokens=np.array(tokens, np.int32).tobytes(),
+        batch_id=plan.batch_id,
+        tokens=np.array([token for row in tokens for token in row], np.int32).tobytes(),
         started_us=started_us,
         finished_us=now_us,
-        generation=batch.plan.generation,
+        generation=plan.generation,
+        accepted=np.array(counts, np.int32).tobytes() if verifies else b"",
     )
     return event, tokens
 

@@ -54,6 +54,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,9 +95,13 @@ class Scheduler(SchedulerInterface):
         self._engine = Engine(config, digests=self._recording.present)
         self._output_builder = OutputBuilder(
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
+            context_tokens_max=vllm_config.model_config.max_model_len,
+            may_shrink=config.speculates,
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,
         )
+        self._draft_tokens: int = vllm_config.num_speculative_tokens
+        self._spec_stats: SpecDecodingStats | None = None
         self.requests: dict[str, Request] = {}
         self._tracked: dict[RequestId, Tracked] = {}
         self._core_ids: dict[str, RequestId] = {}
@@ -198,6 +203,7 @@ class Scheduler(SchedulerInterface):
         entry = self._tracked.pop(core_id)
         request = entry.request
         del self.requests[request.request_id], self._core_ids[request.request_id]
+        self._output_builder.drafts.pop(request.request_id, None)
         self._grammars = {digest: other for digest, other in self._grammars.items() if other is not request}
         self._finished.add(request.request_id)
         if self._finished_by_client is not None:
@@ -265,6 +271,7 @@ class Scheduler(SchedulerInterface):
     def _launch(self, launch: LaunchBatch, output: SchedulerOutput, now_us: int) -> None:
         plan, tracked = launch.plan, self._tracked
         self._output_builder.build(plan, tracked, output)
+        output.num_spec_tokens_to_schedule = self._draft_tokens
         ids = plan.request_ids[plan.sample_rows].tolist()
         samplers = [tracked[core_id] for core_id in ids]
         if any(entry.request.use_structured_output for entry in samplers):
@@ -278,6 +285,8 @@ class Scheduler(SchedulerInterface):
         """Fold the result of the oldest pass; return what clients get."""
         if scheduler_output.total_num_scheduled_tokens:
             self._collect(model_runner_output)
+            if scheduler_output.scheduled_spec_decode_tokens and self.log_stats:
+                self._count_drafts(scheduler_output, model_runner_output)
         taken = self._outputs.take()
         if self._finished_by_client:
             for client, names in self._finished_by_client.items():
@@ -299,18 +308,19 @@ class Scheduler(SchedulerInterface):
         ends = {one.request_id: one for one in step.commands if isinstance(one, FinishRequest)}
         streamed = [one for one in step.commands if isinstance(one, StreamTokens)]
         step.commands = [one for one in step.commands if not isinstance(one, StreamTokens | FinishRequest)]
-        due: set[RequestId] = set()
+        due: dict[RequestId, int] = {}
         for message in streamed:
-            due.update(message.request_ids.tolist())
+            due.update(zip(message.request_ids.tolist(), message.token_counts.tolist(), strict=True))
         outputs, manager = self._outputs, self.structured_output_manager
         refused: list[str] = []
-        for entry, token in zip(batch.samplers, tokens, strict=True):
+        for entry, sampled in zip(batch.samplers, tokens, strict=True):
             core_id = entry.core_id
-            if core_id not in due:
-                continue  # the request left after the launch, or the token ends it unsent
-            entry.outputs.append(token)
-            entry.tokens.append(token)
-            new = [token]
+            count = due.get(core_id)
+            if count is None:
+                continue  # the request left after the launch
+            new = sampled if count == len(sampled) else sampled[:count]
+            entry.outputs.extend(new)
+            entry.tokens.extend(new)
             if entry.request.use_structured_output and not manager.accept_tokens(entry.request, new):
                 refused.append(entry.request.request_id)
             end = ends.pop(core_id, None)
@@ -339,8 +349,9 @@ class Scheduler(SchedulerInterface):
         ]
         if not names:
             return None
-        mask = self.structured_output_manager.grammar_bitmask(self.requests, names, {})
-        return GrammarOutput(names, mask, [0] * len(names))
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        mask = self.structured_output_manager.grammar_bitmask(self.requests, names, drafts)
+        return GrammarOutput(names, mask, [len(drafts.get(name, ())) for name in names])
 
     def _poll_grammars(self) -> None:
         """Report grammars that vLLM has compiled since the last look, or could not compile."""
@@ -355,14 +366,26 @@ class Scheduler(SchedulerInterface):
             self._fold(GrammarReady(self._now_us(), digest, str(grammar) if isinstance(grammar, Exception) else ""))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Never called: speculative decoding is refused at start."""
-        raise NotImplementedError("speculative decoding is not supported by lockstep.vllm")
+        """Keep the drafts that the workers propose; the next plan decides how many of them are verified."""
+        drafts = self._output_builder.drafts
+        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request = self.requests.get(name)
+            if request is not None:
+                drafts[name] = self.structured_output_manager.validate_tokens(request, tokens)
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Never called: speculative decoding is refused at start."""
-        raise NotImplementedError("speculative decoding is not supported by lockstep.vllm")
+        """Never called: vLLM does so with asynchronous scheduling only, where drafts are refused at start."""
+        raise NotImplementedError("drafts with asynchronous scheduling are not supported by lockstep.vllm")
+
+    def _count_drafts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Add the drafts of a pass to vLLM's statistics."""
+        if self._spec_stats is None:
+            self._spec_stats = SpecDecodingStats.new(self._draft_tokens)
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            right = len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1
+            self._spec_stats.observe_draft(num_draft_tokens=len(drafts), num_accepted_tokens=right)
 
     # -------------------------------------------------------------------------------------------------- control, state
 
@@ -431,8 +454,9 @@ class Scheduler(SchedulerInterface):
             num_skipped_waiting_reqs=len(self._grammars),
             kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=self._prefix_cache,
+            spec_decoding_stats=self._spec_stats,
         )
-        self._prefix_cache = PrefixCacheStats()
+        self._prefix_cache, self._spec_stats = PrefixCacheStats(), None
         return stats
 
     def shutdown(self) -> None:

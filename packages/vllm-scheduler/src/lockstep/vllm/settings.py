@@ -94,7 +94,7 @@ def sched_config(
             "lockstep.vllm does not support: " + "; ".join(refused) + "\nhint: drop these, or --scheduler-cls"
         )
     scheduler = vllm_config.scheduler_config
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    budget = token_budget(vllm_config)
     values: dict[str, Any] = profile_settings(settings.profile)
     values |= {
         "page_size": block_size,
@@ -116,10 +116,33 @@ def sched_config(
             "retraction_policy": "priority",
             "default_priority_value": 0,
         }
+    if vllm_config.speculative_config is not None:
+        values |= {
+            "speculative_method": draft_method(vllm_config),
+            "num_speculative_tokens": vllm_config.num_speculative_tokens,
+        }
     values |= settings.scheduler
     config = SchedConfig(**_known(values))
     _check_budget(config, budget)
     return config
+
+
+def token_budget(vllm_config: VllmConfig) -> int:
+    """Return the most tokens of one pass that vLLM lets a scheduler plan."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    most: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    slots = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
+    return min(most, scheduler.max_num_batched_tokens - slots * scheduler.max_num_seqs)
+
+
+def draft_method(vllm_config: VllmConfig) -> str:
+    """Return the core's word for the source of vLLM's drafts."""
+    speculative = vllm_config.speculative_config
+    if speculative.method in ("ngram", "suffix"):
+        return "ngram"
+    if speculative.method == "draft_model":
+        return "draft_model"
+    return "mtp" if speculative.method == "mtp" else "eagle"
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
@@ -159,7 +182,12 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "encoder-decoder models": model.is_encoder_decoder,
         "multimodal inputs": model.supports_multimodal_inputs,
         "diffusion models": model.is_diffusion,
-        "speculative decoding (--speculative-config)": vllm_config.speculative_config is not None,
+        "drafts with asynchronous scheduling (hint: --no-async-scheduling)": bool(
+            vllm_config.speculative_config is not None and scheduler.async_scheduling
+        ),
+        "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner
+        ),
         "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
