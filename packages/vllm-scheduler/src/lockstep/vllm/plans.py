@@ -42,7 +42,7 @@ class OutputBuilder:
         self._ran_before: set[str] = set()
 
     def forget_previous(self) -> None:
-        """The next step is treated as if no request had run in the step before."""
+        """Treat the next step as if no request had run in the step before, as the workers do after an empty step."""
         self._ran_before.clear()
 
     def build(self, plan: BatchPlan, tracked: Mapping[RequestId, Tracked], output: SchedulerOutput) -> None:

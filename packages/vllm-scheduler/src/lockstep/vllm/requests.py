@@ -11,6 +11,7 @@ from lockstep.core.contract.events import Grammar, RequestArrived, RequestId, To
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.request import Request
 
 PRIVATE = "\2"
@@ -20,13 +21,14 @@ PRIVATE = "\2"
 class Tracked:
     """A request of vLLM that has not ended, with its number in the core."""
 
-    __slots__ = ("blocks", "core_id", "outputs", "prompt_tokens", "request", "sent", "tokens")
+    __slots__ = ("blocks", "core_id", "outputs", "prompt_logprobs", "prompt_tokens", "request", "sent", "tokens")
 
     def __init__(self, request: Request, core_id: RequestId) -> None:
         self.request = request
         self.core_id = core_id
         self.prompt_tokens: int = request.num_prompt_tokens
         self.blocks: list[int] = []  # its block table, as the workers have it
+        self.prompt_logprobs: LogprobsTensors | None = None  # computed, and not sent to the client yet
         self.sent = False  # whether the workers have the request
         self.outputs = request._output_token_ids  # delivered output tokens; the list that vLLM's views read
         self.tokens = request._all_token_ids  # prompt and delivered output tokens, likewise

@@ -111,8 +111,7 @@ class ClientOutputs:
         params, request_id = request.sampling_params, request.request_id
         if result.logprobs is not None and params is not None and params.num_logprobs is not None:
             output.new_logprobs = result.logprobs.slice_request(result.req_id_to_index[request_id], len(tokens))
-        if result.prompt_logprobs_dict:
-            output.new_prompt_logprobs_tensors = result.prompt_logprobs_dict.get(request_id)
+        output.new_prompt_logprobs_tensors, entry.prompt_logprobs = entry.prompt_logprobs, None
         if result.prompt_token_id_logprobs_dict:
             output.prompt_token_id_logprobs = result.prompt_token_id_logprobs_dict.get(request_id)
         if result.num_nans_in_logits and request_id in result.num_nans_in_logits:

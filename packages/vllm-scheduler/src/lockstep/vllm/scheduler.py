@@ -263,6 +263,8 @@ class Scheduler(SchedulerInterface):
         if launch is not None:
             self._launch(launch, output, now_us)
             step.commands.remove(launch)
+        else:
+            self._output_builder.forget_previous()
         self._perform(step)
         output.finished_req_ids, self._finished = self._finished, set()
         output.preempted_req_ids, self._preempted = self._preempted, set()
@@ -313,6 +315,10 @@ class Scheduler(SchedulerInterface):
             due.update(zip(message.request_ids.tolist(), message.token_counts.tolist(), strict=True))
         outputs, manager = self._outputs, self.structured_output_manager
         refused: list[str] = []
+        if result.prompt_logprobs_dict:  # the workers return them once, even if the token beside them is dropped
+            for entry in batch.samplers:
+                computed = result.prompt_logprobs_dict.get(entry.request.request_id)
+                entry.prompt_logprobs = computed if computed is not None else entry.prompt_logprobs
         for entry, sampled in zip(batch.samplers, tokens, strict=True):
             core_id = entry.core_id
             count = due.get(core_id)
