@@ -560,7 +560,7 @@ def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
         patched.setattr(Alone, "next_result", interrupted)
         first = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
     assert first.exit_code == 130
-    assert "keeps 7 simulations\nhint: the same command goes on from there" in first.stderr
+    assert "keeps 7 simulations\nhint: run the same command again to continue" in first.stderr
     assert not (tmp_path / "parts" / "plan.json").exists()
 
     second = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
@@ -892,7 +892,7 @@ def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path:
     assert process.returncode == (130 if in_the_middle else 0)
     if in_the_middle:
         assert stdout == ""
-        assert "hint: the same command goes on from there" in stderr
+        assert "hint: run the same command again to continue" in stderr
     next(folder.glob("simulations/*.json")).write_bytes(b"not JSON")
     second = invoke("--jobs", "1", "--out", str(folder))
     assert second.exit_code == whole.exit_code == 0, second.output

@@ -93,7 +93,7 @@ def _commands(winner: Candidate) -> str:
     for about, command in zip(
         ("Served, FOLDER being that of the model", "Emulated"), serve_commands(winner), strict=True
     ):
-        lacks = f"; not carried out there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
+        lacks = f"; not supported there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
         parts.append(f'<p class="lead">{about}{lacks}:</p>\n<div><pre>{escape(command.line)}</pre></div>')
     served = "\n".join(parts)
     return f"""<section id="commands" aria-labelledby="commands-h">
