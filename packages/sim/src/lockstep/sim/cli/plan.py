@@ -223,7 +223,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
-    """Return the number of cores that this process may use. A container's quota may be far below those of the machine.
+    """Return the number of cores that this process may use. A container's quota may be far below the machine's cores.
 
     Args:
         quota: the file with the quota.

@@ -24,7 +24,7 @@ def is_first(rows: Rows) -> Bools:
 def count_new_tokens(rows: Rows, offsets: Int32s, counts: Int32s, sent: Int64s) -> Int64s | Int32s:
     """Return how many tokens of each message are new to the client.
 
-    After a restart a message may repeat offsets. A token is new if it lies behind everything sent before, in these
+    After a restart a message may repeat offsets. A token is new if it is after all tokens sent before, in these
     messages or earlier.
 
     Args:

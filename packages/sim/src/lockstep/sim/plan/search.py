@@ -169,7 +169,7 @@ class Candidate:
     pruned: str = ""  # reason why it was not confirmed
     impossible: Evaluation | None = None  # evaluation at the lowest load, if it misses the SLO even there
     evaluations: list[Evaluation] = field(default_factory=list)  # long runs
-    best: Evaluation | None = None  # the answer for this configuration
+    best: Evaluation | None = None  # the evaluation that answers the question
     missed: Evaluation | None = None  # nearest load that was not sustained
 
     @property
@@ -702,9 +702,11 @@ def _replica_bounds(candidate: Candidate, load: float) -> tuple[int, int]:
 class Progress:
     """Callbacks on the progress of a plan."""
 
-    stage: Callable[[str, int], None] = lambda name, searches: None  # a stage begins, with so many searches
-    trial: Callable[[], None] = lambda: None  # a simulation ended
-    search: Callable[[], None] = lambda: None  # a search ended
+    stage: Callable[[str, int], None] = lambda name, searches: (
+        None
+    )  # called with the name of a new stage and its number of searches
+    trial: Callable[[], None] = lambda: None  # called after each simulation
+    search: Callable[[], None] = lambda: None  # called after each search
 
 
 def run_plan(

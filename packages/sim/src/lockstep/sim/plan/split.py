@@ -61,7 +61,7 @@ class RoleSplit:
         return sum(side.engines * (tp if side.tp is None else side.tp) * pp for side in self.sides.values())
 
     def groups(self, gpu: str, replicas: int) -> tuple[EngineGroup, EngineGroup]:
-        """Return the two groups of engines of so many replicas."""
+        """Return the two groups of engines for this number of replicas."""
         prefill, decode = (
             EngineGroup(count=side.engines * replicas, gpu=gpu, tp=side.tp, settings={"role": role})
             for role, side in self.sides.items()
@@ -90,7 +90,7 @@ def parse_split(text: str) -> RoleSplit | None:
 
 
 def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[RoleSplit]:
-    """Yield every split of so many GPUs that leaves no room for another engine.
+    """Yield every split of this number of GPUs that leaves no room for another engine.
 
     Args:
         tp: tp of the prefill engines.

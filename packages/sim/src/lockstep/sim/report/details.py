@@ -292,7 +292,7 @@ def _slowest(run: ReportRun) -> str:
 
 
 def _name(requests: Requests, i: int) -> str:
-    """`r17`, and the client's own label and tenant where there are any."""
+    """Return `r17`, followed by the client's label and tenant if there are any."""
     about = " · ".join(str(part) for part in (requests.label[i], requests.tenant[i]) if part)
     name = f"r{requests.request_id[i]}"
     return f'{name} <small class="label" title="{escape(about)}">{escape(about)}</small>' if about else name

@@ -332,7 +332,7 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def _problem(metrics: Any) -> str:
-    """Return what is missing or invalid in metrics.json; empty if nothing is."""
+    """Return the first missing or invalid part of metrics.json, as text; empty if all are valid."""
     try:
         read = convert({name: _shallow(name, part) for name, part in metrics.items()}, _Metrics)
         convert(metrics, _Deeper)

@@ -1,6 +1,6 @@
-"""Options of memory beside and below the device's pages: host, storage, pools of layers that differ.
+"""Options of memory beside and below the device's pages: host, storage, separate pools of other layers.
 
-Reads nothing heavy, for --help.
+This module imports nothing heavy, so that --help stays fast.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lockstep.host.options import Option
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How memory is shared out among layers of different kinds: hybrid_memory.py. Defaults of ratios are SGLang's."""
+    """Division of memory among layers of different kinds, see hybrid_memory.py. The default ratios are SGLang's."""
 
     hybrid_memory: Annotated[
-        Literal["on", "off"], Option("on: sliding windows and states of linear attention have pools of their own")
+        Literal["on", "off"], Option("on: separate pools for sliding windows and states of linear attention")
     ] = "off"
     swa_full_tokens_ratio: Annotated[
-        float, Option("with it: positions of the sliding layers' pool, of those of the full one")
+        float, Option("with --hybrid-memory: positions of the sliding-window pool over those of the full one")
     ] = 0.8
-    mamba_full_memory_ratio: Annotated[float, Option("with it: bytes of states, as a multiple of those of KV")] = 0.9
-    mamba_track_interval: Annotated[int, Option("with it: tokens between checkpoints of a state")] = 256
+    mamba_full_memory_ratio: Annotated[float, Option("with --hybrid-memory: bytes of states over bytes of KV")] = 0.9
+    mamba_track_interval: Annotated[int, Option("with --hybrid-memory: tokens between checkpoints of a state")] = 256
 
     def __post_init__(self) -> None:
         if self.hybrid_memory not in ("on", "off"):
@@ -34,8 +34,7 @@ class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             given = [name for name, value in _given(self).items() if value != "off"]
             if given:
                 raise ConfigError(
-                    f"`{given[0]}` is about pools of layers that differ, but `hybrid_memory` is off\n"
-                    "hint: add --hybrid-memory on"
+                    f"`{given[0]}` requires separate pools, but `hybrid_memory` is off\nhint: add --hybrid-memory on"
                 )
         if not 0.0 < self.swa_full_tokens_ratio <= 1.0:
             raise ConfigError(
@@ -50,12 +49,12 @@ class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def on(self) -> bool:
-        """Whether layers of other kinds have pools of their own."""
+        """Whether layers of other kinds have separate pools."""
         return self.hybrid_memory == "on"
 
 
 class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What lies below the device's cache, in the words of the command line. Nothing does without `host_cache_gb`."""
+    """Memory below the device's cache, by options of the command line. Without `host_cache_gb` there is none."""
 
     host_cache_gb: Annotated[float, Option("host memory for an engine's KV, in gigabytes; 0: none")] = (
         0.0  # 1e9 bytes, over all GPUs of the engine
@@ -64,7 +63,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float | None, Option("GB/s between a GPU and the host, each way: 450 is NVLink-C2C", default="PCIe")
     ] = None
     host_write_policy: Annotated[
-        WritePolicy, Option("when KV goes there: write_through, write_through_selective or write_back")
+        WritePolicy, Option("when KV is copied to the host: write_through, write_through_selective or write_back")
     ] = "write_through"
     load_tokens_min: Annotated[int, Option("fewer cached tokens on the host are computed again instead of loaded")] = 10
     storage_gb: Annotated[float, Option("storage below the host, in gigabytes; 0: none")] = 0.0  # 1e9 bytes

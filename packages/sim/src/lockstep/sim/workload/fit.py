@@ -51,7 +51,7 @@ _TAILS = 2.0 ** -np.arange(8, 17)  # probabilities beyond the grid of 1/128
 _GRID = np.concatenate((_TAILS[::-1], np.linspace(1 / 128, 127 / 128, 127), 1 - _TAILS))
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- measures ---------------------------------------------------------------------------------------------------------
 
 
 class Burstiness(NamedTuple):

@@ -57,7 +57,7 @@ class MediaSpec(NamedTuple):
     exponent: float = 0.0  # content k (from 1) is chosen with weight 1 / k**exponent
 
     def content(self, encoders: Encoders) -> MediaContent:
-        """Return the content as a model's encoder sees it. Raises CatalogueError for a kind that the model does not take."""
+        """Return the content as an encoder sees it. Raises CatalogueError for a kind that the model does not take."""
         if self.kind == "image":
             return encoders.image(self.width, self.height)
         if self.kind == "video":
