@@ -3,7 +3,7 @@
     python benchmarks/vllm_scheduling_cost.py [--running 32,256,1024] [--steps 200] [--rounds 5] [--json FILE]
 
 Run it with the interpreter of an environment that has vLLM and lockstep-vllm. Both schedulers get the same requests and
-the same made-up tokens; `schedule()` and `update_from_output()` of steady decode steps are timed, in alternating rounds.
+the same made-up tokens. `schedule()` and `update_from_output()` of steady decode steps are timed in alternating rounds.
 Exit status 1 if Lockstep's step costs more than a third of vLLM's at 256 running.
 """
 

@@ -1,7 +1,9 @@
 """A BatchPlan of the core as vLLM's SchedulerOutput.
 
 The workers keep a block table per request and append to it. A request that resumes after it was retracted is sent with
-its whole table, and so is one whose table became shorter because drafts were refused. Page p of the core is block p + 1: block 0 is vLLM's null block.
+its whole table, and so is a request whose table became shorter because drafts were refused.
+
+Page p of the core is block p + 1: block 0 is vLLM's null block.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ FIRST_BLOCK = 1
 
 
 class OutputBuilder:
-    """Turns plans into scheduler outputs. It keeps what the workers know: which requests ran in the step before."""
+    """Turns plans into scheduler outputs. It records which requests ran in the step before, as the workers do."""
 
     def __init__(
         self, *, tokens_max: int, context_tokens_max: int, may_shrink: bool, v2_runner: bool, uses_mrope: bool

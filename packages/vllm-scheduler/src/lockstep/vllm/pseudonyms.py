@@ -1,9 +1,9 @@
-"""Token ids for a journal that holds nobody's text and still replays decision for decision.
+"""Token ids for a journal that holds no text and still replays decision for decision.
 
 The core compares token ids in two places only: prefixes in the radix cache, and stop tokens. So the journal may hold
-any other ids for which both comparisons come out alike. Id i of a text becomes a keyed hash of ids 0 to i: equal
-prefixes stay equal, and after the first difference everything differs. The key is drawn for each journal and stored
-nowhere. A stop token of its own request is kept as it is.
+any other ids for which both comparisons have the same outcome. Id i of a text becomes a keyed hash of ids 0 to i: equal
+prefixes stay equal, and after the first difference all ids differ. The key is drawn at random for each journal and is
+not stored. A stop token of its own request is kept as it is.
 """
 
 from __future__ import annotations
