@@ -153,8 +153,9 @@ class FastRun:
         """Run to the end, or until `stop_requested`, and pass all measurements to the folds.
 
         Args:
-            ask: called with the number of arrived requests after `ask_after` of them; returns the number of further
-                requests before the next call, or 0 to end the run there.
+            ask_after: number of arrived requests at which `ask` is first called.
+            ask: called with the number of arrived requests; returns the number of further requests before the next
+                call, or 0 to end the run there.
         Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
         run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
