@@ -149,19 +149,19 @@ class FastRun:
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
 
-    def run(self, ask_after: int = -1, ask: Callable[[int], int] | None = None) -> bool:
+    def run(self, pause_after: int = -1, on_pause: Callable[[int], int] | None = None) -> bool:
         """Run to the end, or until `stop_requested`, and pass all measurements to the folds.
 
         Args:
-            ask_after: number of arrived requests at which `ask` is first called.
-            ask: called with the number of arrived requests; returns the number of further requests before the next
-                call, or 0 to end the run there.
+            pause_after: number of arrived requests at which `on_pause` is first called; -1: never.
+            on_pause: called with the number of arrived requests; returns the number of further requests before the
+                next call, or 0 to end the run there.
         Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
         run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
         costs = [one.cost for one in self._engines]
         seed, took_us = self._load.seed, 0.0
-        run["until_question"] = ask_after
+        run["until_question"] = pause_after
         while not self.stop_requested:
             why = advance(self._addresses.ctypes.data, took_us)
             if why == kernel.PRICED:
@@ -174,8 +174,8 @@ class FastRun:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
-            elif why == kernel.ASKED and ask is not None:
-                again = ask(int(run["next_request"][0]))
+            elif why == kernel.ASKED and on_pause is not None:
+                again = on_pause(int(run["next_request"][0]))
                 if not again:
                     break
                 run["until_question"] = again
