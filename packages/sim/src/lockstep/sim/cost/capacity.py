@@ -1,4 +1,4 @@
-"""How many tokens of KV fit beside the weights.
+"""KV capacity: the tokens of KV that fit beside the weights.
 
 # 0 ......... weights ......... activations ........ runtime ........ KV pages ......... mem_fraction ... memory
 # | per rank    | peak of one chunk  | context, NCCL   | the rest, in whole pages        | not used
@@ -148,7 +148,7 @@ def kv_capacity(
     return replace(tightest, stages_weights_bytes=tuple(one.weights_bytes for one in found), stages_left_bytes=left)
 
 
-UNBOUNDED_PAGES = 2**40  # of a stage without layers that keep KV
+UNBOUNDED_PAGES = 2**40  # capacity of a stage without layers that keep KV
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ Columns = dict[str, NDArray[Any]]
 MEASURED_ORDER = ("all_gather", "alltoall", "reduce_scatter", "all_reduce")
 ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
 DTYPE_COLUMNS = {"custom_allreduce": "allreduce_dtype", "nccl": "nccl_dtype"}
-HALF_BYTES = 2  # of an element where no column names its dtype
+HALF_BYTES = 2  # bytes of an element if no column names its dtype
 
 
 def add_operations(path: Path, operator: str, columns: Columns) -> None:

@@ -34,7 +34,7 @@ def expected_max_load(assignments: int, ranks: int, experts: int, cv: float = 0.
     if ranks == 1 or not assignments:
         return float(assignments)
     mean = assignments / ranks
-    shape = experts / cv**2 if cv else math.inf  # of the gamma distribution of a rank's popularity
+    shape = experts / cv**2 if cv else math.inf  # shape of the gamma distribution of a rank's popularity
     if assignments <= EXACT_MAX:
         found = _conditioned(_pmf(mean, shape, 0, assignments), assignments, ranks)
     else:

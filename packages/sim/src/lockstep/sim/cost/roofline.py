@@ -66,7 +66,7 @@ ATTENTION_SMALL_KERNELS = 2  # rope; KV write
 ACTIVATION_KERNELS = 1  # silu and multiply
 EXPERT_KERNELS = 3  # top-k, sort by expert, sum over experts
 DELTA_KERNELS = 3  # convolution, recurrence, gated norm
-LATENT_KERNELS = 8  # of one layer of latent attention: four GEMMs, attention, and small ones with the latents' norms
+LATENT_KERNELS = 8  # kernels of one layer of latent attention: four GEMMs, attention, small ones with latents' norms
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
 

@@ -180,7 +180,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> Float64s:
         numbers = np.array(values, np.float64)
     except ValueError:
         numbers = np.array([_float(value) for value in values])
-    good = np.isfinite(numbers) & ((numbers > 0) | (name == "window_size"))  # where 0 and -1 are no window
+    good = np.isfinite(numbers) & ((numbers > 0) | (name == "window_size"))  # 0 and -1: no window
     if not good.all():
         row = int(np.argmin(good))
         raise CatalogueError(

@@ -28,7 +28,7 @@ FORCES_SOURCE = (
 class Forcing:
     """The frequency and the length of runs of forced tokens."""
 
-    chance: float  # that forced tokens follow a drawn token
+    chance: float  # probability that forced tokens follow a drawn token
     tokens: int  # length of a run of forced tokens
     seed: int
     source: str

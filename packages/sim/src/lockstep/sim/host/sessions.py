@@ -24,7 +24,7 @@ FIRST_CONTROL = 1_000_000  # control ids of sessions are above this; those of ad
 
 
 class HoldingSink(Protocol):
-    """What a host reports about sessions; `MetricsFold` implements it."""
+    """Receives the measurements of sessions; `MetricsFold` implements it."""
 
     def sessions_held(self, time_us: int, pages: int) -> None:
         """Record the pages that sessions hold and no request does, valid from `time_us` on."""
