@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rule of a script, as in its file."""
+    """One rule of a script: a text that prompts contain, and the answer to them."""
 
     when: str
     say: str
@@ -104,12 +104,8 @@ class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Script:
     """Prepared answers of an emulated model to certain prompts, for trying clients of tool calls and the like.
 
-    A rule applies if its text `when` occurs in the prompt. Of several such rules, the one with the last occurrence is
-    used. Its text `say` is the answer.
-
-        [[answer]]
-        when = "weather"
-        say = "<tool_call>..."
+    A script is a TOML file of rules; docs/serving.md shows one. A rule applies if its text occurs in the prompt. Of
+    several such rules, the one with the last occurrence is used.
     """
 
     def __init__(self, text: Texts, answers: Sequence[tuple[str, str]]) -> None:
@@ -164,7 +160,7 @@ class EmulatedTimes:
             shape = self._adapters.on(plan, shape)
         expected = self._cost.batch_us(shape)
         took_us = expected.mean_us
-        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
+        for further in range(1, plan.steps):  # each further step has all rows of the launch, one position later
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
             took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         if expected.spread_us > 0.0:
