@@ -198,7 +198,7 @@ class EmulatedExecutor:
         self._unsampled: set[BatchId] = set()  # batches in the queue with matchers that have not moved yet
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended, microseconds
-        self.weights_version = 0  # other weights give other tokens
+        self.weights_version = 0  # tokens depend on the version
 
     @property
     def in_flight(self) -> int:
@@ -264,7 +264,7 @@ class EmulatedExecutor:
         self._scripted.pop(taken.row, None)
         if self._script is not None and (answer := self._script.answer(prompt)) is not None:
             self._scripted[taken.row] = answer
-        # other adapters give other tokens
+        # tokens depend on the adapter
         adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""
         key = self._vocabulary.key(prompt, seed, adapter)
         self._keys[taken.row] = key

@@ -141,7 +141,7 @@ def describe(settings: ServeSettings) -> str:
         *([f"router     {settings.router}"] if settings.dp > 1 else []),
         *([f"admission  {settings.admission}"] if settings.admission is not None else []),
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
-        f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
+        f"changed    {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
         *(f"  {name} = {value}" for name, value in info.settings.items()),
     ]

@@ -119,9 +119,8 @@ class Server:
         Args:
             lora_path: SGLang's field for the name of an adapter.
         """
-        self.model(
-            model
-        )  # raises for an adapter that was just unloaded, whose requests must not run on the model alone
+        # raises for an adapter that was just unloaded: its requests must not run on the model alone
+        self.model(model)
         named = self._adapter_named(model)
         if not lora_path:
             return named

@@ -195,7 +195,7 @@ class Metrics:
                 else:
                     stand[metric.name] = metric
         found += stand.values()
-        return generate_latest(_Given([*found, *self._renamed(found)]))
+        return generate_latest(_MetricList([*found, *self._renamed(found)]))
 
     def _labels(self, engine: int) -> tuple[str, str]:
         """Return the labels of a model and an engine. Requests that never had an engine have `none`."""
@@ -324,7 +324,7 @@ class _ByEngine(dict[int, Figure]):
         return made
 
 
-class _Given:
+class _MetricList:
     """A registry of metrics that already exist."""
 
     def __init__(self, metrics: list[Metric]) -> None:

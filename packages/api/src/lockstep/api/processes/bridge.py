@@ -78,7 +78,7 @@ class Reply:
         self.logprobs: list[float] = []
         self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens at each position
         self.ended: SampleEnded | None = None
-        self.differs = False  # repeated tokens differed from those already sent to the client
+        self.differs = False  # whether repeated tokens differ from tokens already sent to the client
         self.arrivals: list[tuple[float, int]] = []  # (time.monotonic, tokens received so far); emptied by the metrics
         self._changed = changed
 
@@ -111,7 +111,7 @@ class Ticket:
 
     def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
         self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
-        self.sent = False  # to an engine, possibly one that has ended
+        self.sent = False  # whether it was sent to an engine, also to one that has ended
         self.engine = -1  # number of its engine
         self.session = ""  # key that keeps requests on one engine
         self._placed: list[Callable[[], object]] = []
@@ -324,7 +324,7 @@ class Bridge:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The adapters that requests may name, with the path that each came from."""
+        """The adapters that requests may name, with the path of each."""
         if self._named[0] is not self.known:
             self._named = (self.known, {one.name: one.path for one in self.known.entries})
         return self._named[1]

@@ -136,7 +136,7 @@ class ClusterBridge:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Adapters that all engines have, with the path that each came from."""
+        """Adapters that all engines have, with the path of each."""
         first, *others = [one.adapters for one in self.left] or [{}]
         return {name: path for name, path in first.items() if all(name in one for one in others)}
 

@@ -137,7 +137,7 @@ def _raise_at_arrival(host: RuntimeHost, token: int) -> None:
 
     def faulty(event: ObservedEvent) -> Step:
         if isinstance(event, RequestArrived) and np.frombuffer(prompt_bytes(event.prompt), np.int32)[0] == token:
-            raise RuntimeError("a mistake in the core")
+            raise RuntimeError("a planted fault in the core")
         return step(event)
 
     host.engine.step = faulty  # type: ignore[method-assign,assignment]  # a planted fault

@@ -202,7 +202,7 @@ class RouterService:
         self._lost.add(message.engine)
         self._sessions = {key: owner for key, owner in self._sessions.items() if owner != message.engine}
         gone = [key for key, opened in self._open.items() if opened[0] == message.engine]
-        if self.queue is not None:  # the workers end the requests of the engine, so nothing is sent again
+        if self.queue is not None:  # the workers end the requests of the engine, so the router sends none of them again
             self._state(message.engine, "recovering")
         for key in gone:
             if self.queue is not None:
