@@ -194,7 +194,7 @@ def mixed_requests(count: int, *, seed: int, structured: bool = True) -> list[As
     rng = random.Random(seed)
     shared = [[rng.randrange(10, VOCAB) for _ in range(rng.choice([20, 70, 150]))] for _ in range(6)]
     requests = []
-    for number in range(count):
+    for _ in range(count):
         prefix = rng.choice(shared) if rng.random() < 0.6 else []
         prompt = prefix + [rng.randrange(10, VOCAB) for _ in range(rng.randrange(1, 120))]
         params: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 20, 60, 120])}

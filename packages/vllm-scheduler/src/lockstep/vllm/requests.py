@@ -43,7 +43,8 @@ def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens:
         reads_tokens: whether prompts are compared, as the prefix cache does; otherwise only their length counts.
     """
     params = request.sampling_params
-    stops, grammar = (), None
+    stops: tuple[int, ...] = ()
+    grammar: Grammar | None = None
     if params is not None:
         stops = tuple(params.stop_token_ids or ())
         if params.eos_token_id is not None and params.eos_token_id not in stops:
@@ -51,6 +52,7 @@ def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens:
         if request.use_structured_output:
             grammar = grammar_of(request.request_id)
     ids = request.prompt_token_ids
+    prompt: TokenIds | TokenRuns
     if ids is None or not reads_tokens:
         prompt = TokenRuns((0, request.num_prompt_tokens))
     else:
