@@ -4,7 +4,7 @@
     python3 dev.py demo               how many requests a second one GPU serves within its SLOs
     python3 dev.py lockstep ARGS      the `lockstep` command, e.g. `lockstep simulate --help`
     python3 dev.py test ARGS          pytest, on all cores; `-n0` for one process
-    python3 dev.py vllm-test ARGS     tests of lockstep.vllm with a vLLM in an environment of its own; --short for a part
+    python3 dev.py vllm-test ARGS     tests/vllm with a vLLM in an environment of its own; --short for a part
     python3 dev.py check              ruff, its formatter, mypy --strict, and the golden journals
     python3 dev.py scenarios ARGS     run the golden stories and write their expected part
     python3 dev.py golden ARGS        record golden journals that are missing, or by name again
@@ -129,7 +129,7 @@ def ensure_vllm(folder):
             return ""
         free = shutil.disk_usage(folder.parent).free
         if free < VLLM_BYTES:
-            return f"{folder.parent} has {free >> 20:,} MiB free; an environment with vLLM requires {VLLM_BYTES >> 20:,}"
+            return f"{folder.parent} has {free >> 20:,} MiB free, and vLLM requires {VLLM_BYTES >> 20:,}"
         began = time.monotonic()
         print(f"dev.py: making {folder} with {VLLM}, 3.5 GB, a few minutes ...", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
