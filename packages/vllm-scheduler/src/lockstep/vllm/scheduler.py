@@ -24,6 +24,7 @@ from lockstep.core.contract.commands import (
     Step,
     StreamTokens,
 )
+from lockstep.core.contract.errors import LockstepError
 from lockstep.core.contract.events import (
     ClockAdvanced,
     Control,
@@ -131,7 +132,11 @@ class Scheduler(SchedulerInterface):
 
     def _take_in(self, event: ObservedEvent, samplers: tuple[RequestId, ...] = ()) -> Step:
         """Fold one event, record it, and carry out what is not specific to the caller."""
-        step = self._engine.step(event)
+        try:
+            step = self._engine.step(event)
+        except LockstepError:
+            self._recording.append_refused(event)
+            raise
         self._recording.append(event, step, samplers)
         self._wake_at_us = step.wake_at_us
         for decided in step.decided:
