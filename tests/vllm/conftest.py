@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from pathlib import Path
 
 import pytest
 
+from tests.vllm.support import HAVE_VLLM
+
 HERE = Path(__file__).parent
+
+if HAVE_VLLM:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("lockstep.vllm.scheduler")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
