@@ -112,6 +112,29 @@ def test_no_prefix_cache_and_no_chunks(overlap: bool, reference: Reference) -> N
         check_equal(llm, requests, ours, own)
 
 
+def test_a_reset_of_running_requests_changes_no_answer(reference: Reference) -> None:
+    """Every running request loses its KV in the middle, and the workers get it as a preempted one."""
+    requests, own = reference("llama")
+    with engine(model_folder("llama"), **POOLS["llama"]) as llm:
+        scheduler, steps = scheduler_of(llm), iter(range(1000))
+        original = scheduler.schedule
+
+        def schedule(throttle_prefills: bool = False) -> Any:
+            if next(steps) == 20:
+                assert scheduler.get_request_counts()[0] > 1
+                assert not scheduler.reset_prefix_cache()
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
+                assert scheduler.get_request_counts()[0] == 0
+                output = original()
+                assert output.preempted_req_ids
+                return output
+            return original()
+
+        scheduler.schedule = schedule
+        check_equal(llm, requests, run(llm, requests, aborts_of(requests)), own)
+        assert_idle(llm)
+
+
 def test_chunks_of_64_tokens(reference: Reference) -> None:
     requests, own = reference("demo")
     with engine(model_folder("demo"), num_gpu_blocks_override=60, max_num_batched_tokens=64) as llm:

@@ -43,7 +43,7 @@ def configuration(**changed: Any) -> Any:
         scheduler_config=SimpleNamespace(
             async_scheduling=False, enable_chunked_prefill=True, long_prefill_token_threshold=0,
             max_num_active_seqs=None, max_num_batched_tokens=1024, max_num_scheduled_tokens=None, max_num_seqs=64,
-            policy="fcfs",
+            policy="fcfs", prefill_schedule_interval=1,
         ),
         speculative_config=None,
         use_v2_model_runner=False,
@@ -189,6 +189,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "diffusion models": {"model_config__is_diffusion": True},
     "auxiliary outputs": {"aux_output_config": SimpleNamespace(enabled=True)},
     "sampling masks": {"model_config__return_sampling_mask": True},
+    "--prefill-schedule-interval": {"scheduler_config__prefill_schedule_interval": 4},
     "--long-prefill-token-threshold": {"scheduler_config__long_prefill_token_threshold": 100},
 }
 

@@ -178,7 +178,9 @@ class Scheduler(SchedulerInterface):
             request.prefill_stats.set(request.num_prompt_tokens, min(event.cached_tokens, request.num_prompt_tokens), 0)
 
     def _retracted(self, event: RequestRetracted) -> None:
-        request = self._tracked[event.request_id].request
+        self._preempt(self._tracked[event.request_id].request)
+
+    def _preempt(self, request: Request) -> None:
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._preempted.add(request.request_id)
@@ -435,7 +437,11 @@ class Scheduler(SchedulerInterface):
         of passes in flight are dropped.
         """
         if reset_running_requests:
+            running = [one.request for one in self._tracked.values() if one.request.status == RequestStatus.RUNNING]
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
+            for request in running:  # the core decides no retraction of each: all of them wait again
+                self._preempt(request)
+                request.num_computed_tokens = 0
             self._output_builder.forget_previous()
             return True
         answer = self._control(Flush())

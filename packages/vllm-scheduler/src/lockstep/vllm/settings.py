@@ -195,6 +195,8 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "models without KV cache": not groups,
         f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
         "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
+        "prefills of data-parallel ranks in step (--prefill-schedule-interval)": scheduler.prefill_schedule_interval
+        > 1,
         "models that require zeroed KV blocks": kv_cache_config.needs_kv_cache_zeroing,
     }
     return [name for name, found in findings.items() if found]
