@@ -69,7 +69,6 @@ VLLM_TOOLS = ("hypothesis>=6.130", "polars>=1.30", "pytest>=9", "rich>=14", "sim
 VLLM_UNUSED = ("torchvision", "torchaudio", "torchcodec")  # wheels that require CUDA and fail to be imported without
 VLLM_BYTES = 6 << 30  # on disk, with the downloads beside it
 VLLM_PACKAGES = ("packages/sched-core", "packages/sim", "packages/vllm-scheduler", "tools")
-VLLM_SHORT = "not (mixtral or deepseek or gemma3 or slow)"
 
 
 def main(argv):
@@ -101,7 +100,7 @@ def test(args):
 def vllm_test(args):
     """Make the environment if it is not there, and run tests/vllm in it. Without vLLM's wheel nothing is tested."""
     if args[:1] == ["--short"]:
-        args = ["-k", VLLM_SHORT, *args[1:]]
+        args = ["-m", "not long", *args[1:]]
     if sys.platform != "linux":
         print(f"dev.py vllm-test: skipped: there is no wheel of {VLLM} for {sys.platform}")
         return 0

@@ -26,6 +26,7 @@ from tests.vllm.support import (
 )
 
 pytestmark = needs_vllm
+long = pytest.mark.long
 
 Reference = Callable[[str], tuple[list[Asked], list[Answer]]]
 
@@ -70,7 +71,7 @@ def check_equal(llm: Any, requests: list[Asked], ours: list[Answer], own: list[A
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("family", REQUESTS)
+@pytest.mark.parametrize("family", [one if one == "demo" else pytest.param(one, marks=long) for one in REQUESTS])
 def test_answers_equal_vllms_own(family: str, overlap: bool, reference: Reference) -> None:
     if family == "deepseek" and overlap:
         pytest.skip("MLA on CPUs with asynchronous scheduling: vLLM's own answers differ from its synchronous ones")
@@ -86,6 +87,7 @@ def test_answers_equal_vllms_own(family: str, overlap: bool, reference: Referenc
     assert {reason for one in ours for reason, _ in one.ends} == {"stop", "length", "abort"}
 
 
+@long
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_seeded_draws(overlap: bool) -> None:
     """Without retraction: a draw whose token is dropped advances the generator of its request in vLLM's workers."""
@@ -101,6 +103,7 @@ def test_seeded_draws(overlap: bool) -> None:
         assert_idle(llm)
 
 
+@long
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "async"])
 def test_no_prefix_cache_and_no_chunks(overlap: bool, reference: Reference) -> None:
     requests, own = reference("demo")
@@ -112,6 +115,7 @@ def test_no_prefix_cache_and_no_chunks(overlap: bool, reference: Reference) -> N
         check_equal(llm, requests, ours, own)
 
 
+@long
 def test_a_reset_of_running_requests_changes_no_answer(reference: Reference) -> None:
     """Every running request loses its KV in the middle, and the workers get it as a preempted one."""
     requests, own = reference("llama")
@@ -135,6 +139,7 @@ def test_a_reset_of_running_requests_changes_no_answer(reference: Reference) -> 
         assert_idle(llm)
 
 
+@long
 def test_chunks_of_64_tokens(reference: Reference) -> None:
     requests, own = reference("demo")
     with engine(model_folder("demo"), num_gpu_blocks_override=60, max_num_batched_tokens=64) as llm:
@@ -142,6 +147,7 @@ def test_chunks_of_64_tokens(reference: Reference) -> None:
         assert_idle(llm)
 
 
+@long
 def test_a_changed_policy_changes_no_answer(reference: Reference) -> None:
     requests, own = reference("demo")
     settings = {"profile": "sglang", "scheduler": {"schedule_policy": "lpm", "batching": "prefill_first"}}
@@ -152,6 +158,7 @@ def test_a_changed_policy_changes_no_answer(reference: Reference) -> None:
         check_equal(llm, requests, ours, own)
 
 
+@long
 def test_ngram_drafts_change_no_answer(reference: Reference) -> None:
     """Prompts that repeat themselves, so that drafts are accepted as well as refused."""
     requests = [
