@@ -172,7 +172,7 @@ VLLM_LABEL = re.compile(r"(?:\d+_)?(.+)-[0-9a-f]{8}", re.DOTALL)
 """A request id inside of vLLM: the number of the sample if there are several, the client's id, and random digits."""
 
 
-def _clients_id(label: str) -> str:
+def clients_id(label: str) -> str:
     """Return the id under which a client of vLLM knows the request of this label."""
     match = VLLM_LABEL.fullmatch(label)
     return match[1] if match else label
@@ -192,7 +192,7 @@ def _named(run: Path, name: str) -> _Named:
             if event.request_id + sample == wanted:
                 by_id = wanted
             label = sample_label(event.label, sample) if event.label else ""
-            if label and (label == name or (of_vllm and _clients_id(label) == name)):
+            if label and (label == name or (of_vllm and clients_id(label) == name)):
                 by_label.append(event.request_id + sample)
     return _Named(by_label, by_id, arrived)
 

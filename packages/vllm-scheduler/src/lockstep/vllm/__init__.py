@@ -11,7 +11,8 @@ vLLM calls the scheduler; the scheduler feeds an unchanged `lockstep.core.Engine
     every event                   ->  recording.py: a thread               the journal
 
 `settings.py` derives the core's settings from vLLM's, and refuses what is not supported, by name. `scheduler.py` holds
-the class itself. Nothing here decides what runs. Importing this package does not import vLLM.
+the class itself. `recorder.py` records vLLM's own scheduler and decides nothing. No module of this package decides what
+runs. Importing this package does not import vLLM.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.vllm.recorder import Recorder as Recorder
     from lockstep.vllm.scheduler import Scheduler as Scheduler
 
 
@@ -27,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from lockstep.vllm.scheduler import Scheduler
 
         return Scheduler
-    raise AttributeError(f"lockstep.vllm has no `{name}`; it has Scheduler")
+    if name == "Recorder":
+        from lockstep.vllm.recorder import Recorder
+
+        return Recorder
+    raise AttributeError(f"lockstep.vllm has no `{name}`; it has Scheduler and Recorder")
