@@ -14,9 +14,10 @@ from lockstep.core.contract.errors import ContractError, InvariantError
 from lockstep.core.contract.events import BlocksFound, PrefetchFinished
 from lockstep.core.journal import snapshot
 from lockstep.core.kv.block_tiers import HostPool
-from lockstep.core.kv.radix import RadixCache, RadixNode
+from lockstep.core.kv.radix import RadixCache
 from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.window_pool import WindowPool
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.driver import Driver
 

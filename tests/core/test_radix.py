@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from lockstep.core.contract.errors import InvariantError
-from lockstep.core.kv.radix import LockError, RadixCache, RadixNode
+from lockstep.core.kv.radix import LockError, RadixCache
+from lockstep.core.requests.radix_node import RadixNode
 
 ALL = 1 << 30  # more pages than any prompt here has
 

@@ -29,7 +29,8 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.kv import block_tiers, tiers
-from lockstep.core.kv.block_tiers import HostBlocks, Kind, Moved, in_storage
+from lockstep.core.kv.block_tiers import HostBlocks, in_storage
+from lockstep.core.kv.operations import Kind, Moved
 from lockstep.core.scheduler.engine import Engine
 from tests.support.driver.actions import Action
 from tests.support.driver.run import run_actions

@@ -19,9 +19,10 @@ from lockstep.core.contract.config import SchedConfig
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
+from lockstep.core.kv.deferred import DeferredFree
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.memory import DeferredFree, Memory
-from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.memory import Memory
+from lockstep.core.kv.radix import Inserted, RadixCache
 from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.kv.state_pool import StatePool
 from lockstep.core.kv.tiers import Tiers
@@ -30,6 +31,7 @@ from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
+from lockstep.core.requests.radix_node import Found, RadixNode
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RequestTable, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
@@ -256,8 +258,8 @@ def early_free() -> Plant:
 
     def bug(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         leave(memory, request, step, **how)
-        while memory.deferred_frees:
-            memory.release(memory.deferred_frees.pop(), step)
+        while memory.deferred.rows:
+            memory.release(memory.deferred.rows.pop(), step)
 
     return _replaced(Memory, "leave", bug)
 

@@ -138,5 +138,4 @@ class PreemptionPiece(Piece):
 
     def _writes_first(self) -> bool:
         """Whether the KV of retracted requests, which the radix cache holds, is first written to host memory."""
-        tiers = self.engine.memory.tiers
-        return self.engine.config.retracted_kv == "cache" and tiers.device_busy
+        return self.engine.config.retracted_kv == "cache" and self.engine.memory.operations.device_busy

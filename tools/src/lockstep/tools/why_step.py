@@ -316,13 +316,13 @@ def _left_out(
 def _deferred(engine: Engine) -> list[str]:
     """What batches in flight still read or write, and so is not free yet."""
     lines = []
-    for deferred in engine.memory.deferred_frees:
+    for deferred in engine.memory.deferred.rows:
         pages = -(-deferred.computed // engine.config.page_size) - deferred.protected_pages
         lines.append(
             f"row {deferred.row} and {count(pages, 'page')} of a request that left, "
             f"until b{deferred.free_after} is delivered"
         )
-    for free_after, duplicates in engine.memory.deferred_pages:
+    for free_after, duplicates in engine.memory.deferred.pages:
         lines.append(
             f"pages {runs(sorted(duplicates.tolist()))}, duplicates of cached ones, until b{free_after} is delivered"
         )

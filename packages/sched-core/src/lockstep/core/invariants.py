@@ -27,10 +27,11 @@ from lockstep.core.requests.table import BASE, Request, RequestState
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from lockstep.core.kv.radix import RadixNode
+    from lockstep.core.kv.operations import Operation
     from lockstep.core.kv.state_pool import StatePool
-    from lockstep.core.kv.tiers import Operation, Tiers
+    from lockstep.core.kv.tiers import Tiers
     from lockstep.core.kv.window_pool import WindowPool
+    from lockstep.core.requests.radix_node import RadixNode
     from lockstep.core.scheduler.engine import Engine
 
 
@@ -112,20 +113,21 @@ def self_check(engine: Engine) -> None:
 def check_quiescent(engine: Engine) -> None:
     """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
     check(engine)
-    tiers = engine.memory.tiers
+    operations = engine.memory.operations
     cached = engine.memory.radix.total_pages
-    cached += tiers.loading_pages
+    cached += operations.loading_pages
     locked = engine.memory.radix.locked_pages
     free_rows = len(engine.memory.table.free_rows)
     _same("L9 free pages and cached pages", engine.memory.pool.free_count + cached, engine.config.pages)
-    if not tiers.device_busy:
+    if not operations.device_busy:
         _same("L9 locked pages", locked, engine.sessions.pages_held_alone())
     _same("L9 free rows", free_rows, len(engine.memory.table.holders))
     owners = (
         (engine, "waiting held in_flight"),
         (engine.prerequisites, "followers"),
         (engine.controls, "drains"),
-        (engine.memory, "deferred_frees deferred_pages rewrites rows_taken pending lent"),
+        (engine.memory.deferred, "rows pages lent"),
+        (engine.memory, "rewrites rows_taken pending"),
         (engine.media, "pins line deferred queued"),
     )
     for owner, names in owners:
@@ -134,7 +136,7 @@ def check_quiescent(engine: Engine) -> None:
                 _fail(f"L9: `{name}` is not empty at rest: {getattr(owner, name)}")
     _same("L9 active", engine.active, 0)
     hybrid = engine.memory.hybrid
-    at_rest = not tiers.device_busy
+    at_rest = not operations.device_busy
     if hybrid.window is not None and at_rest:
         _same("L9 locked window pages", int(hybrid.window.locks.sum()), 0)
     if hybrid.states is not None and at_rest:
@@ -179,7 +181,7 @@ def _rows(engine: Engine, facts: Facts) -> None:
     """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
     table = engine.memory.table
     held = [request.row for request in facts.holders]
-    deferred_rows = [deferred.row for deferred in engine.memory.deferred_frees]
+    deferred_rows = [deferred.row for deferred in engine.memory.deferred.rows]
     if sorted((*table.free_rows, *held, *deferred_rows)) != list(range(len(table.holders))):
         _misowned("S6 rows", len(table.holders), {"free": table.free_rows, "held": held, "deferred": deferred_rows})
     for request in engine.requests.values():
@@ -235,11 +237,11 @@ def _pages(engine: Engine, facts: Facts) -> None:
         table[request.row, request.protected_pages : -(-computed // page_size)]
         for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
-    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred_frees]
-    owned += [pages for _, pages in memory.deferred_pages]
+    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred.rows]
+    owned += [pages for _, pages in memory.deferred.pages]
     transfers = list(engine.transfers.all.values())
     owned += [transfer.pages for transfer in transfers]
-    given_up = [(row, pages) for row, lent in memory.lent.items() for pages in lent.pages]
+    given_up = [(row, pages) for row, lent in memory.deferred.lent.items() for pages in lent.pages]
     owned += [pages for _, pages in given_up]
     loads = [one for one in memory.tiers.operations.values() if one.kind == "load"]
     owned += [one.device_pages for one in loads]
@@ -249,8 +251,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
         return
     names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
     names += [f"{request.name} in row {request.row}" for request in facts.holders]
-    names += [f"lease of row {deferred.row}" for deferred in memory.deferred_frees]
-    names += [f"fence {i} of batch {free_after}" for i, (free_after, _) in enumerate(memory.deferred_pages)]
+    names += [f"lease of row {deferred.row}" for deferred in memory.deferred.rows]
+    names += [f"fence {i} of batch {free_after}" for i, (free_after, _) in enumerate(memory.deferred.pages)]
     names += [f"the transfer of r{transfer.request_id}" for transfer in transfers]
     names += [f"given up by row {row}, number {i}" for i, (row, _) in enumerate(given_up)]
     names += [f"load {one.number}" for one in loads]
@@ -283,7 +285,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
     if not radix.present:
         return
     handles = [request.handle for request in facts.holders if request.handle is not None]
-    handles += [deferred.handle for deferred in engine.memory.deferred_frees if deferred.handle is not None]
+    handles += [deferred.handle for deferred in engine.memory.deferred.rows if deferred.handle is not None]
     handles += engine.sessions.handles()
     handles += [one.handle for one in engine.transfers.all.values() if one.handle is not None]
     if engine.memory.tiers.present:
@@ -338,7 +340,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
     if not engine.in_flight:
         return
     free = set(facts.free.tolist())
-    deferred_rows = {deferred.row: deferred for deferred in engine.memory.deferred_frees}
+    deferred_rows = {deferred.row: deferred for deferred in engine.memory.deferred.rows}
     for batch in engine.in_flight:
         plan = batch.plan
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
@@ -465,7 +467,7 @@ def _adapters(engine: Engine, facts: Facts) -> None:
     if not adapters.present:
         return
     live = {request.row: request.adapter for request in facts.holders}
-    for deferred in engine.memory.deferred_frees:
+    for deferred in engine.memory.deferred.rows:
         live[deferred.row] = adapters.rows.get(deferred.row, BASE)
     _same("S25 adapters by row", dict(sorted(adapters.rows.items())), dict(sorted(live.items())))
     _same("S25 users of adapters", adapters.users, _counts(live.values()))
@@ -487,7 +489,7 @@ def _adapters(engine: Engine, facts: Facts) -> None:
 def _resources(engine: Engine, facts: Facts) -> None:
     """S37: what each resource has given out follows from the rows that are not free."""
     rows: dict[int, Request | None] = {request.row: request for request in facts.holders}
-    rows |= dict.fromkeys(deferred.row for deferred in engine.memory.deferred_frees)
+    rows |= dict.fromkeys(deferred.row for deferred in engine.memory.deferred.rows)
     for resource in engine.admission.resources:
         resource.check(rows)
 
@@ -497,7 +499,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     does."""
     transfers, memory = engine.transfers, engine.memory
     if not transfers.hands_over:
-        _same("S31 rows that are read from elsewhere", memory.lent, {})
+        _same("S31 rows that are read from elsewhere", memory.deferred.lent, {})
         _same("S33 sending", transfers.sending, 0)
         return
     everyone = list(transfers.all.values())
@@ -506,8 +508,8 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     _same("S31 rooms", transfers.rooms, {one.room: one.request_id for one in everyone})
     lines = [*transfers.line, *transfers.ready]
     _same("S15 lines of transfers", sorted(lines), sorted(one.request_id for one in transfers.in_state(*LINED_UP)))
-    lent = {one.request_id: row for row, one in memory.lent.items()}
-    left = [deferred.row for deferred in memory.deferred_frees]
+    lent = {one.request_id: row for row, one in memory.deferred.lent.items()}
+    left = [deferred.row for deferred in memory.deferred.rows]
     for one in everyone:
         if (one.request_id in engine.requests) != (one.state != "quarantined") and transfers.sends:
             _fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is not there, or still is")
@@ -531,7 +533,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
-    if memory.tiers.device_busy:
+    if memory.operations.device_busy:
         alone = False  # a move locks pages, and its answer gives them
     if any(one.slot != NO_SLOT for one in everyone):
         alone = False  # a request with one waits for a grammar or for media
@@ -649,7 +651,7 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
     ]
     holders += [
         (f"the lease of row {deferred.row}", deferred.row, deferred.computed)
-        for deferred in engine.memory.deferred_frees
+        for deferred in engine.memory.deferred.rows
     ]
     cached = np.zeros(engine.config.pages, np.bool_)
     for node in facts.cached:
@@ -701,7 +703,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
             _fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
     held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
     locks += moving
-    deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.deferred_pages)])
+    deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.deferred.pages)])
     locks[deferred] = window.locks[deferred]
     if locks.tobytes() != window.locks.tobytes():
         wrong = (locks != window.locks).nonzero()[0].tolist()

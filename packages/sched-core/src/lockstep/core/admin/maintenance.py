@@ -107,7 +107,7 @@ class Maintenance:
                 return
             if job.lets_run and self._scheduler.transfers_hold_pages:
                 return
-            if self._scheduler.memory.tiers.device_busy:
+            if self._scheduler.memory.operations.device_busy:
                 return
             self._order(job, step)
 

@@ -53,10 +53,11 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
 from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused

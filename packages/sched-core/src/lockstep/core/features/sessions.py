@@ -38,10 +38,11 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.prerequisites import Prerequisites, has_media
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.memory import NO_BATCH, Memory
-from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.deferred import NO_BATCH
+from lockstep.core.kv.memory import Memory
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
 

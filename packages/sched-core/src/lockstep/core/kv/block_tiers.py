@@ -33,40 +33,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.contract.commands import NO_ROWS, BlockCopy, BlockFetch, PrefetchFromStorage, Step
+from lockstep.core.contract.commands import NO_ROWS, BlockFetch, PrefetchFromStorage, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BlocksEvicted, BlocksFound
+from lockstep.core.kv.hybrid import Hybrid
+from lockstep.core.kv.operations import Kind, Moved
 from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.running_view import EngineView
 from lockstep.core.requests.table import Int32s
 
-if TYPE_CHECKING:
-    from lockstep.core.kv.hybrid import Hybrid
-    from lockstep.core.kv.running_view import EngineView
-
 NONE = -1  # no companion
-Kind = Literal["window", "state"]
 HOST_KINDS: dict[Kind, Literal["host window", "host state"]] = {"window": "host window", "state": "host state"}
-
-
-class Moved(msgspec.Struct):
-    """Companions of one kind on their way between two tiers. int32 [n] all."""
-
-    kind: Kind
-    index: Int32s  # of the pages they belong to, on the operation's path; of a prefetch, those that may be needed
-    device: Int32s  # window pages or slots of the device; of a prefetch or store, none
-    host: Int32s  # of the host's pool; of a prefetch, room for what comes
-    counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose companions it counts on, since the host has them
-
-    def copy(self) -> BlockCopy:
-        """What the device is told of it."""
-        return BlockCopy(self.kind, self.device, self.host)
 
 
 class Needed(NamedTuple):

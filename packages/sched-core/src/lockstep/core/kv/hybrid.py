@@ -48,7 +48,7 @@ Source: SGLang's hybrid radix cache (tombstones, ratios of the pools, checkpoint
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import UNSET
@@ -58,18 +58,16 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, RequestId
-from lockstep.core.kv.block_tiers import Kind
+from lockstep.core.kv.deferred import DeferredFrees
+from lockstep.core.kv.operations import Kind, Operations
 from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.radix import Match, RadixCache
 from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running, by_microbatch
 from lockstep.core.kv.state_pool import STATE_COLUMNS, StatePool
 from lockstep.core.kv.window_pool import WINDOW_COLUMNS, Coming, WindowPool
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestTable, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.radix import Match, RadixCache
-    from lockstep.core.requests.batching import InFlight
-    from lockstep.core.requests.budget import PrefillBudget
-
 
 NONE = -1  # no window page, no slot
 
@@ -96,14 +94,24 @@ class Hybrid:
     present: ClassVar[bool] = True  # False: all layers have full attention
 
     def __init__(
-        self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
+        self,
+        config: SchedConfig,
+        settings: HybridMemory,
+        table: RequestTable,
+        in_flight: deque[InFlight],
+        deferred: DeferredFrees,
+        operations: Operations,
     ) -> None:
         self.page_size = config.page_size
         self.by_one = config.positions_per_decode == 1  # each launch moves a decoding request by one position
-        self.window = WindowPool(config, settings, table) if settings.window_tokens else None
+        self.window = (
+            WindowPool(config, settings, table, in_flight, deferred, operations) if settings.window_tokens else None
+        )
         self.states = StatePool(config, settings, table, in_flight) if settings.state_slots else None
         self.table = table
         self.in_flight = in_flight
+        self.deferred = deferred
+        self.operations = operations
 
     def pool_of(self, pool: PagePool) -> PagePool:
         """The pool of full pages, such that a page that comes back gives its blocks back."""
@@ -176,18 +184,16 @@ class Hybrid:
 
         `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
         """
-        (running_batch, positions), memory = engine.all_running, engine.memory
-        gone = [
-            (deferred.row, deferred.computed) for deferred in memory.deferred_frees if deferred.row not in memory.lent
-        ]
+        running_batch, positions = engine.all_running
+        gone = self.deferred.leaving()
         ending = [request for batch in self.in_flight for request in batch.ending_requests()]
         gone += [(one.row, one.computed) for one in ending]
         gone += [(running_batch.requests[i].row, int(positions[i])) for i in leaving]
         if self.states is not None and request.row < 0:
-            rows = len(memory.table.holders) - len(memory.table.free_rows) - len(gone)
+            rows = len(self.table.holders) - len(self.table.free_rows) - len(gone)
             taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
             taken += sum(len(slots) for slots in self.states.coming.values())
-            taken += memory.tiers.slots_moving
+            taken += self.operations.slots_moving
             if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
                 return 0
         if self.window is None:
@@ -203,7 +209,7 @@ class Hybrid:
         left = {one.request_id for one in ending}
         others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
         later = by_microbatch(engine, Stand(staying, now, engine.page_mask, others, (), engine.ratio))
-        window = self.window.once_delivered(gone, memory, opening)
+        window = self.window.once_delivered(gone, opening)
         return window.room(later, request, *span, path, budget)
 
     def pages_for_drafts(self, pages: int) -> int:
@@ -221,7 +227,7 @@ class Hybrid:
         if self.window is None:
             return 0, 0, 0
         available = self.window.available
-        return self.window.lacking(engine) + available, available, self.window.returning(engine)
+        return self.window.lacking(engine) + available, available, self.window.returning()
 
     def decode_lacks(self, engine: EngineView) -> int:
         """Pages without which the cohort does not decode, beyond those that can be had."""
@@ -621,11 +627,17 @@ class FullAttention(Hybrid):
         return plan
 
 
-def hybrid_of(config: SchedConfig, table: RequestTable, in_flight: deque[InFlight]) -> Hybrid:
+def hybrid_of(
+    config: SchedConfig,
+    table: RequestTable,
+    in_flight: deque[InFlight],
+    deferred: DeferredFrees,
+    operations: Operations,
+) -> Hybrid:
     """The memory beside full attention that these settings have."""
     if config.hybrid is UNSET:
         return FullAttention(config, table, in_flight)
-    return Hybrid(config, config.hybrid, table, in_flight)
+    return Hybrid(config, config.hybrid, table, in_flight, deferred, operations)
 
 
 def _told(coming: Coming) -> tuple[int, int, bytes, int, int]:

@@ -28,32 +28,14 @@ from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
 from lockstep.core.kv.adapters import Adapters, NoAdapters
-from lockstep.core.kv.hybrid import hybrid_of
+from lockstep.core.kv.deferred import NO_BATCH, DeferredFree, Lent
+from lockstep.core.kv.device_memory import DeviceMemory, Pending
 from lockstep.core.kv.no_tiers import tiers_of
-from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, NoRadixCache, RadixCache, RadixNode
-from lockstep.core.kv.resource import Resource, overrides
+from lockstep.core.kv.radix import Match
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
-from lockstep.core.requests.table import NO_ROW, VERSION_MARK, Int32s, Request, RequestTable
-
-NO_BATCH: BatchId = -1
-EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
-
-
-class DeferredFree(NamedTuple):
-    """What a request left behind in flight: its row, its pages and its lock, until batch `free_after` is collected."""
-
-    free_after: BatchId
-    row: int
-    namespace: str
-    tokens: bytes  # int32 ids it came to the row with
-    prompt_tokens: int
-    handle: RadixNode | None
-    protected_pages: int
-    computed: int  # positions whose KV is launched
-    publish: bool  # keep the computed KV in the radix cache ...
-    known: int | None = None  # ... of so many positions only; None: all that is computed
+from lockstep.core.requests.radix_node import RadixNode
+from lockstep.core.requests.table import NO_ROW, Int32s, Request
 
 
 class Rewrite(NamedTuple):
@@ -74,111 +56,34 @@ class Back(NamedTuple):
     launches: int  # decodes of each that may be launched before it has all come back
 
 
-class Pending(NamedTuple):
-    """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
-
-    batch_id: BatchId
-    node: RadixNode
-    pages: int
-
-
-class Lent(NamedTuple):
-    """A row whose pages are read from elsewhere, and pages that were its own until the radix cache had better ones."""
-
-    request_id: RequestId
-    pages: list[Int32s]
-
-
-class Memory:
-    """The rows, the page pool and the radix cache of one engine, and what waits to come back to them."""
+class Memory(DeviceMemory):
+    """Rows and pages of one engine, with the adapters of the rows and the tiers below the device."""
 
     def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
-        """`in_flight` is the engine's own queue, oldest first: the fences are read off it."""
-        self.config = config
-        self.in_flight = in_flight
-        self.table = RequestTable(config.rows_max, config.page_size)
-        self.pool = PagePool(config.pages)
-        self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
+        super().__init__(config, in_flight)
         self.adapters = Adapters(config.max_loras) if config.max_loras else NoAdapters()
-        self.deferred_frees: list[DeferredFree] = []
-        self.deferred_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
-        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
-        self.lent: dict[int, Lent] = {}  # by row: what a transfer reads; the row stays taken until it is over
-        self.weights_version = 0
-        self.tiers = tiers_of(self)
-        self.hybrid = hybrid_of(config, self.table, in_flight)
-        self.pool = self.hybrid.pool_of(self.pool)
+        self.tiers = tiers_of(config, self)
         self._takes: tuple[Callable[[int, Request], None], ...] = ()  # of resources that go with a row
         self._releases: tuple[Callable[[int], None], ...] = ()
         self._voids: tuple[Callable[[], None], ...] = ()
 
-    def serve(self, resources: tuple[Resource, ...]) -> None:
-        """From now on these are taken and released with rows, in this order, and void when the device's memory is."""
-        self._takes = tuple(one.take for one in resources if overrides(one, "take"))
-        self._releases = tuple(one.release for one in resources if overrides(one, "release"))
-        self._voids = tuple(one.void for one in resources if overrides(one, "void"))
+    def serve(
+        self,
+        takes: tuple[Callable[[int, Request], None], ...],
+        releases: tuple[Callable[[int], None], ...],
+        voids: tuple[Callable[[], None], ...],
+    ) -> None:
+        """Set the hooks of resources: called when a row is taken, when it is free, and when the device is void."""
+        self._takes, self._releases, self._voids = takes, releases, voids
 
     # ------------------------------------------------------------------------------------------------- what can be had
 
-    @property
-    def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones that no lock holds."""
-        return self.pool.free_count + self.radix.evictable_pages
-
-    def all_below(self, share: float) -> bool:
-        """Whether less than this share of each pool is in use."""
-        total = self.config.pages
-        return total - self.available_pages < share * total and self.hybrid.all_below(share)
-
-    def match(self, request: Request) -> Match:
-        """The cached prefix of a waiting request, as far as it may use it."""
-        most = request.cacheable_tokens // self.config.page_size
-        found = self.radix.match(request.namespace, request.tokens, most)
-        return self.hybrid.continued(self.radix, found, request.tokens)
-
-    def match_to_receive(self, request: Request) -> Match:
-        """The part of a prompt that need not come, of a request whose KV is computed by another engine.
-
-        Pages that a batch in flight is still to compute do not count: if that batch failed, they would never be sent.
-        """
-        if not (self.pending or self.hybrid.present):
-            return self.match(request)
-        found = self.radix.match(request.namespace, request.tokens, request.cacheable_tokens // self.config.page_size)
-        path = self.computed_of(self.path_of(found))
-        pages = self.hybrid.pages_to_receive_behind(path, request)
-        return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
-
-    def computed_of(self, path: Int32s) -> Int32s:
-        """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
-        for pending in self.pending:
-            awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
-            if awaited.any():
-                path = path[: int(awaited.argmax())]
-        return path
-
-    def path_of(self, match: Match | None) -> Int32s:
-        """The pages of a match, int32 [pages]."""
-        if match is None or match.node is None:
-            return NO_ROWS
-        return self.radix.pages_of(match.node)[: match.pages]
-
-    def keyed(self, namespace: str) -> str:
-        """The namespace for KV of the weights there are now, whatever version it was for."""
-        if VERSION_MARK not in namespace and not self.weights_version:
-            return namespace
-        plain, _, _ = namespace.partition(VERSION_MARK)
-        return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
-
-    def is_stale(self, namespace: str) -> bool:
-        """Whether it is for KV of weights that were replaced: such KV is not shared."""
-        return namespace != self.keyed(namespace)
-
     def returning_pages(self) -> int:
         """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
-        deferred = sum(pages.size for _, pages in self.deferred_pages)
-        deferred_frees = [deferred for deferred in self.deferred_frees if deferred.row not in self.lent]
+        deferred = sum(pages.size for _, pages in self.deferred.pages)
+        deferred_frees = [deferred for deferred in self.deferred.rows if deferred.row not in self.deferred.lent]
         deferred_rows = sum(
             self._freed_by(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in deferred_frees
         )
@@ -186,24 +91,24 @@ class Memory:
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
-        return deferred + deferred_rows + ending + self.tiers.returning_pages()
+        return deferred + deferred_rows + ending + self.operations.returning_pages()
 
     def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
         stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
         """
-        holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred_frees]
-        deferred_batches = [deferred.free_after for deferred in self.deferred_frees] + [
-            free_after for free_after, _ in self.deferred_pages
+        holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred.rows]
+        deferred_batches = [deferred.free_after for deferred in self.deferred.rows] + [
+            free_after for free_after, _ in self.deferred.pages
         ]
         for batch in self.in_flight:
             for request in batch.ending_requests():
                 holders.append((request.computed, request.protected_pages, request.handle))
                 deferred_batches.append(batch.plan.batch_id)
-        places = len(holders) - len(self.deferred_frees)
+        places = len(holders) - len(self.deferred.rows)
         for request, position in leaving:
             holders.append((position, request.protected_pages, request.handle))
-        pages = sum(deferred.size for _, deferred in self.deferred_pages)
+        pages = sum(deferred.size for _, deferred in self.deferred.pages)
         pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
 
         released: dict[int, int] = {}  # by number of a node: locks that are given back
@@ -231,15 +136,6 @@ class Memory:
         return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
 
     # ---------------------------------------------------------------------------------------------------- take and grow
-
-    def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
-        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
-        missing = pages - self.pool.free_count
-        if missing > 0 and self.radix.evictable_pages:
-            evicted = self._evicted(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
-            self.pool.free(evicted)
-            step.decided.append(PagesEvicted(step.time_us, evicted.size, reason))
-        return self.pool.alloc(pages)
 
     def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
@@ -313,25 +209,25 @@ class Memory:
         request.protected_pages = 0
         request.computed = 0
         request.epoch += 1
-        if free_after == NO_BATCH and row not in self.lent:
+        if free_after == NO_BATCH and row not in self.deferred.lent:
             self.release(deferred, step)
         else:
-            self.deferred_frees.append(deferred)
+            self.deferred.rows.append(deferred)
 
     def release_deferred(self, batch_id: BatchId, step: Step) -> bool:
         """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
         done = [
             deferred
-            for deferred in self.deferred_frees
-            if deferred.free_after <= batch_id and deferred.row not in self.lent
+            for deferred in self.deferred.rows
+            if deferred.free_after <= batch_id and deferred.row not in self.deferred.lent
         ]
         for deferred in done:
-            self.deferred_frees.remove(deferred)
+            self.deferred.rows.remove(deferred)
             self.release(deferred, step)
-        for free_after, pages in self.deferred_pages:
+        for free_after, pages in self.deferred.pages:
             if free_after <= batch_id:
                 self.pool.free(pages)
-        self.deferred_pages = [entry for entry in self.deferred_pages if entry[0] > batch_id]
+        self.deferred.pages = [entry for entry in self.deferred.pages if entry[0] > batch_id]
         return bool(done)
 
     def release(self, deferred: DeferredFree, step: Step) -> None:
@@ -402,30 +298,30 @@ class Memory:
 
     def lend(self, row: int, request_id: RequestId) -> None:
         """From now on a transfer reads pages of the row: none of them is freed before it is over."""
-        self.lent[row] = Lent(request_id, [])
+        self.deferred.lent[row] = Lent(request_id, [])
 
     def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
         """A transfer is over: free `pages`, and what a row that it read has given up since."""
         self.hybrid.received(request_id)
         if pages.size:
             self.pool.free(pages)
-        for row in [row for row, lent in self.lent.items() if lent.request_id == request_id]:
-            for given_up in self.lent.pop(row).pages:
+        for row in [row for row, lent in self.deferred.lent.items() if lent.request_id == request_id]:
+            for given_up in self.deferred.lent.pop(row).pages:
                 self._free_behind(row, given_up)
             in_flight = self.in_flight[0].plan.batch_id if self.in_flight else None
-            for deferred in [one for one in self.deferred_frees if one.row == row]:
+            for deferred in [one for one in self.deferred.rows if one.row == row]:
                 if in_flight is None or deferred.free_after < in_flight:
-                    self.deferred_frees.remove(deferred)
+                    self.deferred.rows.remove(deferred)
                     self.release(deferred, step)
 
     def void(self, step: Step) -> None:
         """The device's memory is gone: nothing fences anything, and nothing is cached."""
-        for deferred in self.deferred_frees:
+        for deferred in self.deferred.rows:
             self.release(deferred, step)
-        self.deferred_frees = []
-        for _, pages in self.deferred_pages:
+        self.deferred.rows = []
+        for _, pages in self.deferred.pages:
             self.pool.free(pages)
-        self.deferred_pages = []
+        self.deferred.pages = []
         self.rewrites = []
         self.pending = []
         self.hybrid.void()
@@ -451,7 +347,7 @@ class Memory:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
             if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
                 return  # once it is computed
-        if row in self.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
+        if row in self.deferred.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
             return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
         inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
         node, already = inserted.node, inserted.already
@@ -500,12 +396,7 @@ class Memory:
             if pending.batch_id == batch_id:
                 invalidated += [node.number for node in self.radix.invalidate(pending.node, pending.pages)]
         self.computed(batch_id)
-        self.deferred_frees = [
-            deferred._replace(publish=False)
-            if deferred.handle is not None and deferred.handle.number in invalidated
-            else deferred
-            for deferred in self.deferred_frees
-        ]
+        self.deferred.withhold(nodes=invalidated)
         return invalidated
 
     def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
@@ -525,15 +416,7 @@ class Memory:
         self.empty_cache("weights", step)
         self.radix.epoch += 1  # equal tokens match something else now
 
-    def lock_node(self, node: RadixNode) -> None:
-        """Hold the path down to a node of the radix cache."""
-        self.radix.lock_node(node)
-
-    def unlock(self, node: RadixNode) -> None:
-        """Give a path back that `lock_node` or the radix cache's `lock` held."""
-        self.radix.unlock(node)
-
-    def _evicted(self, pages: int, step: Step) -> Int32s:
+    def evict(self, pages: int, step: Step) -> Int32s:
         """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
         return self.tiers.evict(pages, step)
 
@@ -545,22 +428,14 @@ class Memory:
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
         """Free pages of a row once the last plan in flight that may read them is collected."""
-        if row in self.lent:
-            self.lent[row].pages.append(pages)
+        if row in self.deferred.lent:
+            self.deferred.lent[row].pages.append(pages)
             return
         deferred_batches = [batch.plan.batch_id for batch in self.in_flight if batch.names(row)]
         if deferred_batches:
-            self.deferred_pages.append((deferred_batches[-1], pages))
+            self.deferred.pages.append((deferred_batches[-1], pages))
         else:
             self.pool.free(pages)
-
-    def trim(self, step: Step) -> None:
-        """Hold the radix cache to its cap."""
-        if self.radix.capacity_pages is not None:
-            trimmed = self._evicted(self.radix.total_pages - self.radix.capacity_pages, step)
-            if trimmed.size:
-                self.pool.free(trimmed)
-                step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
 
 
 def pages_only_held_by(handle: RadixNode | None) -> int:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from lockstep.core.contract.commands import (
-    Step,
-)
-from lockstep.core.contract.events import (
-    RequestId,
-)
-from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.contract.commands import Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestId
+from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.radix import Match
+from lockstep.core.kv.running_view import EngineView
 from lockstep.core.kv.tiers import Tiers
+from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s, Request
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.kv.running_view import EngineView
-    from lockstep.core.requests.budget import PrefillBudget
 
 
 class NoTiers(Tiers):
@@ -28,11 +23,11 @@ class NoTiers(Tiers):
 
     present = False
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.page_size = memory.config.page_size
+    def __init__(self, device: DeviceMemory) -> None:
+        self.device = device
+        self.page_size = device.config.page_size
         self.generation = 0
-        self.operations = {}
+        self.operations = device.operations
         self.candidates = {}
 
     def used(self, match: Match) -> None:
@@ -43,7 +38,7 @@ class NoTiers(Tiers):
 
     def evict(self, count: int, step: Step) -> Int32s:
         """Evict from the device."""
-        return self.memory.radix.evict(count)
+        return self.device.radix.evict(count)
 
     def forget(self, device_pages: Int32s) -> None:
         """Nothing is remembered of them."""
@@ -70,7 +65,6 @@ class NoTiers(Tiers):
         """No part of a snapshot."""
 
 
-def tiers_of(memory: Memory) -> Tiers:
-    """The tiers below the device that the settings have."""
-    settings = memory.config.tiers
-    return NoTiers(memory) if settings is msgspec.UNSET else Tiers(settings, memory)
+def tiers_of(config: SchedConfig, device: DeviceMemory) -> Tiers:
+    """Return the tiers below the device that the settings name."""
+    return NoTiers(device) if config.tiers is msgspec.UNSET else Tiers(config.tiers, device)

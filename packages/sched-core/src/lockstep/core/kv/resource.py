@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.running_view import EngineView
 from lockstep.core.requests.budget import Deferral, PrefillBudget
@@ -26,6 +27,9 @@ from lockstep.core.requests.table import Request
 
 class AdmissionView(EngineView, Protocol):
     """What resources read of the scheduler."""
+
+    @property
+    def memory(self) -> Memory: ...
 
     @property
     def now_us(self) -> int:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import NewTokenRatio
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.table import Int32s, Request, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.requests.batching import InFlight
-    from lockstep.core.requests.budget import NewTokenRatio
 
 
 class Runners(Protocol):
@@ -52,8 +49,6 @@ class EngineView(Runners, Protocol):
 
     @property
     def config(self) -> SchedConfig: ...
-    @property
-    def memory(self) -> Memory: ...
     @property
     def microbatches(self) -> Microbatches: ...
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +11,8 @@ from lockstep.core.contract.commands import BatchPlan, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
 from lockstep.core.kv.pages import PagePool
+from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, RequestTable
-
-if TYPE_CHECKING:
-    from lockstep.core.requests.batching import InFlight
-
 
 NONE = -1  # no slot
 AS_IT_IS = -2  # the source of a slot to which nothing is done

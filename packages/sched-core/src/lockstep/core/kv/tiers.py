@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -69,17 +69,16 @@ from lockstep.core.contract.events import (
     TierOperationStarted,
     TierOutcome,
 )
-from lockstep.core.kv.block_tiers import HostBlocks, Moved, Needed, block_key
+from lockstep.core.kv.block_tiers import HostBlocks, Needed, block_key
+from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.operations import NO_OPERATION, Moved, Operation, operation_image, operation_of
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache, RadixNode
+from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache
+from lockstep.core.kv.running_view import EngineView
+from lockstep.core.requests.budget import PrefillBudget
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s, Request, RequestState
 
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.kv.running_view import EngineView
-    from lockstep.core.requests.budget import PrefillBudget
-
-NONE = -1  # no operation
 NO_FETCH: tuple[BlockFetch, ...] = ()
 LOOKAHEAD_REQUESTS = 64
 """Of the waiting line, those for which storage is asked ahead of their turn."""
@@ -92,31 +91,6 @@ ANSWERED_BY: dict[TierKind, type[Answer]] = {
     "prefetch": PrefetchFinished,
     "store": StorageWritten,
 }
-
-
-class Operation(msgspec.Struct):
-    """Pages [start:stop) of a path on their way from one tier to another."""
-
-    number: int
-    kind: TierKind
-    namespace: str
-    tokens: bytes  # int32 ids of the path, from the root to page `stop`
-    start: int
-    stop: int
-    device_pages: Int32s  # [stop - start]; of a prefetch or store, none
-    host_pages: Int32s  # [stop - start]
-    device_handle: RadixNode | None = None
-    host_handle: RadixNode | None = None
-    request_id: RequestId = NONE
-    cancelled: bool = False  # the host was informed that no request waits for it
-    blocks: list[Moved] = []
-    windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
-    slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
-
-    @property
-    def pages(self) -> int:
-        """How many it moves."""
-        return self.stop - self.start
 
 
 class LoadPlan(NamedTuple):
@@ -140,9 +114,9 @@ class LoadCandidate(msgspec.Struct):
     asked: bool = False  # its prefix was looked for in storage, or is not worth it
     loaded: bool = False  # it had its load, or needs none
     followed: bool = False  # it waited for the load of another
-    operation: int = NONE  # what it waits for
+    operation: int = NO_OPERATION  # what it waits for
     due_us: int | None = None  # until then, at most
-    prefetch: int = NONE  # what was begun for it in storage
+    prefetch: int = NO_OPERATION  # what was begun for it in storage
     since_us: int = -1  # when it began to wait for the first of them
     until_us: int = -1  # when it stopped to wait for the last of them
     start: int = 0  # pages [start:stop) of its prefix were loaded for it ...
@@ -155,78 +129,39 @@ class Tiers:
 
     present: ClassVar[bool] = True  # False: there is nothing below the device
 
-    def __init__(self, settings: CacheTiers, memory: Memory) -> None:
+    def __init__(self, settings: CacheTiers, device: DeviceMemory) -> None:
         self.settings = settings
-        self.memory = memory
-        self.page_size = memory.config.page_size
+        self.device = device
+        self.page_size = device.config.page_size
         self.generation = 0
         self.holds_still = False  # weights or memory of the device are being changed: nothing is copied from it
         self.pool = PagePool(settings.host_pages)
         self.host = RadixCache(self.page_size)
-        self.operations: dict[int, Operation] = {}
+        self.operations = device.operations
         self.next_operation = 0
         self.candidates: dict[RequestId, LoadCandidate] = {}
-        self.uses: Int32s = np.zeros(memory.config.pages, np.int32)  # of each cached device page, beyond the first
-        self.writing: Int32s = np.full(memory.config.pages, NONE, np.int32)  # by device page: the write under way
-        self.loading: Int32s = np.full(settings.host_pages, NONE, np.int32)  # by host page: the load under way
+        self.uses: Int32s = np.zeros(device.config.pages, np.int32)  # of each cached device page, beyond the first
+        self.writing: Int32s = np.full(
+            device.config.pages, NO_OPERATION, np.int32
+        )  # by device page: the write under way
+        self.loading: Int32s = np.full(settings.host_pages, NO_OPERATION, np.int32)  # by host page: the load under way
         self.fetching: dict[bytes, int] = {}  # by `_fetch_key`: the prefetch under way
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that storage has, or is about to get
         self.fetched = np.zeros(settings.host_pages, np.bool_)  # host pages that came from storage, not used since
-        config = memory.config
+        config = device.config
         self.blocks = HostBlocks(config, settings.host_pages) if config.hybrid is not msgspec.UNSET else None
 
     # ---------------------------------------------------------------------------------------------------- what there is
 
     @property
-    def device_busy(self) -> bool:
-        """Whether anything moves to or from the device."""
-        return any(one.kind in ("write", "load") for one in self.operations.values())
-
-    @property
     def awaited(self) -> bool:
         """Whether requests may wait for something under way: for what it brings, or the pages it locks."""
-        return self.device_busy or any(one.operation != NONE for one in self.candidates.values())
-
-    @property
-    def loading_pages(self) -> int:
-        """Device pages that loads are filling."""
-        return sum(one.pages for one in self.operations.values() if one.kind == "load")
-
-    @property
-    def prefetching_pages(self) -> int:
-        """Host pages that prefetches are filling."""
-        return sum(one.pages for one in self.operations.values() if one.kind == "prefetch")
-
-    def returning_pages(self) -> int:
-        """Device pages that can be had once what is under way has ended. An underestimate."""
-        return self.loading_pages + sum(
-            _held_alone(one.device_handle) for one in self.operations.values() if one.device_handle is not None
-        )
-
-    @property
-    def windows_loading(self) -> int:
-        """Window pages of the device that loads are filling."""
-        loads = [one for one in self.operations.values() if one.kind == "load"]
-        return sum(moved.index.size for one in loads for moved in one.blocks if moved.kind == "window")
-
-    @property
-    def slots_moving(self) -> int:
-        """Slots of state of the device that moves read, count on or fill."""
-        moves = self.operations.values()
-        filled = [moved.device for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
-        return int(np.unique(np.concatenate((NO_ROWS, *filled, *(one.slots_locked for one in moves)))).size)
-
-    def window_locks(self) -> Int32s:
-        """By device page, how many moves read its window or count on it."""
-        locks = np.zeros(self.memory.config.pages, np.int32)
-        for one in self.operations.values():
-            locks[one.windows_locked] += 1
-        return locks
+        return self.operations.device_busy or any(one.operation != NO_OPERATION for one in self.candidates.values())
 
     def holds_back(self, request: Request, now_us: int) -> DeferReason | None:
         """Why a request that waits may not start yet, if it waits for one of the tiers."""
         candidate = self.candidates.get(request.request_id)
-        if candidate is None or candidate.operation == NONE:
+        if candidate is None or candidate.operation == NO_OPERATION:
             return None
         if candidate.due_us is not None and candidate.due_us <= now_us:
             return None
@@ -237,18 +172,18 @@ class Tiers:
     def used(self, match: Match) -> None:
         """A request starts behind these cached pages."""
         if match.node is not None and self.settings.uses_to_write > 1:
-            self.uses[self.memory.radix.pages_of(match.node)[: match.pages]] += 1
+            self.uses[self.device.radix.pages_of(match.node)[: match.pages]] += 1
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
         """The first `pages` of the path to `node` are cached: write what the policy selects of those that are computed.
 
         Not all of them need be: with `same_step_sharing` a page of another batch in flight may stand there.
         """
-        if self.settings.write_policy == "write_back" or node.invalidated or self.memory.is_stale(node.namespace):
+        if self.settings.write_policy == "write_back" or node.invalidated or self.device.is_stale(node.namespace):
             return
         if self.holds_still:
             return
-        device_pages = self.memory.computed_of(self.memory.radix.pages_of(node)[: min(pages, node.stop)])
+        device_pages = self.device.computed_of(self.device.radix.pages_of(node)[: min(pages, node.stop)])
         pages = device_pages.size
         if not pages:
             return
@@ -261,7 +196,7 @@ class Tiers:
     def evict(self, count: int, step: Step) -> Int32s:
         """Evict from the device for a request that needs the pages, writing back what the policy selects; as
         `evict`."""
-        radix = self.memory.radix
+        radix = self.device.radix
         if self.settings.write_policy == "write_back":
             radix.witness = lambda leaf: self._write_back(leaf, step)
         evicted = radix.evict(count)
@@ -272,13 +207,13 @@ class Tiers:
     def forget(self, device_pages: Int32s) -> None:
         """These device pages are no longer cached."""
         self.uses[device_pages] = 0
-        self.writing[device_pages] = NONE
+        self.writing[device_pages] = NO_OPERATION
 
     def _write_back(self, leaf: RadixNode, step: Step) -> None:
         """Pages at the end of a leaf are about to be evicted: copy its whole path, as far as the host lacks it."""
-        if leaf.invalidated or self.memory.is_stale(leaf.namespace):
+        if leaf.invalidated or self.device.is_stale(leaf.namespace):
             return
-        device_pages = self.memory.radix.pages_of(leaf)
+        device_pages = self.device.radix.pages_of(leaf)
         self._write(leaf.namespace, path_tokens(leaf), device_pages, leaf.stop, step, None)
 
     def _write(
@@ -289,7 +224,7 @@ class Tiers:
         `node`: the path's end or below it, which is locked; None: the pages are given up.
         """
         known = self.host.match(namespace, tokens, stop)
-        fresh = self.writing[device_pages[known.pages : stop]] == NONE
+        fresh = self.writing[device_pages[known.pages : stop]] == NO_OPERATION
         if not fresh.any() and self.blocks is None:
             self.host.unlock(self.host.lock(known))  # used, for what is evicted by age
             return
@@ -309,7 +244,7 @@ class Tiers:
             self.host.unlock(handle)
             return
         if node is not None:
-            self.memory.lock_node(node)
+            self.device.lock_node(node)
         operation = Operation(
             self._number(),
             "write",
@@ -333,7 +268,7 @@ class Tiers:
         if node is None:
             operation.windows_locked = operation.slots_locked = NO_ROWS
         else:
-            self.memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+            self.device.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in blocks)
         step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
@@ -342,8 +277,8 @@ class Tiers:
         """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
         if self.blocks is None:
             return []
-        busy = self.writing[path[: known.stop]] != NONE
-        return self.blocks.going_down(self.memory.hybrid, path, self.host.pages_of(known), start, busy, step)
+        busy = self.writing[path[: known.stop]] != NO_OPERATION
+        return self.blocks.going_down(self.device.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
         """Host pages for an operation; the oldest unused ones make room. The caller saw that there are so many."""
@@ -370,7 +305,7 @@ class Tiers:
         Begins to load that, unless a load is under way that brings it.
         """
         candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
-        if candidate.loaded or candidate.operation != NONE:  # it had its load, or waited long enough
+        if candidate.loaded or candidate.operation != NO_OPERATION:  # it had its load, or waited long enough
             return False
         wanted = self._wanted(request, device)
         if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
@@ -378,16 +313,16 @@ class Tiers:
             return False
         coming = self._coming_up(wanted)
         number = self._brought_by(wanted, coming)
-        if number != NONE:
+        if number != NO_OPERATION:
             candidate.loaded, candidate.followed = candidate.followed, True
             if candidate.loaded:
                 return False
         else:
             pages, locking = wanted.host_pages.size, wanted.device.evictable_pages
             most = self.settings.load_pages_max
-            if most is not None and (loading := self.loading_pages) and loading + pages > most:
+            if most is not None and (loading := self.operations.loading_pages) and loading + pages > most:
                 return self._wait(candidate, self._any_load(), step)
-            room = self.memory.available_pages - budget.set_aside - locking
+            room = self.device.available_pages - budget.set_aside - locking
             if pages > room or not self._has_room(coming, engine):
                 candidate.loaded = True
                 return False
@@ -408,40 +343,40 @@ class Tiers:
         if self.blocks is None:
             stop = found.pages
         elif found.node is not None:
-            stop = self.blocks.furthest(self.memory.hybrid, *self._paths(request, found, most))
+            stop = self.blocks.furthest(self.device.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
         pages = stop - device.pages
-        if self.memory.hybrid.present:
-            device = self.memory.radix.match(request.namespace, request.tokens, stop)
+        if self.device.hybrid.present:
+            device = self.device.radix.match(request.namespace, request.tokens, stop)
         return LoadPlan(pages, device, found, stop, self.host.pages_of(found.node)[: found.pages])
 
     def _paths(self, request: Request, found: Match, most: int) -> tuple[Int32s, Int32s]:
         """Pages that the device has of the first `most` of a request's prefix, and that the host has, as `found`."""
-        whole = self.memory.radix.match(request.namespace, request.tokens, most)
+        whole = self.device.radix.match(request.namespace, request.tokens, most)
         host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
-        return self.memory.path_of(whole), host_path
+        return self.device.path_of(whole), host_path
 
     def _coming_up(self, wanted: LoadPlan) -> list[Needed]:
         """Companions that a load would bring."""
         if self.blocks is None:
             return []
-        return self.blocks.coming_up(self.memory.hybrid, self.memory.path_of(wanted.device), wanted.stop)
+        return self.blocks.coming_up(self.device.hybrid, self.device.path_of(wanted.device), wanted.stop)
 
     def _has_room(self, coming: list[Needed], engine: EngineView) -> bool:
         if self.blocks is None:
             return True
-        return self.blocks.has_room(self.memory.hybrid, coming, engine)
+        return self.blocks.has_room(self.device.hybrid, coming, engine)
 
     def _brought_by(self, wanted: LoadPlan, coming: list[Needed]) -> int:
-        """A load under way that brings some of it; NONE if there is none."""
+        """A load under way that brings some of it; NO_OPERATION if there is none."""
         pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
         under_way = self.loading[pages]
         return int(under_way.max())
 
     def _load(self, request: Request, wanted: LoadPlan, coming: list[Needed], step: Step) -> int:
-        radix, memory = self.memory.radix, self.memory
+        radix, device = self.device.radix, self.device
         host_pages = wanted.host_pages
         operation = Operation(
             self._number(),
@@ -458,18 +393,18 @@ class Tiers:
         )
         self.loading[host_pages] = operation.number
         if self.blocks is not None:
-            path = memory.path_of(wanted.device)
+            path = device.path_of(wanted.device)
             for one in coming:
                 self.loading[wanted.host_path[one.lacking]] = operation.number
                 if one.kind == "window":
                     operation.windows_locked = path[one.there]
                 else:
-                    operation.slots_locked = memory.hybrid.blocks_of(one.kind, path[one.there])
-            memory.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
+                    operation.slots_locked = device.hybrid.blocks_of(one.kind, path[one.there])
+            device.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
             self.blocks.hold(coming, wanted.host_path)
-        operation.device_pages = memory.alloc(operation.pages, "admission", step)
+        operation.device_pages = device.alloc(operation.pages, "admission", step)
         if self.blocks is not None:
-            operation.blocks = self.blocks.read(memory.hybrid, coming, wanted.host_path, step)
+            operation.blocks = self.blocks.read(device.hybrid, coming, wanted.host_path, step)
         self._begin(operation, step)
         copies = tuple(one.copy() for one in operation.blocks)
         load = LoadFromHost(operation.number, host_pages, operation.device_pages, self.generation, copies)
@@ -509,10 +444,10 @@ class Tiers:
             candidate = self.candidates.setdefault(request.request_id, LoadCandidate())
             if candidate.asked:
                 continue
-            if self.prefetching_pages >= most or not self._may_fetch_blocks():
+            if self.operations.prefetching_pages >= most or not self._may_fetch_blocks():
                 return
             candidate.asked = True
-            self._prefetch(request, candidate, most - self.prefetching_pages, step)
+            self._prefetch(request, candidate, most - self.operations.prefetching_pages, step)
 
     def _may_fetch_blocks(self) -> bool:
         """Whether the host's pools of windows and states have room for one prefetch more, if there are any."""
@@ -520,7 +455,7 @@ class Tiers:
             return True
         fetches = (one for one in self.operations.values() if one.kind == "prefetch")
         under_way = [moved for one in fetches for moved in one.blocks]
-        return self.blocks.may_fetch(self.memory.hybrid, under_way, self.settings.prefetch_share)
+        return self.blocks.may_fetch(self.device.hybrid, under_way, self.settings.prefetch_share)
 
     def _prefetch(self, request: Request, candidate: LoadCandidate, most: int, step: Step) -> None:
         """Begin to fetch what the host lacks of a request's prefix, if that pays; or join a fetch under way."""
@@ -530,14 +465,14 @@ class Tiers:
         known = self.host.match(request.namespace, tokens, stop)
         reach = known.pages
         if self.blocks is not None:
-            reach = self.blocks.furthest(self.memory.hybrid, *self._paths(request, known, stop))
+            reach = self.blocks.furthest(self.device.hybrid, *self._paths(request, known, stop))
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
-        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NONE)
-        if number == NONE:
+        number = self.fetching.get(_fetch_key(keys, known.pages, reach), NO_OPERATION)
+        if number == NO_OPERATION:
             number = self._fetch(request, tokens, known, reach, keys, most, step)
-            if number == NONE:
+            if number == NO_OPERATION:
                 return
             stop = self.operations[number].stop
         candidate.prefetch = number
@@ -552,7 +487,7 @@ class Tiers:
     def _fetch(
         self, request: Request, tokens: bytes, known: Match, reach: int, keys: list[bytes], most: int, step: Step
     ) -> int:
-        """Begin a prefetch; NONE if there is no room for what would help.
+        """Begin a prefetch; NO_OPERATION if there is no room for what would help.
 
         Args:
             known: what the host has of the path.
@@ -564,11 +499,11 @@ class Tiers:
         stop = min(len(keys), start + most, start + self.pool.free_count + self.host.evictable_pages)
         if stop <= reach:
             self.host.unlock(handle)
-            return NONE
+            return NO_OPERATION
         host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
         if self.blocks is not None:
             paths = self._paths(request, known, stop)
-            moved, asked, reached = self.blocks.to_fetch(self.memory.hybrid, *paths, reach, keys[:stop], step)
+            moved, asked, reached = self.blocks.to_fetch(self.device.hybrid, *paths, reach, keys[:stop], step)
         operation = Operation(
             self._number(),
             "prefetch",
@@ -594,7 +529,7 @@ class Tiers:
         """Write what storage lacks of a path that the host has."""
         stop = min(stop, sharable_tokens(tokens) // self.page_size)
         found = self.host.match(namespace, tokens, stop)
-        if found.node is None or self.memory.is_stale(namespace):
+        if found.node is None or self.device.is_stale(namespace):
             return
         host_pages = self.host.pages_of(found.node)[: found.pages]
         missing = ~self.stored[host_pages]
@@ -656,7 +591,7 @@ class Tiers:
         return freed
 
     def _stop_waiting(self, candidate: LoadCandidate, now_us: int) -> None:
-        candidate.operation, candidate.due_us, candidate.until_us = NONE, None, now_us
+        candidate.operation, candidate.due_us, candidate.until_us = NO_OPERATION, None, now_us
 
     def _give_up(self, number: int, step: Step) -> None:
         """Cancel a prefetch without a waiting request; what it has brought by then is kept."""
@@ -669,7 +604,7 @@ class Tiers:
 
     def _may_use(self, candidate: LoadCandidate) -> bool:
         """Whether a request may still start behind what is fetched for it."""
-        return candidate.operation != NONE or self.settings.prefetch_policy == "best_effort"
+        return candidate.operation != NO_OPERATION or self.settings.prefetch_policy == "best_effort"
 
     def answered(self, event: Answer, step: Step) -> None:
         """An operation ended: keep what came, let go of the rest.
@@ -701,7 +636,7 @@ class Tiers:
         if operation.cancelled and outcome != "done":
             outcome = "cancelled"
         kept = done
-        if operation.kind != "store" and self.memory.is_stale(operation.namespace):
+        if operation.kind != "store" and self.device.is_stale(operation.namespace):
             outcome, kept = "void", self._settle(operation, 0, complete=False)
         elif operation.kind == "store":
             self._settle_store(operation, done, complete=complete)
@@ -713,7 +648,7 @@ class Tiers:
             if candidate.operation == number:
                 self._stop_waiting(candidate, step.time_us)
         if operation.kind == "load":
-            self.memory.trim(step)
+            self.device.trim(step)
         elif operation.kind == "write" and self.settings.storage and (kept or outcome == "done"):
             self._store(operation.namespace, operation.tokens, operation.start + kept, step)
 
@@ -733,9 +668,9 @@ class Tiers:
         if operation.kind == "load":
             assert operation.device_handle is not None
             radix, handle, pool, pages = (
-                self.memory.radix,
+                self.device.radix,
                 operation.device_handle,
-                self.memory.pool,
+                self.device.pool,
                 operation.device_pages,
             )
             orphan = handle.invalidated
@@ -772,32 +707,32 @@ class Tiers:
             self.blocks.lost(operation.blocks)
         for one in operation.blocks if operation.kind == "load" else ():
             if keep:
-                self.memory.hybrid.arrived(one.kind, path[one.index], one.device)
+                self.device.hybrid.arrived(one.kind, path[one.index], one.device)
             else:
-                self.memory.hybrid.lost(one.kind, one.device)
+                self.device.hybrid.lost(one.kind, one.device)
 
     def _release(self, operation: Operation) -> None:
         """Take back what an operation locks and marks."""
         if self.blocks is not None:
-            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+            self.device.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
                 self.blocks.was_read(operation.blocks, self.host.pages_of(operation.host_handle))
             elif operation.kind == "prefetch" and operation.host_handle is not None:
                 self.blocks.let_go(operation.blocks, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
-            self.memory.unlock(operation.device_handle)
+            self.device.unlock(operation.device_handle)
         if operation.host_handle is not None:
             self.host.unlock(operation.host_handle)
         if operation.kind == "write":
             mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
-            self.writing[mine] = NONE
+            self.writing[mine] = NO_OPERATION
             if operation.blocks:
-                self.writing[self.writing == operation.number] = NONE
+                self.writing[self.writing == operation.number] = NO_OPERATION
         elif operation.kind == "load":
             mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
-            self.loading[mine] = NONE
+            self.loading[mine] = NO_OPERATION
             if operation.blocks:
-                self.loading[self.loading == operation.number] = NONE
+                self.loading[self.loading == operation.number] = NO_OPERATION
         elif operation.kind == "prefetch":
             self.fetching = {key: number for key, number in self.fetching.items() if number != operation.number}
 
@@ -827,20 +762,21 @@ class Tiers:
         """The device and host memory are gone, and what was under way; storage is still there."""
         for operation in self.operations.values():
             if operation.device_handle is not None:
-                self.memory.unlock(operation.device_handle)
+                self.device.unlock(operation.device_handle)
             if operation.kind == "load":
-                self.memory.pool.free(operation.device_pages)
-            self.memory.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
+                self.device.pool.free(operation.device_pages)
+            self.device.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             for one in operation.blocks if operation.kind == "load" else ():
-                self.memory.hybrid.lost(one.kind, one.device)
+                self.device.hybrid.lost(one.kind, one.device)
             step.decided.append(TierOperationEnded(step.time_us, operation.number, operation.kind, "void", 0))
-        self.generation, self.operations, self.candidates = generation, {}, {}
+        self.operations.clear()
+        self.generation, self.candidates = generation, {}
         self.fetching = {}
         self.pool, self.host = PagePool(self.settings.host_pages), RadixCache(self.page_size)
         if self.blocks is not None:
             self.blocks.void()
         self.uses[:], self.stored[:], self.fetched[:] = 0, False, False
-        self.writing[:] = self.loading[:] = NONE
+        self.writing[:] = self.loading[:] = NO_OPERATION
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
@@ -850,7 +786,7 @@ class Tiers:
             "generation": self.generation,
             "pool": self.pool.dump(),
             "host": self.host.dump(),
-            "operations": [_operation_image(one) for one in self.operations.values()],
+            "operations": [operation_image(one) for one in self.operations.values()],
             "next": self.next_operation,
             "candidates": [(number, msgspec.structs.astuple(one)) for number, one in self.candidates.items()],
             "uses": self.uses.tobytes(),
@@ -869,7 +805,7 @@ class Tiers:
         self.host = RadixCache.load(state["host"])
         host_nodes = {node.number: node for node in self.host.walk()}
         for image in state["operations"]:
-            operation = _operation(image, device_nodes, host_nodes)
+            operation = operation_of(image, device_nodes, host_nodes)
             self.operations[operation.number] = operation
         self.next_operation = state["next"]
         self.candidates = {number: LoadCandidate(*values) for number, values in state["candidates"]}
@@ -916,46 +852,3 @@ def page_keys(namespace: str, tokens: bytes, pages: int, page_size: int) -> list
 def _fetch_key(keys: list[bytes], known: int, reach: int) -> bytes:
     """The key of the first page that is new to the request; of the last, if it lacks blocks alone."""
     return keys[min(max(known, reach), len(keys) - 1)]
-
-
-def _held_alone(handle: RadixNode) -> int:
-    """Pages on the path to a handle that no other handle locks."""
-    pages, node = 0, handle
-    while node.lock_count == 1 and node.parent is not None:
-        pages += len(node.pages)
-        node = node.parent
-    return pages
-
-
-_HANDLES = ("device_handle", "host_handle")
-_PAGES = ("device_pages", "host_pages")
-_LOCKED = ("windows_locked", "slots_locked")
-_MOVED = ("index", "device", "host", "counted")
-
-
-def _operation_image(operation: Operation) -> dict[str, Any]:
-    image = msgspec.structs.asdict(operation)
-    for name in _HANDLES:
-        image[name] = image[name].number if image[name] is not None else None
-    for name in _PAGES:
-        image[name] = image[name].tobytes()
-    locked = {name: image.pop(name).tobytes() for name in _LOCKED}
-    blocks = [(one.kind, *(getattr(one, name).tobytes() for name in _MOVED)) for one in image.pop("blocks")]
-    if blocks:
-        image |= {"companions": blocks, **locked}
-    return image
-
-
-def _operation(
-    image: dict[str, Any], device_nodes: dict[int, RadixNode], host_nodes: dict[int, RadixNode]
-) -> Operation:
-    values = dict(image)
-    for name, nodes in zip(_HANDLES, (device_nodes, host_nodes), strict=True):
-        values[name] = nodes[values[name]] if values[name] is not None else None
-    for name in (*_PAGES, *_LOCKED):
-        values[name] = np.frombuffer(values.get(name, b""), np.int32)
-    values["blocks"] = [
-        Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
-        for kind, *columns in values.pop("companions", ())
-    ]
-    return Operation(**values)

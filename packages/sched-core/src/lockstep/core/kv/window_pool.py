@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +13,15 @@ from numpy.typing import NDArray
 from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BlocksEvicted, RequestId
+from lockstep.core.kv.deferred import DeferredFrees
+from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running
+from lockstep.core.requests.batching import InFlight
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.memory import Memory
-    from lockstep.core.requests.batching import InFlight
-    from lockstep.core.requests.budget import PrefillBudget
-
 
 NONE = -1  # no window page
 EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such part at once
@@ -41,7 +40,15 @@ class Coming(NamedTuple):
 class WindowPool:
     """The pages of sliding layers, each the companion of a full page."""
 
-    def __init__(self, config: SchedConfig, settings: HybridMemory, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedConfig,
+        settings: HybridMemory,
+        table: RequestTable,
+        in_flight: deque[InFlight],
+        deferred: DeferredFrees,
+        operations: Operations,
+    ) -> None:
         self.config = config
         self.page_size = config.page_size
         self.behind = settings.window_tokens - 1  # positions before a token that it sees
@@ -51,6 +58,9 @@ class WindowPool:
         self.by_one = config.positions_per_decode == 1
         self.behind_prompts = config.overlap_depth * config.positions_per_decode  # while the batch of one is in flight
         self.table = table
+        self.in_flight = in_flight
+        self.deferred = deferred
+        self.operations = operations
         self.pool = PagePool(settings.window_pages)
         self.window_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
         self.locks: Int32s = np.zeros(config.pages, np.int32)  # by full page: rows that may still read its companion
@@ -398,13 +408,13 @@ class WindowPool:
         freed = (self.locks[pages] == counts) & ~np.isin(pages, kept)
         return opening - int(np.count_nonzero(freed)) - self.available
 
-    def once_delivered(self, leaving: list[tuple[int, int]], memory: Memory, opening: int) -> WindowPool:
+    def once_delivered(self, leaving: list[tuple[int, int]], opening: int) -> WindowPool:
         """These windows once everything in flight is delivered and the rows `leaving` are given back, each with the
         positions it stands at; the others have opened so many pages by then. A copy, to ask `room` of.
         """
         later = copy(self)
         later.locks, later.first = self.locks.copy(), self.first.copy()
-        for batch in memory.in_flight:
+        for batch in self.in_flight:
             for i, request in batch.alive():
                 row, keep = request.row, int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
                 if i < batch.plan.extend_rows and keep > later.first[row]:
@@ -412,33 +422,31 @@ class WindowPool:
                     later.first[row] = keep
         for row, computed in leaving:
             later.locks[self.table.pages[row, later.first[row] : -(-computed // self.page_size)]] -= ONE
-        for _, pages in memory.deferred_pages:
+        for _, pages in self.deferred.pages:
             later.locks[pages] = 0
         came = (self.window_of >= 0) & (self.locks > 0) & (later.locks == 0)
         later.evictable += int(np.count_nonzero(came)) - opening
         return later
 
-    def returning(self, engine: EngineView) -> int:
+    def returning(self) -> int:
         """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
         moved. An underestimate."""
-        memory, found, locks = engine.memory, 0, self.locks
-        if memory.tiers.operations:
-            moving = memory.tiers.window_locks()
+        found, locks = 0, self.locks
+        if self.operations:
+            moving = self.operations.window_locks(self.config.pages)
             locks = self.locks - moving
-            found = int(np.count_nonzero((moving > 0) & (locks == 0))) + memory.tiers.windows_loading
+            found = int(np.count_nonzero((moving > 0) & (locks == 0))) + self.operations.windows_loading
         until = {  # by row: below this page
-            deferred.row: -(-deferred.computed // self.page_size)
-            for deferred in memory.deferred_frees
-            if deferred.row not in memory.lent
+            row: -(-computed // self.page_size) for row, computed in self.deferred.leaving()
         }
-        for batch in engine.in_flight:  # of several chunks of a prompt the last one says it
+        for batch in self.in_flight:  # of several chunks of a prompt the last one says it
             for i, request in batch.alive():
                 if i < batch.plan.extend_rows:
                     until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
-        for batch in engine.in_flight:
+        for batch in self.in_flight:
             until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
         found += sum(self._held_alone(row, stop, locks) for row, stop in until.items())
-        return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in memory.deferred_pages)
+        return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in self.deferred.pages)
 
     def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
         return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,9 +38,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.radix import Found, RadixNode
+from lockstep.core.requests.radix_node import Found, RadixNode
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]

@@ -260,7 +260,11 @@ class Admission:
         self.reported: tuple[RequestId, DeferReason] | None = None  # the last shortage
         self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
         self._reserves = tuple(one.reserve for one in self.resources if overrides(one, "reserve"))
-        view.memory.serve(self.resources)
+        view.memory.serve(
+            takes=tuple(one.take for one in self.resources if overrides(one, "take")),
+            releases=tuple(one.release for one in self.resources if overrides(one, "release")),
+            voids=tuple(one.void for one in self.resources if overrides(one, "void")),
+        )
 
     def examine(self, request: Request, budget: PrefillBudget, parts: int, may_split: bool) -> ExtendShare | Deferral:
         """Whether a waiting request may join an extend, and with how many tokens; or why not. Changes nothing.

@@ -210,7 +210,9 @@ class DecodePlanner:
                 self._state.retract(split, "pages", step, pages=(needed, available))
             elif self._state.transfers.ready:
                 self._state.transfers.give_up(self._state.requests[self._state.transfers.ready[-1]], step)
-            elif self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.tiers.device_busy:
+            elif (
+                self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.operations.device_busy
+            ):
                 running.decode_owed = True
                 step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
                 break

@@ -171,8 +171,8 @@ def _steady_launches(engine: SchedulerState) -> int:
         or not engine.transfers.quiet
         or engine.ranks is not None
         or engine.microbatches.several
-        or engine.memory.deferred_frees
-        or engine.memory.deferred_pages
+        or engine.memory.deferred.rows
+        or engine.memory.deferred.pages
         or engine.memory.rewrites
         or engine.memory.tiers.timed
         or not engine.memory.hybrid.by_one

@@ -31,10 +31,10 @@ from lockstep.core.features.media import Content, EncoderCache, EncoderEntry, Pl
 from lockstep.core.features.sessions import SessionImage
 from lockstep.core.features.speculation import Chances
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.memory import DeferredFree
-from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.deferred import DeferredFree
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.microbatches import MicrobatchesImage
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import (
     BASE,
     EMPTY_BATCH,

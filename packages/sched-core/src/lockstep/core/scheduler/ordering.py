@@ -34,7 +34,8 @@ import numpy as np
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import PolicyError
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.radix import Found, RadixCache
+from lockstep.core.kv.radix import RadixCache
+from lockstep.core.requests.radix_node import Found
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
 
 LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)

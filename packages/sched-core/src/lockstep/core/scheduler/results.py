@@ -73,7 +73,7 @@ class Results:
                 if i < plan.extend_rows:
                     self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
         if (
-            self._state.memory.deferred_frees or self._state.memory.deferred_pages
+            self._state.memory.deferred.rows or self._state.memory.deferred.pages
         ) and self._state.memory.release_deferred(plan.batch_id, step):
             self._state.retry_admission()
         if self._state.media.deferred:
@@ -122,10 +122,7 @@ class Results:
         """The device could not run the batch: its requests end with an error, the others do not notice."""
         failed = batch.plan.rows.tolist()
         memory = self._state.memory
-        memory.deferred_frees = [
-            deferred._replace(publish=deferred.publish and deferred.row not in failed)
-            for deferred in memory.deferred_frees
-        ]
+        memory.deferred.withhold(rows=failed)
         memory.hybrid.failed(batch)
         for request, row in zip(batch.requests, batch.plan.rows.tolist(), strict=True):
             if request.row == row and row not in batch.dead:

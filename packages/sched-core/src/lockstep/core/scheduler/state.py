@@ -47,7 +47,9 @@ from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.speculation import Speculator
 from lockstep.core.features.view import RetractReason
 from lockstep.core.kv.adapters import adapters_of
-from lockstep.core.kv.memory import DeferredFree, Lent, Memory, Pending, Rewrite
+from lockstep.core.kv.deferred import DeferredFree, Lent
+from lockstep.core.kv.device_memory import Pending
+from lockstep.core.kv.memory import Memory, Rewrite
 from lockstep.core.kv.no_tiers import NoTiers
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import radix_cache_of
@@ -735,8 +737,8 @@ class SchedulerState:
             running_batch=[request.request_id for request in running.batch.requests],
             positions=running.positions.tobytes(),
             in_flight=[batch_image(batch) for batch in self.in_flight],
-            deferred_frees=[deferred_free_image(self, deferred) for deferred in memory.deferred_frees],
-            deferred_pages=[(free_after, pages.tobytes()) for free_after, pages in memory.deferred_pages],
+            deferred_frees=[deferred_free_image(self, deferred) for deferred in memory.deferred.rows],
+            deferred_pages=[(free_after, pages.tobytes()) for free_after, pages in memory.deferred.pages],
             rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
             pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in memory.pending],
             ratio=self.ratio.value,
@@ -773,7 +775,7 @@ class SchedulerState:
             ]
             or UNSET,
             host=host,
-            transfers=self.transfers.image(memory.lent) if self.transfers.hands_over else None,
+            transfers=self.transfers.image(memory.deferred.lent) if self.transfers.hands_over else None,
             tiers=memory.tiers.dump() or UNSET,
             expert_loads=expert_loads_image(self.expert_loads),
             hybrid=memory.hybrid.dump() or UNSET,
@@ -798,7 +800,7 @@ class SchedulerState:
         for deferred in image.deferred_frees:
             lay_row(memory.table, deferred.row, deferred.row_pages, deferred.row_outputs)
             memory.table.holders[deferred.row] = GONE
-            memory.deferred_frees.append(
+            memory.deferred.rows.append(
                 DeferredFree(
                     free_after=deferred.free_after,
                     row=deferred.row,
@@ -827,7 +829,7 @@ class SchedulerState:
             self.microbatches.current.load(members, image.positions, numbers)
         self.active = sum(request.row >= 0 for request in self.requests.values())
         self.in_flight.extend(batch_of(self, batch) for batch in image.in_flight)
-        memory.deferred_pages = [
+        memory.deferred.pages = [
             (free_after, np.frombuffer(pages, np.int32)) for free_after, pages in image.deferred_pages
         ]
         memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
@@ -870,7 +872,7 @@ class SchedulerState:
         if image.transfers is not None:
             self.transfers.load(image.transfers, nodes)
             for row, request_id, given_up in image.transfers.lent:
-                memory.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
+                memory.deferred.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
         if self.ranks is not None and image.ranks is not UNSET:
             self.ranks.load(image.ranks)
         if not self.microbatches.several:
