@@ -21,7 +21,7 @@ from lockstep.core.features import speculation
 from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, draft_passes_of
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
-from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.table import BASE, Request, RequestState
 
 if TYPE_CHECKING:
@@ -713,7 +713,7 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
     coming_back = int(np.count_nonzero(window.window_of[deferred] >= 0))
     coming_back += held_by_moves + sum(one.index.size for one in loads)
-    if engine.config.reserve == "full" and (left := window.unpromised(all_running(engine)) + coming_back) < 0:
+    if engine.config.reserve == "full" and (left := window.unpromised(of_all_microbatches(engine)) + coming_back) < 0:
         _fail(f"S24: {-left} window pages more are held and promised than there are")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 

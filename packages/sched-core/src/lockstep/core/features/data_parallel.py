@@ -59,7 +59,7 @@ from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features.view import LaunchView
-from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
 
@@ -184,7 +184,7 @@ def _is_full(scheduler: LaunchView) -> bool:
     if not scheduler.microbatches.has_place():
         return True
     hybrid = scheduler.memory.hybrid
-    return hybrid.full(all_running(scheduler))
+    return hybrid.full(of_all_microbatches(scheduler))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:

@@ -62,7 +62,7 @@ from lockstep.core.kv.deferred import DeferredFrees
 from lockstep.core.kv.operations import Kind, Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match, RadixCache
-from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running, by_microbatch
+from lockstep.core.kv.running_view import EngineView, RunningProjection, RunningView, by_microbatch, of_all_microbatches
 from lockstep.core.kv.state_pool import STATE_COLUMNS, StatePool
 from lockstep.core.kv.window_pool import WINDOW_COLUMNS, Coming, WindowPool
 from lockstep.core.requests.batching import InFlight
@@ -133,7 +133,7 @@ class Hybrid:
         pages = int(ends[-1]) + 1 if ends.size else 0
         return match if pages == match.pages else radix.match(match.namespace, tokens, pages)
 
-    def full(self, runners: Runners) -> bool:
+    def full(self, runners: RunningView) -> bool:
         """Whether no new request could start: no slot, or no window page beside what others will need."""
         return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(runners) <= 0)
 
@@ -208,7 +208,7 @@ class Hybrid:
             opening = int(np.minimum(-(-then // self.page_size) - held, most).sum())
         left = {one.request_id for one in ending}
         others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
-        later = by_microbatch(engine, Stand(staying, now, engine.page_mask, others, (), engine.ratio))
+        later = by_microbatch(engine, RunningProjection(staying, now, engine.page_mask, others, (), engine.ratio))
         window = self.window.once_delivered(gone, opening)
         return window.room(later, request, *span, path, budget)
 
@@ -282,7 +282,7 @@ class Hybrid:
         """Whether so many can be loaded, beside so many that are held meanwhile, and leave room for waiting
         requests."""
         if kind == "window" and self.window is not None:
-            return self.window.left_for_newcomers(all_running(engine)) > coming + there
+            return self.window.left_for_newcomers(of_all_microbatches(engine)) > coming + there
         assert self.states is not None
         return self.states.available(NO_ROWS) >= self.states.by_row + coming + there
 

@@ -29,7 +29,8 @@ class AdmissionView(EngineView, Protocol):
     """What resources read of the scheduler."""
 
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> Memory:
+        """Rows, pages, radix cache, adapters and tiers."""
 
     @property
     def now_us(self) -> int:
@@ -37,15 +38,15 @@ class AdmissionView(EngineView, Protocol):
 
     @property
     def active(self) -> int:
-        """Requests with a row: prefilled, decoded, or kept until their KV is sent."""
+        """Requests with a row: being prefilled or decoded, or kept until their KV is sent."""
 
     @property
     def sending(self) -> int:
-        """Of these, requests whose prompt is computed and only has to be sent yet."""
+        """Active requests with a computed prompt that only has to be sent yet."""
 
     @property
     def transfers_hold_pages(self) -> bool:
-        """Whether transfers from another engine hold pages."""
+        """Whether a transfer keeps pages beside the rows of running requests."""
 
 
 class ExtendShare:

@@ -16,7 +16,7 @@ from lockstep.core.contract.events import BlocksEvicted, RequestId
 from lockstep.core.kv.deferred import DeferredFrees
 from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.running_view import EngineView, Runners, Stand, all_running
+from lockstep.core.kv.running_view import EngineView, RunningProjection, RunningView, of_all_microbatches
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.delivery import step_numbers
@@ -177,7 +177,7 @@ class WindowPool:
             rows, boundary = rows[idle], boundary[idle]
         return rows, self.first_seen(np.maximum(boundary, 0))
 
-    def slides(self, runners: Runners) -> tuple[Int32s, Int32s]:
+    def slides(self, runners: RunningView) -> tuple[Int32s, Int32s]:
         """Before the cohort's next decode: rows that may let go, and the page indices below which each is done.
 
         Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
@@ -191,7 +191,7 @@ class WindowPool:
             stands[batch.plan.rows] = batch.starts
         return running_batch.rows, self.first_seen(stands[running_batch.rows] // self.page_size)
 
-    def opening(self, runners: Runners) -> int:
+    def opening(self, runners: RunningView) -> int:
         """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
         if self.steps == 1 and self.by_one:
             return members_growing(runners.positions, runners.page_mask).size
@@ -277,7 +277,7 @@ class WindowPool:
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
-        runners = all_running(engine)
+        runners = of_all_microbatches(engine)
         next_ones = self.opened_next(runners, path)
         if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
             own = now - first + self.promised(request, stop, first)
@@ -304,7 +304,7 @@ class WindowPool:
 
     # ---- what rows will need
 
-    def to_come(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+    def to_come(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
         """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
         running_batch, positions = engine.running_batch, engine.positions
         if not running_batch.size:
@@ -317,7 +317,7 @@ class WindowPool:
         most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
 
-    def unpromised(self, engine: Runners) -> int:
+    def unpromised(self, engine: RunningView) -> int:
         """Pages that no active request holds or may still open: what reserve `full` has left.
 
         A page that several hold counts for each of them, since each may slide past it while the others stay.
@@ -348,7 +348,7 @@ class WindowPool:
         locked = self.pool.total - self.available
         return self.pool.total - charged - (locked - held)
 
-    def left_for_newcomers(self, engine: Runners) -> int:
+    def left_for_newcomers(self, engine: RunningView) -> int:
         """Free window pages left after reserving what running requests will need."""
         if self.config.reserve == "full":
             return min(self.unpromised(engine), self.available)
@@ -364,7 +364,7 @@ class WindowPool:
         return max(min(most, -(-request.reach // self.page_size) - now), 0)
 
     def room(
-        self, engine: Runners, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
+        self, engine: RunningView, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
     ) -> int:
         """Tokens that a request may take from `start` on, at most `take`, beside what others will need.
 
@@ -390,12 +390,12 @@ class WindowPool:
             take -= 1  # all but its end, which needs more
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
 
-    def opened_next(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+    def opened_next(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
         """Pages that next decodes open, and let go of none for; what a microbatch lets go of comes in its own turn."""
-        apart = engine.apart if isinstance(engine, Stand) else ()
+        apart = engine.apart if isinstance(engine, RunningProjection) else ()
         return sum([max(self.lacking(one, kept) + self.available, 0) for one in apart or (engine,)])
 
-    def lacking(self, engine: Runners, kept: Int32s = NO_ROWS) -> int:
+    def lacking(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
         """Pages that the next decode of the running batch opens, and releases none for, beyond those that can be had
         now.
 

@@ -13,7 +13,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
-from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.budget import (
     Deferral,
     PrefillBudget,
@@ -322,5 +322,5 @@ def within_windows(
     window = view.memory.hybrid.window
     if window is None:
         return take
-    room = window.room(all_running(view), request, start, take, path, budget)
+    room = window.room(of_all_microbatches(view), request, start, take, path, budget)
     return take if take <= room else aligned(start, room, budget.align) if may_split else 0
