@@ -169,48 +169,74 @@ class Hybrid:
         """Whether there is no slot for a newcomer behind these cached pages."""
         return self.states is not None and self.states.available(path) < self.states.by_row
 
-    def would_start(
+    def window_room(
+        self, engine: EngineView, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
+    ) -> int:
+        """Return how many of `take` tokens, from position `start` on, sliding windows have pages for, see
+        `WindowPool.room`."""
+        if self.window is None:
+            return take
+        return self.window.room(of_all_microbatches(engine), request, start, take, path, budget)
+
+    def would_lack_state(self, engine: EngineView, path: Int32s, leaving: list[int]) -> bool:
+        """Whether no state slot would be available behind the cached pages `path`, once all in flight is delivered and
+        some decoding requests have left. `leaving`: their indices into all decoding requests.
+        """
+        states = self.states
+        if states is None:
+            return False
+        gone, _ = self._gone(engine, leaving)
+        rows = len(self.table.holders) - len(self.table.free_rows) - len(gone)
+        taken = int(path.size > 0 and states.checkpoint_of[path[-1]] >= 0)
+        taken += sum(len(slots) for slots in states.coming.values())
+        taken += self.operations.slots_moving
+        return states.pool.total - rows * states.by_row - taken < states.by_row
+
+    def would_have_room(
         self,
         engine: EngineView,
         request: Request,
-        span: tuple[int, int],
+        start: int,
+        take: int,
         path: Int32s,
         budget: PrefillBudget,
         leaving: list[int],
         then: Int32s,
     ) -> int:
-        """Tokens that a newcomer or a split prompt may take, of the `span` from where on and how many, once everything
-        in flight is delivered and these of all decoding requests have left; 0 if it would have no slot.
+        """Return what `window_room` would return once all in flight is delivered and some decoding requests have left.
 
-        `path`: the cached pages in front of it, if it has no row yet. `then`: where those that stay will be.
+        Args:
+            leaving: indices of these into all decoding requests.
+            then: positions of the other decoding requests by that time.
         """
+        window = self.window
+        if window is None:
+            return take
+        gone, ending = self._gone(engine, leaving)
         running_batch, positions = engine.all_running
-        gone = self.deferred.leaving()
-        ending = [request for batch in self.in_flight for request in batch.ending_requests()]
-        gone += [(one.row, one.computed) for one in ending]
-        gone += [(running_batch.requests[i].row, int(positions[i])) for i in leaving]
-        if self.states is not None and request.row < 0:
-            rows = len(self.table.holders) - len(self.table.free_rows) - len(gone)
-            taken = int(path.size > 0 and self.states.checkpoint_of[path[-1]] >= 0)
-            taken += sum(len(slots) for slots in self.states.coming.values())
-            taken += self.operations.slots_moving
-            if self.states.pool.total - rows * self.states.by_row - taken < self.states.by_row:
-                return 0
-        if self.window is None:
-            return span[1]
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
         opening = 0
-        if engine.config.reserve == "on_demand":  # elsewhere the reserve has their pages
+        if engine.config.reserve == "on_demand":  # other policies reserve these pages
             held = -(-now // self.page_size)
-            most = np.maximum(self.window.row_pages_max - (held - self.window.first[staying.rows]), 0)
+            most = np.maximum(window.row_pages_max - (held - window.first[staying.rows]), 0)
             opening = int(np.minimum(-(-then // self.page_size) - held, most).sum())
-        left = {one.request_id for one in ending}
-        others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in left}
-        later = by_microbatch(engine, RunningProjection(staying, now, engine.page_mask, others, (), engine.ratio))
-        window = self.window.once_delivered(gone, opening)
-        return window.room(later, request, *span, path, budget)
+        ended = {one.request_id for one in ending}
+        others = {number: one for number, one in engine.requests.items() if one.row >= 0 and number not in ended}
+        projection = RunningProjection(staying, now, engine.page_mask, others, (), engine.ratio)
+        later = window.once_delivered(gone, opening)
+        return later.room(by_microbatch(engine, projection), request, start, take, path, budget)
+
+    def _gone(self, engine: EngineView, leaving: list[int]) -> tuple[list[tuple[int, int]], list[Request]]:
+        """Return the rows that are free once all in flight is delivered and these decoding requests have left, each
+        with its computed positions; and the requests that end with a batch in flight.
+        """
+        running_batch, positions = engine.all_running
+        ending = [request for batch in self.in_flight for request in batch.ending_requests()]
+        gone = self.deferred.leaving() + [(one.row, one.computed) for one in ending]
+        gone += [(running_batch.requests[i].row, int(positions[i])) for i in leaving]
+        return gone, ending
 
     def pages_for_drafts(self, pages: int) -> int:
         """Pages that decodes may open, of so many full ones that can be had."""
@@ -597,19 +623,6 @@ class FullAttention(Hybrid):
 
     def take_row(self, row: int, cached: int, step: Step) -> None:
         """A row has nothing beside its pages."""
-
-    def would_start(
-        self,
-        engine: EngineView,
-        request: Request,
-        span: tuple[int, int],
-        path: Int32s,
-        budget: PrefillBudget,
-        leaving: list[int],
-        then: Int32s,
-    ) -> int:
-        """All tokens of the span."""
-        return span[1]
 
     def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
         """None: pages are all that comes."""

@@ -93,7 +93,7 @@ class Memory(DeviceMemory):
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
         return deferred + deferred_rows + ending + self.operations.returning_pages()
 
-    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match | None) -> Back:
+    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match) -> Back:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
         stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
         """
@@ -119,7 +119,7 @@ class Memory(DeviceMemory):
                     pages += len(handle.pages)
                 handle = handle.parent
         matched = 0
-        node, mine = (match.node, match.edge_pages) if match is not None else (None, 0)
+        node, mine = match.node, match.edge_pages
         while node is not None:
             if node.lock_count and released.get(node.number) == node.lock_count:
                 matched += mine

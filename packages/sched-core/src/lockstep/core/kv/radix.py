@@ -64,6 +64,9 @@ class Match(NamedTuple):
     evictable_pages: int  # matched pages that are not locked: locking this match takes them from the evictable
 
 
+NO_MATCH = Match("", None, 0, 0, 0)
+
+
 class Inserted(Struct, frozen=True):
     node: RadixNode  # ends exactly where the inserted tokens end
     already: int  # leading pages that were in the tree before; of these the caller keeps its own copies

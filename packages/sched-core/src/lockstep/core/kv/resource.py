@@ -22,7 +22,7 @@ from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.running_view import EngineView
 from lockstep.core.requests.budget import Deferral, PrefillBudget
-from lockstep.core.requests.table import Request
+from lockstep.core.requests.table import Int32s, Request
 
 
 class AdmissionView(EngineView, Protocol):
@@ -48,6 +48,29 @@ class AdmissionView(EngineView, Protocol):
     def transfers_hold_pages(self) -> bool:
         """Whether a transfer keeps pages beside the rows of running requests."""
 
+    @property
+    def available_pages(self) -> int:
+        """Pages of the device that can be allocated: free ones, and cached ones without a lock."""
+
+    def row_available(self) -> bool:
+        """Whether a row of the request table is free."""
+
+    def place_available(self) -> bool:
+        """Whether the microbatch whose launch is planned has a free place."""
+
+    def match(self, request: Request) -> Match:
+        """Return the cached prefix of a waiting request, as far as the request may use it."""
+
+    def lacks_state(self, path: Int32s) -> bool:
+        """Whether no state slot is available for a request that starts behind the cached pages `path`."""
+
+    def window_room(self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget) -> int:
+        """Return how many of `take` tokens, from position `start` on, sliding windows have pages for.
+
+        Args:
+            path: the cached pages in front of the request, if it has no row yet.
+        """
+
 
 class ExtendShare:
     """How a waiting request would join an extend. Resources fill it in and narrow it in the order of admission."""
@@ -62,10 +85,20 @@ class ExtendShare:
         "parts",
         "request",
         "take",
+        "view",
     )
 
-    def __init__(self, request: Request, budget: PrefillBudget, parts: int, may_split: bool) -> None:
-        """`parts`: requests in the extend so far. `may_split`: whether the prompt may be computed in chunks."""
+    def __init__(
+        self, view: AdmissionView, request: Request, budget: PrefillBudget, parts: int, may_split: bool
+    ) -> None:
+        """Create the share of a request before any resource has seen it.
+
+        Args:
+            view: the state in which the request would start: the scheduler, or a projection of it.
+            parts: requests in the extend so far.
+            may_split: whether the prompt may be computed in chunks.
+        """
+        self.view = view
         self.request = request
         self.budget = budget
         self.parts = parts
@@ -97,7 +130,11 @@ class Resource:
         return True
 
     def fits(self, share: ExtendShare) -> Deferral | None:
-        """Why the request of this share cannot start now; None if it can. Changes nothing but the share."""
+        """Return why the request of this share cannot start; None if it can. Changes nothing but the share.
+
+        What a resource can supply is read from `share.view`. Preemption passes a projection of the scheduler, so the
+        rules of admission also decide whether retracting some requests would be enough.
+        """
         return None
 
     def reserve(self, share: ExtendShare) -> None:

@@ -13,7 +13,6 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
-from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.budget import (
     Deferral,
     PrefillBudget,
@@ -31,7 +30,7 @@ class RunningLimit(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether one request more may run."""
-        view = self.view
+        view = share.view
         limit = view.config.max_running_requests
         return Deferral("running_limit", limit=limit, lasts=True) if view.active - view.sending >= limit else None
 
@@ -41,8 +40,7 @@ class MicrobatchPlaces(Resource):
 
     def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
-        self.microbatches = view.microbatches
-        self.taken = Deferral("microbatch", limit=self.microbatches.size, lasts=True)
+        self.taken = Deferral("microbatch", limit=view.microbatches.size, lasts=True)
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
@@ -51,7 +49,7 @@ class MicrobatchPlaces(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether the microbatch has a place."""
-        return None if self.microbatches.has_place() else self.taken
+        return None if share.view.place_available() else self.taken
 
 
 class RequestRows(Resource):
@@ -63,7 +61,7 @@ class RequestRows(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether a row is free."""
-        return None if self.memory.table.row_available() else self.taken
+        return None if share.view.row_available() else self.taken
 
 
 class ExtendBudget(Resource):
@@ -74,7 +72,7 @@ class ExtendBudget(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether another request may be considered at all."""
-        most = self.view.config.prefill_max_requests
+        most = share.view.config.prefill_max_requests
         if most is not None and share.parts >= most:
             return self.spent
         verdict = share.budget.verdict()
@@ -131,7 +129,7 @@ class TierMoves(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether the request waits for neither, or has waited long enough."""
-        awaited = self.memory.tiers.holds_back(share.request, self.view.now_us)
+        awaited = self.memory.tiers.holds_back(share.request, share.view.now_us)
         if not awaited:
             return None
         return self.loading if awaited == "load" else self.fetching
@@ -143,7 +141,7 @@ class CachedPrefix(Resource):
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Match the prompt against the radix cache."""
         request = share.request
-        match = share.match = self.memory.match(request)
+        match = share.match = share.view.match(request)
         share.cached_tokens = match.pages * self.memory.config.page_size
         share.locked_pages = match.evictable_pages
         share.new_tokens = len(request.tokens) // 4 - share.cached_tokens
@@ -159,7 +157,7 @@ class KvReserve(Resource):
         With nothing else active the pool is the request's own. Its arrival was accepted because it fits there, so
         admission and rejection cannot disagree by a page.
         """
-        view, budget, request = self.view, share.budget, share.request
+        view, budget, request = share.view, share.budget, share.request
         config = view.config
         if not view.active and not (config.reserve == "full" and view.transfers_hold_pages):
             return None
@@ -193,7 +191,7 @@ class DevicePages(Resource):
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether they can be had beside those of the decodes of the same pass, and those that the match will lock."""
         page_size = self.memory.config.page_size
-        room = self.memory.available_pages - share.budget.set_aside - share.locked_pages
+        room = share.view.available_pages - share.budget.set_aside - share.locked_pages
         return Deferral("pages", share.take, room * page_size) if -(-share.take // page_size) > room else None
 
 
@@ -209,7 +207,7 @@ class StateSlots(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether slots can be had behind the match."""
-        return self.absent if self.memory.hybrid.lacks_state(self.memory.path_of(share.match)) else None
+        return self.absent if share.view.lacks_state(self.memory.path_of(share.match)) else None
 
 
 class WindowPages(Resource):
@@ -225,7 +223,7 @@ class WindowPages(Resource):
         memory = self.memory
         path = memory.path_of(share.match)
         share.take = within_windows(
-            self.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
+            share.view, share.request, share.cached_tokens, share.take, path, share.budget, may_split=share.may_split
         )
         if share.take > 0:
             return None
@@ -266,14 +264,18 @@ class Admission:
             voids=tuple(one.void for one in self.resources if overrides(one, "void")),
         )
 
-    def examine(self, request: Request, budget: PrefillBudget, parts: int, may_split: bool) -> ExtendShare | Deferral:
-        """Whether a waiting request may join an extend, and with how many tokens; or why not. Changes nothing.
+    def examine(
+        self, view: AdmissionView, request: Request, budget: PrefillBudget, parts: int, may_split: bool
+    ) -> ExtendShare | Deferral:
+        """Return the share of an extend with which a waiting request may start, or why it may not. Changes nothing.
 
         Args:
+            view: the scheduler; or a projection of it, to find out what would let the request start.
+            budget: of the extend.
             parts: requests in the extend so far.
             may_split: whether the prompt may be computed in chunks; only one request of an engine at a time is.
         """
-        share = ExtendShare(request, budget, parts, may_split)
+        share = ExtendShare(view, request, budget, parts, may_split)
         for check in self._checks:
             deferral = check(share)
             if deferral is not None:
@@ -319,8 +321,5 @@ def within_windows(
         path: the cached pages in front of the request, if it has no row yet.
     Returns: less than `take` only up to where a prompt may be split, and only if this one may be; else 0.
     """
-    window = view.memory.hybrid.window
-    if window is None:
-        return take
-    room = window.room(of_all_microbatches(view), request, start, take, path, budget)
+    room = view.window_room(request, start, take, path, budget)
     return take if take <= room else aligned(start, room, budget.align) if may_split else 0

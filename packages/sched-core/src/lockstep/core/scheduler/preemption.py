@@ -18,18 +18,19 @@ least important of all decoding ones: none is retracted for a place before the m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from copy import copy
 
 import numpy as np
 
 from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import DeferReason
-from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.radix import Match
-from lockstep.core.requests.budget import PrefillBudget, aligned, chunk_tokens, counts_on_ends, lasts_with
+from lockstep.core.kv.radix import NO_MATCH, Match
+from lockstep.core.kv.resource import ExtendShare
+from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
+from lockstep.core.scheduler.admission import within_windows
 from lockstep.core.scheduler.state import SchedulerState
 
 SHORTAGES: frozenset[DeferReason] = frozenset(
@@ -87,18 +88,22 @@ def make_room(
     config, memory = state.config, state.memory
     if not config.enable_priority_preemption or lacks not in SHORTAGES:
         return []
+    if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
+        return []  # this extend may not follow the one in flight
     all_running, _ = state.all_running
     ranked = candidates(request, all_running, config)
-    if not ranked or not memory.adapters.has_place_for(request.adapter):
+    if not ranked:
         return []
-    if memory.tiers.holds_back(request, state.now_us):
+    match, may_split = memory.match(request), state.prefilling is None
+
+    def enough(leaving: list[int]) -> bool:
+        projection = Projection(state, match, leaving)
+        share = state.admission.examine(projection, request, projection.budget_from(budget), parts, may_split)
+        return isinstance(share, ExtendShare)
+
+    if enough([]) or not state.microbatches.has_place_for_newcomer(state.in_flight, all_running.requests[ranked[0]]):
         return []
-    need = AdmissionNeed.of(state, request, budget, parts)
-    if need is None or need.is_met(state, budget, []):
-        return []
-    if not state.microbatches.has_place_for_newcomer(state.in_flight, all_running.requests[ranked[0]]):
-        return []
-    victims = [all_running.requests[i] for i in fewest(ranked, lambda some: need.is_met(state, budget, some))]
+    victims = [all_running.requests[i] for i in fewest(ranked, enough)]
     if not victims:
         return []
     available, reserved = memory.available_pages, tokens_kept_free(state)
@@ -123,13 +128,11 @@ def make_room_for_split(
         return []
     if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
         return []
-    span, (running_batch, positions) = (request.computed, take), state.all_running
+    running_batch, _ = state.all_running
 
     def enough(leaving: list[int]) -> bool:
-        back = state.memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], None)
-        staying = np.delete(np.arange(running_batch.size), leaving)
-        then = np.minimum(positions[staying] + back.launches * state.moves_by, running_batch.limits[staying] - ONE)
-        return _goes_on(hybrid, state, request, span, NO_ROWS, budget, leaving, then)
+        view = Projection(state, NO_MATCH, leaving)
+        return within_windows(view, request, request.computed, take, NO_ROWS, budget, may_split=True) > 0
 
     ranked = candidates(request, running_batch, config)
     if not ranked or enough([]):
@@ -153,22 +156,6 @@ def stays_behind(state: SchedulerState, request: Request) -> bool:
     return importance(request, state.config) < least
 
 
-def _goes_on(
-    hybrid: Hybrid,
-    state: SchedulerState,
-    request: Request,
-    span: tuple[int, int],
-    path: Int32s,
-    budget: PrefillBudget,
-    leaving: list[int],
-    then: Int32s,
-) -> bool:
-    """Whether pools beside full attention have room for a chunk of the span, see `Hybrid.would_start`."""
-    room = hybrid.would_start(state, request, span, path, budget, leaving, then)
-    may_split = state.prefilling is None or state.prefilling is request
-    return span[1] <= room or (may_split and aligned(span[0], room, budget.align) > 0)
-
-
 def tokens_kept_free(state: SchedulerState) -> int:
     """Tokens of the total budget that running requests take: their reserve, and what decodes in the same pass."""
     return state.reserve_of(*state.all_running) + _tokens_along(state, state.running_batch.size)
@@ -181,70 +168,74 @@ def _tokens_along(state: SchedulerState, members: int) -> int:
     return members * state.tokens_per_decode if along else 0
 
 
-class AdmissionNeed(NamedTuple):
-    """What a request needs to start, in the terms of its admission."""
+class Projection:
+    """The scheduler once all batches in flight are delivered and some decoding requests have left.
 
-    request: Request
-    match: Match | None
-    matched_pages: int  # of its prefix, unlocked so far: not available for anything else
-    wanted: int  # tokens of the total budget
-    new_pages: int  # that its whole prompt needs
-    pages: int  # of its first extend
-    span: tuple[int, int]  # of that: where it begins, and how many tokens
+    Until the last of these batches is delivered, the other members decode and open pages; these are taken off what
+    comes back. Resources read a projection through `ExtendShare.view`, as they read the scheduler itself.
+    """
 
-    @staticmethod
-    def of(state: SchedulerState, request: Request, budget: PrefillBudget, parts: int) -> AdmissionNeed | None:
-        """None if it is not memory that it lacks: this extend is full, or may not follow the one in flight."""
-        config = state.config
-        page_size = config.page_size
-        if config.prefill_max_requests is not None and parts >= config.prefill_max_requests:
-            return None
-        if not config.overlap_consecutive_prefills and state.in_flight and state.in_flight[-1].plan.extend_rows:
-            return None
-        match = state.memory.match(request)
-        cached, locking = (match.pages * page_size, match.evictable_pages)
-        new_tokens = len(request.tokens) // 4 - cached
-        take = chunk_tokens(cached, new_tokens, budget, first=not parts, may_split=state.prefilling is None)
-        if take <= 0 or budget.input <= 0 or (budget.chunk is not None and budget.chunk <= 0):
-            return None
-        wanted = budget.wanted(new_tokens, request.max_new_tokens - request.outputs)
-        pages = -(-take // page_size)
-        return AdmissionNeed(request, match, locking, wanted, -(-new_tokens // page_size), pages, (cached, take))
+    transfers_hold_pages = False  # the request then has the pool for itself, if no other request is active
+    sending = 0  # conservative: a request whose KV is being sent counts as one that runs
 
-    def is_met(self, state: SchedulerState, budget: PrefillBudget, leaving: list[int]) -> bool:
-        """Whether it can start once all in flight is delivered and these have left: `Engine._examine` then.
+    def __init__(self, state: SchedulerState, match: Match, leaving: list[int]) -> None:
+        """Project the present state.
 
-        Until that has come back the others go on, and open pages. `leaving`: indices into all decoding requests.
+        Args:
+            match: the cached prefix of the request that is to start.
+            leaving: indices of the requests that leave, into all decoding requests.
         """
-        config, memory, (running_batch, positions) = state.config, state.memory, state.all_running
-        page_size, microbatches = config.page_size, state.microbatches
-        back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], self.match)
-        active = state.active - back.places - len(leaving)
-        if active >= config.max_running_requests or not (memory.table.row_available() or back.rows):
-            return False
-        if microbatches.free_places(state.in_flight, [running_batch.requests[i] for i in leaving]) <= 0:
-            return False
+        running_batch, positions = state.all_running
+        memory, page_size = state.memory, state.config.page_size
+        back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], match)
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]
-        then = np.minimum(now + np.int32(back.launches * state.moves_by), staying.limits - ONE)
-        along, along_then = staying, then  # those of the same pass
-        if microbatches.several:
-            mine = microbatches.of_current()[stay].nonzero()[0]
-            along, along_then = staying.only(mine), then[mine]
+        then: Int32s = np.minimum(now + np.int32(back.launches * state.moves_by), staying.limits - ONE)
         pages = back.pages - int((-(-then // page_size) + -now // page_size).sum())
-        gained = pages * page_size
-        gained += tokens_kept_free(state) - state.reserve_of(staying, then) - _tokens_along(state, along.size)
-        if budget.total + gained <= 0 or budget.current + pages * page_size <= 0:
-            return False
-        locking = self.matched_pages + back.matched
-        if active and counts_on_ends(state.config, self.request):
-            free = budget.current + pages * page_size - self.new_pages * page_size
-            if not lasts_with(staying, then, [*budget.newcomers, self.request], state.ratio.value, free):
-                return False
-        elif active and not budget.has(self.wanted, locking * page_size - gained):
-            return False
-        if self.pages > memory.available_pages + pages - state.set_aside(along, along_then) - locking:
-            return False
-        path = memory.path_of(self.match)
-        return _goes_on(memory.hybrid, state, self.request, self.span, path, budget, leaving, then)
+        self._state = state
+        self._match = match._replace(evictable_pages=match.evictable_pages + back.matched)
+        self._leaving = leaving
+        self._leaving_requests = [running_batch.requests[i] for i in leaving]
+        self._rows = back.rows
+        self._pages = pages
+        self._then = then
+        self.config, self.memory, self.microbatches = state.config, memory, state.microbatches
+        self.now_us, self.ratio, self.page_mask = state.now_us, state.ratio, state.page_mask
+        self.requests, self.in_flight = state.requests, ()
+        self.active = state.active - back.places - len(leaving)
+        self.all_running = staying, then
+        self.running_batch, self.positions = staying, then  # of the pass that is planned
+        if state.microbatches.several:
+            mine = state.microbatches.of_current()[stay].nonzero()[0]
+            self.running_batch, self.positions = staying.only(mine), then[mine]
+        self.available_pages = memory.available_pages + pages
+
+    def budget_from(self, budget: PrefillBudget) -> PrefillBudget:
+        """Return a copy of the budget of an extend, with what comes back until then and is not reserved any more."""
+        state, later = self._state, copy(budget)
+        kept_free = state.reserve_of(*self.all_running) + _tokens_along(state, self.running_batch.size)
+        set_aside = state.set_aside(self.running_batch, self.positions)
+        later.regain(self._pages * self.config.page_size, tokens_kept_free(state) - kept_free, set_aside)
+        return later
+
+    def row_available(self) -> bool:
+        """Whether a row is free, or comes back."""
+        return bool(self._rows) or self.memory.table.row_available()
+
+    def place_available(self) -> bool:
+        """Whether the microbatch whose launch is planned has a free place by then."""
+        return self.microbatches.free_places(self._state.in_flight, self._leaving_requests) > 0
+
+    def match(self, request: Request) -> Match:
+        """Return the cached prefix, with the pages that no lock holds by then."""
+        return self._match
+
+    def lacks_state(self, path: Int32s) -> bool:
+        """Whether no state slot is available by then."""
+        return self.memory.hybrid.would_lack_state(self._state, path, self._leaving)
+
+    def window_room(self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget) -> int:
+        """Return how many of `take` tokens sliding windows have pages for by then."""
+        hybrid = self.memory.hybrid
+        return hybrid.would_have_room(self._state, request, start, take, path, budget, self._leaving, self._then)

@@ -171,7 +171,7 @@ class PrefillPlanner:
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
         """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
-        return self._admission.examine(request, budget, parts, self._state.prefilling is None)
+        return self._admission.examine(self._state, request, budget, parts, self._state.prefilling is None)
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
         """Whether a request that may start waits, because a tier below has more of its prefix than the device."""

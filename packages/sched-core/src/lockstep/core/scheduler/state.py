@@ -52,10 +52,10 @@ from lockstep.core.kv.device_memory import Pending
 from lockstep.core.kv.memory import Memory, Rewrite
 from lockstep.core.kv.no_tiers import NoTiers
 from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import radix_cache_of
+from lockstep.core.kv.radix import Match, radix_cache_of
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
-from lockstep.core.requests.budget import NewTokenRatio, reserve_by_ratio
+from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget, reserve_by_ratio
 from lockstep.core.requests.microbatches import Microbatches
 from lockstep.core.requests.retraction import members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.table import (
@@ -201,6 +201,31 @@ class SchedulerState:
     def all_running(self) -> tuple[RunningBatch, Int32s]:
         """All members of all running batches, and the next position of each. int32 [members]"""
         return self.microbatches.together()
+
+    @property
+    def available_pages(self) -> int:
+        """Pages of the device that can be allocated: free ones, and cached ones without a lock."""
+        return self.memory.available_pages
+
+    def row_available(self) -> bool:
+        """Whether a row of the request table is free."""
+        return self.memory.table.row_available()
+
+    def place_available(self) -> bool:
+        """Whether the microbatch whose launch is planned has a free place."""
+        return self.microbatches.has_place()
+
+    def match(self, request: Request) -> Match:
+        """Return the cached prefix of a waiting request, as far as the request may use it."""
+        return self.memory.match(request)
+
+    def lacks_state(self, path: Int32s) -> bool:
+        """Whether no state slot is available for a request that starts behind the cached pages `path`."""
+        return self.memory.hybrid.lacks_state(path)
+
+    def window_room(self, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget) -> int:
+        """Return how many of `take` tokens, from position `start` on, sliding windows have pages for."""
+        return self.memory.hybrid.window_room(self, request, start, take, path, budget)
 
     def has_work(self, number: int) -> bool:
         """Whether a launch of a microbatch could find anything: a host need not offer slots to others."""
