@@ -25,7 +25,7 @@ def asked(cache: EncoderCache, request_id: int, **tokens: int) -> list[EncodeMed
 def served(cache: EncoderCache) -> tuple[list[int], list[EncodeMedia]]:
     step = Step()
     done = cache.serve(step, 0)
-    cache.check()
+    cache.check_room()
     return done, [command for command in step.commands if isinstance(command, EncodeMedia)]
 
 
@@ -117,7 +117,7 @@ def test_a_failure_leaves_nothing_behind() -> None:
     assert cache.failed(CAT) == [1, 2]
     assert not cache.pins
     assert cache.encoded(DOG) == []
-    cache.check()
+    cache.check_room()
 
 
 def test_with_a_budget_the_encoder_is_asked_for_the_next_when_it_has_time() -> None:

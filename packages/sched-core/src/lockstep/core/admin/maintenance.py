@@ -28,6 +28,7 @@ from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 MEMORY_TAGS = ("kv_cache", "weights")
 
@@ -55,8 +56,16 @@ class MaintenanceImage(msgspec.Struct):
     admits: bool = True
 
 
-class Maintenance:
+class MaintenancePart(msgspec.Struct):
+    """Maintenance as a field of a snapshot."""
+
+    maintenance: MaintenanceImage
+
+
+class Maintenance(Component):
     """The jobs of one engine, the first one first, and what is released."""
+
+    PART = MaintenancePart
 
     def __init__(self, scheduler: AdminView) -> None:
         self._scheduler = scheduler
@@ -65,12 +74,13 @@ class Maintenance:
         self.still = False  # nothing may be launched
         self.admits = True  # requests may start
 
-    def image(self) -> MaintenanceImage:
-        """All of it."""
-        return MaintenanceImage(self.jobs, self.released, self.still, self.admits)
+    def part(self) -> MaintenancePart:
+        """Return the state for a snapshot."""
+        return MaintenancePart(MaintenanceImage(self.jobs, self.released, self.still, self.admits))
 
-    def load(self, image: MaintenanceImage) -> None:
-        """Become what `image` stored."""
+    def load(self, part: MaintenancePart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.maintenance
         self.jobs, self.released, self.still, self.admits = image.jobs, image.released, image.still, image.admits
         self.tell_tiers()
 

@@ -31,11 +31,13 @@ nothing of the old role is left: no request, no batch, no transfer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, ControlAnswered, StartTransfer, Step, StreamTokens
 from lockstep.core.contract.config import TRANSFER_SETTINGS, Role, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
@@ -53,6 +55,8 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
@@ -145,6 +149,9 @@ CAUSES: dict[str, TransferCause | None] = {
 }
 """What a TransferAdvanced of this status is to the tables; None: nothing."""
 
+QUEUED: tuple[TransferState, ...] = ("accepted", "preallocating", "ready")
+"""States in which a transfer waits for a slot, for pages or for a row, in a queue."""
+
 NO_SLOT = -1
 
 
@@ -233,8 +240,16 @@ NO_TRANSFERS = TransferSettings("mixed", "", False, 0, 0, None, None)
 """The settings of an engine that computes prompts and answers itself."""
 
 
-class Transfers:
+class TransfersPart(msgspec.Struct):
+    """Transfers in a snapshot; None: the engine hands nothing over."""
+
+    transfers: TransfersImage | None = None
+
+
+class Transfers(Component):
     """The transfers of one engine, prefill or decode."""
+
+    PART = TransfersPart
 
     def __init__(
         self, config: SchedConfig, scheduler: SchedulerView, sessions: Sessions, prerequisites: Prerequisites
@@ -814,29 +829,126 @@ class Transfers:
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def image(self, lent: dict[int, Any]) -> TransfersImage:
-        """All of it, with what `Memory.lent` keeps."""
+    def part(self) -> TransfersPart:
+        """Return the state for a snapshot, with the rows that transfers read."""
+        if not self.hands_over:
+            return TransfersPart()
         images = []
         for transfer in self.all.values():
             values = {name: getattr(transfer, name) for name in TransferImage.__struct_fields__}
             values["pages"] = transfer.pages.tobytes()
             values["handle"] = transfer.handle.number if transfer.handle is not None else None
             images.append(TransferImage(**values))
-        pinned = [(row, one.request_id, [pages.tobytes() for pages in one.pages]) for row, one in lent.items()]
+        lent = self._scheduler.memory.deferred.lent_images()
         change = self.change if self.change is not None else msgspec.UNSET
-        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned, change)
+        queues = list(self.line), list(self.ready), list(self.free_slots)
+        return TransfersPart(TransfersImage(images, *queues, lent, change))
 
-    def load(self, image: TransfersImage, nodes: dict[int, RadixNode]) -> None:
-        """Take up what `image` described."""
+    def load(self, part: TransfersPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.transfers
+        if image is None:
+            return
         for one in image.transfers:
             values = {name: getattr(one, name) for name in TransferImage.__struct_fields__}
             values["pages"] = np.frombuffer(one.pages, np.int32)
-            values["handle"] = nodes[one.handle] if one.handle is not None else None
+            values["handle"] = restored.nodes[one.handle] if one.handle is not None else None
             self.all[one.request_id] = Transfer(**values)
             self.rooms[one.room] = one.request_id
         self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
         self.change = image.change if isinstance(image.change, RoleChange) else None
         self.sending = sum(transfer.ends is not None for transfer in self.all.values())
+        self._scheduler.memory.deferred.load_lent(image.lent)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def handles(self) -> list[RadixNode]:
+        """Return the locks on what this engine has of prompts whose KV will come."""
+        return [one.handle for one in self.all.values() if one.handle is not None]
+
+    def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
+        """Yield the pages that transfers write, by request."""
+        for one in self.all.values():
+            yield f"the transfer of r{one.request_id}", one.pages
+
+    def held_requests(self) -> list[RequestId]:
+        """Return the requests that are held for their transfers."""
+        return [one.request_id for one in self.in_state(*sorted(HELD))]
+
+    def check_state(self, facts: Facts) -> None:
+        """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; a request that can go on
+        does."""
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        if not self.hands_over:
+            same("S31 rows that are read from elsewhere", memory.deferred.lent, {})
+            same("S33 sending", self.sending, 0)
+            return
+        everyone = list(self.all.values())
+        slots = [*self.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
+        same("S1 metadata slots", sorted(slots), list(range(self.settings.slots)))
+        same("S31 rooms", self.rooms, {one.room: one.request_id for one in everyone})
+        lines = [*self.line, *self.ready]
+        same("S15 lines of transfers", sorted(lines), sorted(one.request_id for one in self.in_state(*QUEUED)))
+        lent = {one.request_id: row for row, one in memory.deferred.lent.items()}
+        left = [deferred.row for deferred in memory.deferred.rows]
+        for one in everyone:
+            if (one.request_id in facts.requests) != (one.state != "quarantined") and self.sends:
+                fail(
+                    f"S16: the transfer of r{one.request_id} is {one.state}, but its request is not there, or still is"
+                )
+            touched = self.sends and one.state in TOUCHED
+            if touched != (one.request_id in lent):
+                fail(f"S31: the transfer of r{one.request_id} is {one.state}, but rows {lent} are read from elsewhere")
+            request = facts.requests.get(one.request_id)
+            if (
+                touched
+                and lent[one.request_id] not in left
+                and (request is None or request.row != lent[one.request_id])
+            ):
+                fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id} and has no holder")
+            if not self.sends and one.state in ("receiving", "ready") and request is not None:
+                held = one.start_tokens // facts.config.page_size + one.pages.size
+                if held * facts.config.page_size < min(request.prompt_tokens + 1, request.reach):
+                    fail(f"L6: {request.name} is given {held} pages, and would wait for more while it holds them")
+        if (
+            facts.launch_found_nothing
+            and not facts.in_flight
+            and not scheduler.paused
+            and not scheduler.launches_blocked
+        ):
+            able = [one for one in self.ready if facts.requests[one].holds == 1]
+            groups = scheduler.microbatches
+            owed = groups.owes_elsewhere() or groups.current.decode_owed
+            if groups.several and (owed or not groups.has_place()):
+                able = []  # another microbatch goes first, or has a place or the pages
+            able = [one for one in able if memory.adapters.has_place_for(facts.requests[one].adapter)]
+            if able and scheduler.active < facts.config.max_running_requests:
+                fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
+        alone = not scheduler.active and not self.holds_pages and not facts.in_flight and not scheduler.waiting
+        if memory.operations.device_busy:
+            alone = False  # a move locks pages, and its answer gives them
+        if any(one.slot != NO_SLOT for one in everyone):
+            alone = False  # a request with one waits for a grammar or for media
+        first = [one for one in self.line if not self.comes_after_another(facts.requests[one])]
+        if alone and first and not scheduler.paused and scheduler.admits:
+            fail(f"L2: {first} wait for pages or slots, which are all available")
+        change = self.change
+        if change is not None and facts.requests and scheduler.now_us >= change.due_us:
+            fail(f"L1: {list(facts.requests)} are live {scheduler.now_us - change.due_us} us after the role was due")
+        if change is not None and not facts.requests and not facts.in_flight and not self.all:
+            fail(f"L1: nothing is left, and it is not {change.role} yet")
+        self._check_hybrid(everyone)
+
+    def _check_hybrid(self, everyone: list[Transfer]) -> None:
+        """S31: blocks of layers without full attention are reserved for the requests whose KV will come."""
+        hybrid = self._scheduler.memory.hybrid
+        receiving = everyone if not self.sends else []
+        coming = sorted(one.request_id for one in receiving if one.state in ("receiving", "ready"))
+        given_up = sorted(one.request_id for one in receiving if one.state == "quarantined")
+        if (window := hybrid.window) is not None:
+            same("S31 windows that will come", (sorted(window.coming), sorted(window.quarantined)), (coming, given_up))
+        if (states := hybrid.states) is not None:
+            same("S31 states that will come", sorted(states.coming), sorted(coming + given_up))
 
 
 def diagram(table: Table) -> str:

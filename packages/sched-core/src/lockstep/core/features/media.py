@@ -26,9 +26,13 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import EncodeMedia, Step
 from lockstep.core.contract.errors import InvariantError
 from lockstep.core.contract.events import BatchId, PromptSpan, RequestId
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.requests.table import Request
 
 PLACEHOLDERS_MAX = 16_384  # contents whose numbers are remembered
 FIRST_PLACEHOLDER = 2  # so that no placeholder is -1, which means "no token" elsewhere
@@ -69,11 +73,34 @@ class EncoderEntry(msgspec.Struct):
     outdated: bool = False  # of weights that were replaced: only for requests that had begun to compute with it
 
 
-class EncoderCache:
+class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced"}):
+    """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
+
+    numbers: list[tuple[Content, int]]
+    next: int
+    encodings: list[tuple[bytes, EncoderEntry]]
+    pins: list[int]
+    line: list[int]
+    deferred: list[tuple[int, list[bytes]]]
+    queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
+    dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EncoderPart(msgspec.Struct):
+    """Media in a snapshot; None: the engine never had a request with media."""
+
+    media: MediaImage | None = None
+
+
+class EncoderCache(Component):
     """Encoder output, bounded: what is there, which requests pin it, and which wait for room."""
+
+    PART = EncoderPart
+    EMPTY_AT_REST = ("pins", "line", "deferred", "queued")
 
     def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
+        self.placeholders = Placeholders()
         self.budget_tokens = budget_tokens  # being encoded at once, unless one content alone is more; None: no limit
         self.encodings: dict[bytes, EncoderEntry] = {}  # least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # what each request needs: tokens by digest
@@ -201,7 +228,46 @@ class EncoderCache:
         self.queued.clear()
         self.dropping.clear()
 
-    def check(self) -> None:
+    def part(self) -> EncoderPart:
+        """Return the state for a snapshot."""
+        if not self.placeholders.numbers:
+            return EncoderPart()
+        return EncoderPart(
+            MediaImage(
+                numbers=list(self.placeholders.numbers.items()),
+                next=self.placeholders.next,
+                encodings=list(self.encodings.items()),
+                pins=list(self.pins),
+                line=list(self.line),
+                deferred=list(self.deferred),
+                queued=list(self.queued) or msgspec.UNSET,
+                dropping=list(self.dropping) or msgspec.UNSET,
+            )
+        )
+
+    def load(self, part: EncoderPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.media
+        if image is None:
+            return
+        self.placeholders.numbers, self.placeholders.next = dict(image.numbers), image.next
+        self.encodings = dict(image.encodings)
+        self.pins = {request_id: _media_of(restored.requests[request_id]) for request_id in image.pins}
+        self.deferred = list(image.deferred)
+        self.line = {request_id: _media_of(restored.requests[request_id]) for request_id in image.line}
+        if image.queued is not msgspec.UNSET:
+            self.queued = dict.fromkeys(image.queued)
+        if image.dropping is not msgspec.UNSET:
+            self.dropping = list(image.dropping)
+
+    def check_state(self, facts: Facts) -> None:
+        """D11, L2: see `check_room`; requests that hold room, or wait for it, are live."""
+        self.check_room()
+        for request_id in (*self.pins, *self.line):
+            if request_id not in facts.requests:
+                fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
+
+    def check_room(self) -> None:
         """Raise InvariantError unless what is pinned is there, all of it fits, and no room is kept from the first."""
         for request_id, media in self.pins.items():
             for digest, tokens in media.items():
@@ -262,3 +328,9 @@ class EncoderCache:
         """Room that a digest takes; 0 if it is not there."""
         encoding = self.encodings.get(digest)
         return encoding.tokens if encoding is not None else 0
+
+
+def _media_of(request: Request) -> dict[bytes, int]:
+    """Return the media of a request that has some: tokens by digest."""
+    assert request.extras is not None
+    return request.extras.media

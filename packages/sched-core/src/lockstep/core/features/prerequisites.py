@@ -16,11 +16,16 @@ accepted --a leader computes its prompt--> held --delivered, or it leads now--> 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdmissionDeferred, BatchId, MediaEncoded, RequestId
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, NoPart, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests import extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import NO_REQUEST, Extras, Request, RequestState
@@ -31,13 +36,42 @@ def has_media(request: Request) -> bool:
     return request.extras is not None and bool(request.extras.media)
 
 
-class Prerequisites:
+class Prerequisites(Component):
     """Samples that wait for their leader's prompt, and requests that wait for an encoder."""
+
+    EMPTY_AT_REST = ("followers",)
 
     def __init__(self, scheduler: SchedulerView, media: EncoderCache) -> None:
         self._scheduler = scheduler
         self.media = media
         self.followers: dict[RequestId, list[Request]] = {}  # samples, by the leader whose prompt they wait for
+
+    def load(self, part: NoPart, restored: Restored) -> None:
+        """Find the samples that wait for their leaders among the held requests."""
+        for request in restored.held.values():
+            if request.extras is not None and request.extras.leader != NO_REQUEST:
+                self.followers.setdefault(request.extras.leader, []).append(request)
+
+    def held_requests(self) -> list[RequestId]:
+        """Return the samples that wait for their leaders, and the requests that wait for media."""
+        followers = [request.request_id for samples in self.followers.values() for request in samples]
+        return followers + self._awaiting_media(self._scheduler.requests)
+
+    def _awaiting_media(self, requests: Mapping[RequestId, Request]) -> list[RequestId]:
+        return [one.request_id for one in requests.values() if one.extras is not None and one.extras.awaits_media]
+
+    def check_state(self, facts: Facts) -> None:
+        """D11, L1, S15: requests held for media wait for them; samples follow a leader that is live."""
+        for request_id in self._awaiting_media(facts.requests):
+            if not self.media.knows(request_id) or self.media.has_all(request_id):
+                fail(f"D11: r{request_id} is held for media, which it does not wait for")
+        followers = [request.request_id for samples in self.followers.values() for request in samples]
+        for leader, samples in self.followers.items():
+            if leader not in facts.requests or leader in followers:
+                fail(f"L1: {len(samples)} samples follow r{leader}, which has ended or follows itself")
+            for request in samples:
+                if request.extras is None or request.extras.leader != leader:
+                    fail(f"S15: {request.name} does not name its leader r{leader}")
 
     def hold(self, request: Request, leader: RequestId, step: Step) -> bool:
         """Hold a new request, if it has to wait for the sample that leads or for its media; a turn's media come later.

@@ -21,9 +21,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from lockstep.core.contract.checks import counts_of, fail, same
 from lockstep.core.contract.commands import ControlAnswered, LoadAdapter, RowTaken, Step
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import AdapterEvicted, AdapterLoaded, LoadAdapterControl
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.table import BASE, VERSION_MARK, Adapter
 from lockstep.core.requests.validation import RequestRefused
 
@@ -253,6 +255,26 @@ class Adapters:
         adapters.uses = state["uses"]
         return adapters
 
+    def check(self, facts: Facts, deferred_rows: list[int]) -> None:
+        """S25, L8: adapters in use are on the device, and no more than fit; a withdrawal waits for a request."""
+        live = {request.row: request.adapter for request in facts.holders}
+        live |= {row: self.rows.get(row, BASE) for row in deferred_rows}
+        same("S25 adapters by row", dict(sorted(self.rows.items())), dict(sorted(live.items())))
+        same("S25 users of adapters", self.users, counts_of(live.values()))
+        if len(self.users) > len(self.slots):
+            fail(f"S25: {list(self.users)} are in use, max_loras {len(self.slots)}")
+        for adapter in self.users:
+            if adapter != BASE and self.slot_of(adapter) == NO_SLOT:
+                fail(f"S25: {adapter} is in use but on no slot of the device")
+        held = [slot.adapter for slot in self.slots if slot.adapter is not None]
+        same("S25 adapters on the device", len(set(held)), len(held))
+        awaited = {request.adapter.name for request in facts.requests.values()}
+        awaited |= {adapter.name for adapter in self.users}
+        awaited |= {slot.adapter.name for slot in self.slots if slot.adapter is not None and slot.loading}
+        for name in self.withdrawals:
+            if name not in awaited:
+                fail(f"L8: no request needs {name!r} any more, but its withdrawal was not answered")
+
 
 class NoAdapters(Adapters):
     """Adapters of an engine without LoRA: every request runs on BASE, and rows use nothing."""
@@ -282,6 +304,9 @@ class NoAdapters(Adapters):
 
     def dump(self) -> None:
         """No part of a snapshot."""
+
+    def check(self, facts: Facts, deferred_rows: list[int]) -> None:
+        """There is nothing to check."""
 
 
 def adapters_of(state: dict[str, Any] | None) -> Adapters:

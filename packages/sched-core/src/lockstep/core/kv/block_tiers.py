@@ -39,14 +39,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import all_ids, fail, misowned
 from lockstep.core.contract.commands import NO_ROWS, BlockFetch, PrefetchFromStorage, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BlocksEvicted, BlocksFound
+from lockstep.core.kv.facts import pages_in
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.operations import Kind, Moved
+from lockstep.core.kv.operations import Kind, Moved, Operation
 from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.radix import RadixCache
 from lockstep.core.kv.running_view import EngineView
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s
 
 NONE = -1  # no companion
@@ -346,6 +350,44 @@ class HostBlocks:
             pool.pool, pool.clock = PagePool.load(of["pool"]), of["clock"]
             for name in self.columns:
                 setattr(pool, name, np.frombuffer(of[name], getattr(pool, name).dtype).copy())
+
+    def check(self, host: RadixCache, moves: list[Operation], nodes: list[RadixNode]) -> None:
+        """S1, S5, S9, S33: each block is free, on its way, or of one cached host page; its readers lock it.
+
+        Args:
+            host: the radix cache of the host; `nodes` are all of its nodes.
+            moves: operations under way.
+        """
+        cached = pages_in(nodes, self.host_pages)
+        for kind, pool in self.pools.items():
+            with_one = (pool.of >= 0).nonzero()[0]
+            of_kind = [(one, moved) for one in moves for moved in one.blocks if moved.kind == kind]
+            arriving = [moved.host for one, moved in of_kind if one.kind in ("write", "prefetch")]
+            ids = np.sort(np.concatenate((pool.pool.free_ids(), pool.of[with_one], *arriving)))
+            if ids.tobytes() != all_ids(pool.pool.total):
+                owners = {"free": pool.pool.free_ids().tolist(), "of pages": pool.of[with_one].tolist()}
+                owners |= {"on their way": [number for one in arriving for number in one.tolist()]}
+                misowned(f"S1 {kind}s of the host", pool.pool.total, owners)
+            if (stray := with_one[~cached[with_one]]).size:
+                fail(f"S1: host pages {stray.tolist()} have a {kind}, but are not cached")
+            locks = np.zeros_like(pool.locks)
+            for one, moved in of_kind:
+                if one.kind in ("load", "store"):
+                    assert one.host_handle is not None
+                    source = host.pages_of(one.host_handle)[moved.index]
+                    np.add.at(locks, source, 1)
+                    if pool.of[source].tolist() != moved.host.tolist():
+                        fail(f"S5: {one.kind} {one.number} reads {kind}s {moved.host.tolist()}, its pages have others")
+                if one.kind == "prefetch":
+                    assert one.host_handle is not None
+                    source = host.pages_of(one.host_handle)[moved.counted]
+                    np.add.at(locks, source, 1)
+                    if (pool.of[source] < 0).any():
+                        fail(f"S5: prefetch {one.number} counts on {kind}s of host pages {source.tolist()}")
+            if locks.tobytes() != pool.locks.tobytes():
+                fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, moves count on {locks.tolist()}")
+            if (strays := (pool.stored & (pool.of < 0)).nonzero()[0]).size:
+                fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 
 
 COLUMNS = ("of", "locks", "used", "stored")  # the last if there is storage

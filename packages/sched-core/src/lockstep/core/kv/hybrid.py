@@ -55,16 +55,18 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import same
 from lockstep.core.contract.commands import NO_ROWS, BatchPlan, HybridChanges, HybridTransfer, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, RequestId
 from lockstep.core.kv.deferred import DeferredFrees
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.operations import Kind, Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import Match, RadixCache
 from lockstep.core.kv.running_view import EngineView, RunningProjection, RunningView, by_microbatch, of_all_microbatches
-from lockstep.core.kv.state_pool import STATE_COLUMNS, StatePool
-from lockstep.core.kv.window_pool import WINDOW_COLUMNS, Coming, WindowPool
+from lockstep.core.kv.state_pool import StatePool
+from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import PrefillBudget
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestTable, RunningBatch
@@ -547,57 +549,43 @@ class Hybrid:
     # -------------------------------------------------------------------------------------------------------- snapshot
 
     def dump(self) -> dict[str, Any]:
-        """The state in builtins."""
+        """Return the state in builtins."""
         image: dict[str, Any] = {}
-        if (window := self.window) is not None:
-            parked = window.quarantined
-            image["window"] = {
-                "pool": window.pool.dump(),
-                "clock": window.clock,
-                "evictable": window.evictable,
-                "mapped": [(pages.tobytes(), blocks.tobytes()) for pages, blocks in window.mapped],
-                **({"coming": [(one, *_told(of)) for one, of in window.coming.items()]} if window.coming else {}),
-                **({"quarantined": [(one, of.tobytes()) for one, of in parked.items()]} if parked else {}),
-                **{name: getattr(window, name).tobytes() for name in WINDOW_COLUMNS},
-            }
-        if (states := self.states) is not None:
-            image["states"] = {
-                "pool": states.pool.dump(),
-                "clock": states.clock,
-                "reading": list(states.reading.items()),
-                "left": list(states.left.items()),
-                **({"behind_drafts": list(states.behind_drafts.items())} if states.by_row > 1 else {}),
-                "starts": states.starts,
-                **({"coming": list(states.coming.items())} if states.coming else {}),
-                **({"unwritten": list(states.unwritten.items())} if states.unwritten else {}),
-                **{name: getattr(states, name).tobytes() for name in STATE_COLUMNS},
-            }
+        if self.window is not None:
+            image["window"] = self.window.dump()
+        if self.states is not None:
+            image["states"] = self.states.dump()
         return image
 
     def load(self, image: dict[str, Any], table: RequestTable) -> None:
-        """Become what `dump` described, of the rows of this table."""
+        """Take over the state that `dump` returned, with the restored request table."""
         self.table = table
-        if (window := self.window) is not None:
-            of, window.table = image["window"], table
-            window.pool, window.clock, window.evictable = PagePool.load(of["pool"]), of["clock"], of["evictable"]
-            window.mapped = [(np.frombuffer(a, np.int32), np.frombuffer(b, np.int32)) for a, b in of["mapped"]]
-            window.coming = {
-                one: Coming(first, shared, np.frombuffer(pages, np.int32), *more)
-                for one, first, shared, pages, *more in of.get("coming", ())
-            }
-            window.quarantined = {one: np.frombuffer(pages, np.int32) for one, pages in of.get("quarantined", ())}
-            for name in WINDOW_COLUMNS:
-                setattr(window, name, np.frombuffer(of[name], getattr(window, name).dtype).copy())
-        if (states := self.states) is not None:
-            of, states.table = image["states"], table
-            states.pool, states.clock, states.reading = PagePool.load(of["pool"]), of["clock"], dict(of["reading"])
-            states.left = {row: [tuple(one) for one in kept] for row, kept in of["left"]}
-            states.starts = [tuple(start) for start in of["starts"]]
-            states.coming = {one: list(slots) for one, slots in of.get("coming", ())}
-            states.behind_drafts = {row: list(slots) for row, slots in of.get("behind_drafts", ())}
-            states.unwritten = dict(of.get("unwritten", ()))
-            for name in STATE_COLUMNS:
-                setattr(states, name, np.frombuffer(of[name], getattr(states, name).dtype).copy())
+        if self.window is not None:
+            self.window.load(image["window"], table)
+        if self.states is not None:
+            self.states.load(image["states"], table)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def check(self, facts: Facts) -> None:
+        """S1, S3, S5, S9, S24 of the pools beside full attention."""
+        holders = [
+            (request.name, request.row, computed)
+            for request, computed in zip(facts.holders, facts.computed, strict=True)
+        ]
+        holders += [(f"the lease of row {one.row}", one.row, one.computed) for one in self.deferred.rows]
+        if self.window is not None:
+            self.window.check(facts, holders)
+        if self.states is not None:
+            self.states.check(facts, holders, self.operations)
+
+    def check_at_rest(self) -> None:
+        """L9: no window page is locked, and every state slot is free or a checkpoint."""
+        if self.window is not None:
+            same("L9 locked window pages", int(self.window.locks.sum()), 0)
+        if self.states is not None:
+            states = self.states
+            same("L9 slots of state", states.pool.free_count + int((states.page_of >= 0).sum()), states.pool.total)
 
 
 class FullAttention(Hybrid):
@@ -631,6 +619,13 @@ class FullAttention(Hybrid):
     def collected(self, batch: InFlight) -> None:
         """Nothing is held beside pages."""
 
+    def load(self, image: dict[str, Any], table: RequestTable) -> None:
+        """Take over the restored request table."""
+        self.table = table
+
+    def check(self, facts: Facts) -> None:
+        """There is nothing beside pages."""
+
     def completed_in_run(self, plan: BatchPlan, oldest: BatchId, step: Step) -> BatchPlan:
         """The plan as it is."""
         return plan
@@ -651,8 +646,3 @@ def hybrid_of(
     if config.hybrid is UNSET:
         return FullAttention(config, table, in_flight)
     return Hybrid(config, config.hybrid, table, in_flight, deferred, operations)
-
-
-def _told(coming: Coming) -> tuple[int, int, bytes, int, int]:
-    """As a snapshot has it."""
-    return coming.first, coming.shared, coming.pages.tobytes(), coming.promised, coming.last

@@ -19,23 +19,28 @@ books.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
+from lockstep.core.contract.checks import same
 from lockstep.core.contract.commands import NO_ROWS, PageDeltas, RowTaken, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import BatchId, PagesEvicted, RequestId
-from lockstep.core.kv.adapters import Adapters, NoAdapters
-from lockstep.core.kv.deferred import NO_BATCH, DeferredFree, Lent
+from lockstep.core.kv.adapters import Adapters, NoAdapters, adapters_of
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.deferred import NO_BATCH, DeferredFree, DeferredFreeImage, Lent
 from lockstep.core.kv.device_memory import DeviceMemory, Pending
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.no_tiers import tiers_of
-from lockstep.core.kv.radix import Match
+from lockstep.core.kv.pages import PagePool
+from lockstep.core.kv.radix import Match, radix_cache_of
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.extras import with_extras
 from lockstep.core.requests.radix_node import RadixNode
-from lockstep.core.requests.table import NO_ROW, Int32s, Request
+from lockstep.core.requests.table import NO_ROW, Int32s, Request, RequestTable
 
 
 class Rewrite(NamedTuple):
@@ -56,8 +61,30 @@ class Back(NamedTuple):
     launches: int  # decodes of each that may be launched before it has all come back
 
 
-class Memory(DeviceMemory):
+class MemoryPart(Struct):
+    """Rows, pages, radix cache, adapters and tiers in a snapshot."""
+
+    pool: dict[str, Any]
+    radix: dict[str, Any] | None
+    rows: int
+    free_rows: list[int]
+    pages_width: int
+    outputs_width: int
+    deferred_frees: list[DeferredFreeImage]
+    deferred_pages: list[tuple[int, bytes]]
+    rewrites: list[tuple[int, int, bytes]]
+    pending: list[tuple[int, int, int]]
+    weights_version: int
+    adapters: dict[str, Any] | None = None
+    tiers: dict[str, Any] | UnsetType = UNSET
+    hybrid: dict[str, Any] | UnsetType = UNSET
+
+
+class Memory(DeviceMemory, Component):
     """Rows and pages of one engine, with the adapters of the rows and the tiers below the device."""
+
+    PART = MemoryPart
+    EMPTY_AT_REST = ("rewrites", "rows_taken", "pending")
 
     def __init__(self, config: SchedConfig, in_flight: deque[InFlight]) -> None:
         super().__init__(config, in_flight)
@@ -436,6 +463,82 @@ class Memory(DeviceMemory):
             self.deferred.pages.append((deferred_batches[-1], pages))
         else:
             self.pool.free(pages)
+
+    # ------------------------------------------------------------------------------------- snapshot and invariants
+
+    def part(self) -> MemoryPart:
+        """Return the state for a snapshot."""
+        table, deferred = self.table, self.deferred
+        return MemoryPart(
+            pool=self.pool.dump(),
+            radix=self.radix.dump(),
+            rows=len(table.holders),
+            free_rows=list(table.free_rows),
+            pages_width=table.pages.shape[1],
+            outputs_width=table.outputs.shape[1],
+            deferred_frees=deferred.row_images(table, self.in_flight, self.config.page_size),
+            deferred_pages=deferred.page_images(),
+            rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in self.rewrites],
+            pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in self.pending],
+            weights_version=self.weights_version,
+            adapters=self.adapters.dump(),
+            tiers=self.tiers.dump() or UNSET,
+            hybrid=self.hybrid.dump() or UNSET,
+        )
+
+    def load(self, part: MemoryPart, restored: Restored) -> None:
+        """Take over the state that `part` returned. Adds the nodes of the radix cache to `restored`."""
+        self.pool = PagePool.load(part.pool)
+        self.radix = radix_cache_of(part.radix)
+        restored.nodes.update((node.number, node) for node in self.radix.walk())
+        self.adapters = adapters_of(part.adapters)
+        self.table = RequestTable(self.config.rows_max, self.config.page_size)
+        self.table.resize(part.rows, part.pages_width, part.outputs_width)
+        self.table.free_rows = part.free_rows
+        self.deferred.load(part.deferred_frees, part.deferred_pages, self.table, restored.nodes)
+        self.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in part.rewrites]
+        self.pending = [Pending(batch_id, restored.nodes[number], pages) for batch_id, number, pages in part.pending]
+        self.weights_version = part.weights_version
+        if part.tiers is not UNSET:
+            self.tiers.load(part.tiers, restored.nodes)
+        self.hybrid.load(part.hybrid or {}, self.table)
+        self.pool = self.hybrid.pool_of(self.pool)
+
+    def handles(self) -> list[RadixNode]:
+        """Return the locks of deferred frees, and of operations on cached pages of the device."""
+        handles = [deferred.handle for deferred in self.deferred.rows if deferred.handle is not None]
+        moves = self.operations.values()
+        return handles + [one.device_handle for one in moves if one.device_handle is not None]
+
+    def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
+        """Yield the pages of deferred frees and of loads."""
+        page_size, table = self.config.page_size, self.table.pages
+        for one in self.deferred.rows:
+            yield f"lease of row {one.row}", table[one.row, one.protected_pages : -(-one.computed // page_size)]
+        for i, (free_after, pages) in enumerate(self.deferred.pages):
+            yield f"fence {i} of batch {free_after}", pages
+        replaced = [(row, pages) for row, lent in self.deferred.lent.items() for pages in lent.pages]
+        for i, (row, pages) in enumerate(replaced):
+            yield f"given up by row {row}, number {i}", pages
+        for move in self.operations.values():
+            if move.kind == "load":
+                yield f"load {move.number}", move.device_pages
+
+    def check_state(self, facts: Facts) -> None:
+        """Check adapters, tiers, and the pools beside full attention; see their checks."""
+        self.adapters.check(facts, [deferred.row for deferred in self.deferred.rows])
+        self.tiers.check(facts)
+        self.hybrid.check(facts)
+
+    def check_at_rest(self) -> None:
+        """L9: rows, pages and locks are back. Sessions and moves of tiers may still lock cached pages."""
+        cached = self.radix.total_pages + self.operations.loading_pages
+        same("L9 free pages and cached pages", self.pool.free_count + cached, self.config.pages)
+        same("L9 free rows", len(self.table.free_rows), len(self.table.holders))
+        super().check_at_rest()
+        self.deferred.check_at_rest()
+        if not self.operations.device_busy:
+            self.hybrid.check_at_rest()
 
 
 def pages_only_held_by(handle: RadixNode | None) -> int:

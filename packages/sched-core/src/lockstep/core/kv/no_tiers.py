@@ -10,6 +10,7 @@ from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import RequestId
 from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import Match
 from lockstep.core.kv.running_view import EngineView
 from lockstep.core.kv.tiers import Tiers
@@ -63,6 +64,9 @@ class NoTiers(Tiers):
 
     def dump(self) -> None:
         """No part of a snapshot."""
+
+    def check(self, facts: Facts) -> None:
+        """There is nothing to check."""
 
 
 def tiers_of(config: SchedConfig, device: DeviceMemory) -> Tiers:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -134,7 +135,7 @@ def operation_image(operation: Operation) -> dict[str, Any]:
 
 
 def operation_of(
-    image: dict[str, Any], device_nodes: dict[int, RadixNode], host_nodes: dict[int, RadixNode]
+    image: dict[str, Any], device_nodes: Mapping[int, RadixNode], host_nodes: Mapping[int, RadixNode]
 ) -> Operation:
     values = dict(image)
     for name, nodes in zip(_HANDLES, (device_nodes, host_nodes), strict=True):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail, misowned, same
 from lockstep.core.contract.commands import BatchPlan, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BatchId, BlocksEvicted, RequestId
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, RequestTable
@@ -246,5 +251,68 @@ class StatePool:
         if slots.size:
             self._discard(slots)
 
+    # ---- snapshot and invariants
 
-STATE_COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")
+    def dump(self) -> dict[str, Any]:
+        """Return the state in builtins."""
+        return {
+            "pool": self.pool.dump(),
+            "clock": self.clock,
+            "reading": list(self.reading.items()),
+            "left": list(self.left.items()),
+            **({"behind_drafts": list(self.behind_drafts.items())} if self.by_row > 1 else {}),
+            "starts": self.starts,
+            **({"coming": list(self.coming.items())} if self.coming else {}),
+            **({"unwritten": list(self.unwritten.items())} if self.unwritten else {}),
+            **{name: getattr(self, name).tobytes() for name in COLUMNS},
+        }
+
+    def load(self, state: dict[str, Any], table: RequestTable) -> None:
+        """Take over the state that `dump` returned, with the restored request table."""
+        self.table = table
+        self.pool, self.clock, self.reading = PagePool.load(state["pool"]), state["clock"], dict(state["reading"])
+        self.left = {row: [tuple(one) for one in kept] for row, kept in state["left"]}
+        self.starts = [tuple(start) for start in state["starts"]]
+        self.coming = {one: list(slots) for one, slots in state.get("coming", ())}
+        self.behind_drafts = {row: list(slots) for row, slots in state.get("behind_drafts", ())}
+        self.unwritten = dict(state.get("unwritten", ()))
+        for name in COLUMNS:
+            setattr(self, name, np.frombuffer(state[name], getattr(self, name).dtype).copy())
+
+    def check(self, facts: Facts, holders: list[tuple[str, int, int]], operations: Operations) -> None:
+        """S1, S3, S9: a slot is free, of a row, or a checkpoint of a row or of one cached page; a copy locks it.
+
+        Args:
+            holders: name, row and computed positions of each row that is not free.
+        """
+        checkpoints = (self.page_of >= 0).nonzero()[0]
+        moves = list(operations.values())
+        loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "state"]
+        owners = {
+            "on their way": [slot for one in loads for slot in one.device.tolist()],
+            "free": self.pool.free_ids().tolist(),
+            "checkpoints": checkpoints.tolist(),
+            **{name: [int(self.slot_of[row]), *self.behind_drafts.get(row, ())] for name, row, _ in holders},
+            **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in self.left.items()},
+            **{f"the transfer of r{request_id}": slots for request_id, slots in self.coming.items()},
+        }
+        if sorted(chain.from_iterable(owners.values())) != list(range(self.pool.total)):
+            misowned("S1 slots of state", self.pool.total, owners)
+        pages = self.page_of[checkpoints]
+        if not facts.is_cached[pages].all() or (self.checkpoint_of[pages] != checkpoints).any():
+            fail(f"S3: checkpoints {checkpoints.tolist()} are of pages {pages.tolist()}, not all cached or not theirs")
+        same("S3 pages with a checkpoint", int((self.checkpoint_of >= 0).sum()), checkpoints.size)
+        taken = {row: name for name, row, _ in holders}
+        if strays := [row for row in (*self.reading, *self.left) if row not in taken]:
+            fail(f"S1: rows {strays} read or left checkpoints, and have no holder")
+        moving = [slot for one in moves for slot in one.slots_locked.tolist()]
+        locked = np.array([*self.reading.values(), *self.unwritten, *moving], np.intp)
+        locks = np.bincount(locked, minlength=self.pool.total)
+        writers = {batch.plan.batch_id for batch in facts.in_flight}
+        if orphans := [slot for slot, batch_id in self.unwritten.items() if batch_id not in writers]:
+            fail(f"S9: checkpoints {orphans} are being written by batches that are not in flight")
+        if (locks != self.locks).any() or (self.page_of[locks > 0] < 0).any():
+            fail(f"S9: slots are locked {self.locks.tolist()}, they are being copied {locks.tolist()}")
+
+
+COLUMNS = ("slot_of", "checkpoint_of", "page_of", "locks", "used")  # arrays of a snapshot

@@ -43,6 +43,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import all_ids, fail, misowned
 from lockstep.core.contract.commands import (
     NO_ROWS,
     BlockFetch,
@@ -71,6 +72,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.kv.block_tiers import HostBlocks, Needed, block_key
 from lockstep.core.kv.device_memory import DeviceMemory
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.operations import NO_OPERATION, Moved, Operation, operation_image, operation_of
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache
@@ -798,7 +800,7 @@ class Tiers:
             **({"companions": self.blocks.dump()} if self.blocks is not None else {}),
         }
 
-    def load(self, state: dict[str, Any], device_nodes: dict[int, RadixNode]) -> None:
+    def load(self, state: dict[str, Any], device_nodes: Mapping[int, RadixNode]) -> None:
         """Become what `dump` described. `device_nodes`: those of the device's radix cache, by number."""
         self.generation = state["generation"]
         self.pool = PagePool.load(state["pool"])
@@ -817,6 +819,58 @@ class Tiers:
         self.fetched = np.frombuffer(state["fetched"], np.bool_).copy()
         if self.blocks is not None:
             self.blocks.load(state["companions"])
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def check(self, facts: Facts) -> None:
+        """S1, S9, S32: each host page has one owner; locks and marks are those of the operations under way."""
+        moves = list(self.operations.values())
+        nodes, arriving = self.host.nodes(), [one for one in moves if one.kind in ("write", "prefetch")]
+        owned = [self.pool.free_ids(), *(node.pages for node in nodes), *(one.host_pages for one in arriving)]
+        ids = np.concatenate(owned, dtype=np.int32)
+        ids.sort()
+        if ids.tobytes() != all_ids(self.pool.total):
+            names = ["free", *(f"the host's cache ({node})" for node in nodes)]
+            names += [f"{one.kind} {one.number}" for one in arriving]
+            misowned("S1 host pages", self.pool.total, dict(zip(names, (p.tolist() for p in owned), strict=True)))
+        self.host.check([one.host_handle for one in moves if one.host_handle is not None], nodes)
+        cached = facts.is_cached
+        marked = {page: int(self.writing[page]) for page in (self.writing >= 0).nonzero()[0].tolist()}
+        for one in moves:
+            page_bytes = 4 * facts.config.page_size
+            if len(one.tokens) != one.stop * page_bytes or len(one.host_pages) != one.pages:
+                fail(f"S32: {one.kind} {one.number} has {len(one.tokens)} bytes of tokens for {one.stop} pages")
+            if one.kind == "write" and one.device_handle is not None:
+                for page in one.device_pages.tolist():
+                    if marked.get(page) != one.number:
+                        fail(f"S32: device page {page} is being written by {one.number}, marked {marked.get(page)}")
+            if one.kind in ("load", "store"):
+                assert one.host_handle is not None
+                path = self.host.pages_of(one.host_handle)[one.start : one.stop]
+                if path.tolist() != one.host_pages.tolist():
+                    fail(f"S5: {one.kind} {one.number} reads host pages {one.host_pages.tolist()}, its path has {path}")
+        for page, number in marked.items():
+            if not cached[page] or number not in self.operations:
+                fail(f"S32: device page {page} is marked as being written by {number}")
+        if self.uses[~cached].any():
+            fail(f"S33: device pages that are not cached have uses: {(self.uses * ~cached).nonzero()[0].tolist()}")
+        for page in (self.loading >= 0).nonzero()[0].tolist():
+            if not any(one.number == self.loading[page] and page in self._read_by(one) for one in moves):
+                fail(f"S32: host page {page} is marked as being read by {self.loading[page]}")
+        if self.blocks is not None:
+            self.blocks.check(self.host, moves, nodes)
+        for request_id, candidate in self.candidates.items():
+            request = facts.requests.get(request_id)
+            if request is None or request.state is not RequestState.WAITING:
+                fail(f"S15: r{request_id} does not wait, but is a candidate of the tiers")
+            if candidate.operation >= 0 and candidate.operation not in self.operations:
+                fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
+
+    def _read_by(self, load: Operation) -> Int32s:
+        """Return the host pages that a load reads, or whose blocks it reads."""
+        assert load.host_handle is not None
+        path = self.host.pages_of(load.host_handle)
+        return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.blocks)))
 
 
 def path_tokens(node: RadixNode) -> bytes:

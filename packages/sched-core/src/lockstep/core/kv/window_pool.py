@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import all_ids, fail, misowned, same
 from lockstep.core.contract.commands import NO_ROWS, Step
 from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.events import BlocksEvicted, RequestId
 from lockstep.core.kv.deferred import DeferredFrees
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.operations import Operations
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.running_view import EngineView, RunningProjection, RunningView, of_all_microbatches
@@ -35,6 +37,10 @@ class Coming(NamedTuple):
     pages: Int32s  # full pages from `first` on, with the blocks that it locks
     promised: int  # companions that it opens as it decodes, as `WindowPool.promised` says
     last: int  # pages it ever has
+
+    def image(self) -> tuple[int, int, bytes, int, int]:
+        """Return the values as a snapshot stores them."""
+        return self.first, self.shared, self.pages.tobytes(), self.promised, self.last
 
 
 class WindowPool:
@@ -451,8 +457,93 @@ class WindowPool:
     def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
         return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))
 
+    # ---- snapshot and invariants
 
-WINDOW_COLUMNS = ("window_of", "locks", "used", "first", "shared")
+    def dump(self) -> dict[str, Any]:
+        """Return the state in builtins."""
+        return {
+            "pool": self.pool.dump(),
+            "clock": self.clock,
+            "evictable": self.evictable,
+            "mapped": [(pages.tobytes(), blocks.tobytes()) for pages, blocks in self.mapped],
+            **({"coming": [(one, *of.image()) for one, of in self.coming.items()]} if self.coming else {}),
+            **(
+                {"quarantined": [(one, pages.tobytes()) for one, pages in self.quarantined.items()]}
+                if self.quarantined
+                else {}
+            ),
+            **{name: getattr(self, name).tobytes() for name in COLUMNS},
+        }
+
+    def load(self, state: dict[str, Any], table: RequestTable) -> None:
+        """Take over the state that `dump` returned, with the restored request table."""
+        self.table = table
+        self.pool, self.clock, self.evictable = PagePool.load(state["pool"]), state["clock"], state["evictable"]
+        self.mapped = [(np.frombuffer(a, np.int32), np.frombuffer(b, np.int32)) for a, b in state["mapped"]]
+        self.coming = {
+            one: Coming(first, shared, np.frombuffer(pages, np.int32), *more)
+            for one, first, shared, pages, *more in state.get("coming", ())
+        }
+        self.quarantined = {one: np.frombuffer(pages, np.int32) for one, pages in state.get("quarantined", ())}
+        for name in COLUMNS:
+            setattr(self, name, np.frombuffer(state[name], getattr(self, name).dtype).copy())
+
+    def check(self, facts: Facts, holders: list[tuple[str, int, int]]) -> None:
+        """S1, S5, S9, S24: a window page is free or belongs to one full page in use; what may be read is locked.
+
+        Args:
+            holders: name, row and computed positions of each row that is not free.
+        """
+        page_size = self.page_size
+        with_block = (self.window_of >= 0).nonzero()[0]
+        moves = list(self.operations.values())
+        loads = [moved for one in moves if one.kind == "load" for moved in one.blocks if moved.kind == "window"]
+        taken = self.window_of[with_block]
+        ids = np.sort(np.concatenate((self.pool.free_ids(), taken, *(one.device for one in loads))))
+        if ids.tobytes() != all_ids(self.pool.total):
+            blocks = {f"page {page}": [int(self.window_of[page])] for page in with_block.tolist()}
+            misowned("S1 window pages", self.pool.total, {"free": self.pool.free_ids().tolist(), **blocks})
+        locks = np.zeros(facts.config.pages, np.int32)
+        for name, row, computed in holders:
+            first = int(self.first[row])
+            held = self.table.pages[row, first : -(-computed // page_size)]
+            np.add.at(locks, held, 1)
+            if (lost := held[self.window_of[held] < 0]).size:
+                fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
+            starts = [int(batch.starts[batch.plan.rows == row][0]) for batch in self.in_flight if batch.names(row)]
+            reads = max(min([*starts[:1], computed]) - self.behind, 0) // page_size
+            if first > min(reads, int(self.first_seen(computed // page_size))):
+                fail(f"S5: {name} released the windows below page {first} at {computed}, {starts} are in flight")
+        for request_id, coming in self.coming.items():
+            np.add.at(locks, coming.pages, 1)
+            if (lost := coming.pages[self.window_of[coming.pages] < 0]).size:
+                fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
+        for pages in self.quarantined.values():
+            np.add.at(locks, pages, 1)
+        moving = self.operations.window_locks(locks.size)
+        for one in moves:
+            if (lost := one.windows_locked[self.window_of[one.windows_locked] < 0]).size:
+                fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
+        held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
+        locks += moving
+        deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in self.deferred.pages)])
+        locks[deferred] = self.locks[deferred]
+        if locks.tobytes() != self.locks.tobytes():
+            wrong = (locks != self.locks).nonzero()[0].tolist()
+            fail(
+                f"S9: locks of windows of pages {wrong} are {self.locks[wrong].tolist()}, held {locks[wrong].tolist()}"
+            )
+        unlocked = (self.window_of >= 0) & (self.locks == 0)
+        if (stray := (unlocked & ~facts.is_cached).nonzero()[0]).size:
+            fail(f"S1: pages {stray.tolist()} have windows, but no holder, and they are not cached")
+        coming_back = int(np.count_nonzero(self.window_of[deferred] >= 0))
+        coming_back += held_by_moves + sum(one.index.size for one in loads)
+        if facts.config.reserve == "full" and (left := self.unpromised(facts.running) + coming_back) < 0:
+            fail(f"S24: {-left} window pages more are held and promised than there are")
+        same("S9 evictable window pages", self.evictable, int(np.count_nonzero(unlocked)))
+
+
+COLUMNS = ("window_of", "locks", "used", "first", "shared")  # arrays of a snapshot
 
 
 def extending_rows(in_flight: Iterable[InFlight]) -> list[Int32s]:

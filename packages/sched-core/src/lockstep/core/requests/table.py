@@ -384,16 +384,22 @@ class RequestTable:
         """outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
         self.outputs[rows, numbers] = tokens
 
-    def hold(self, row: int, request: Request) -> None:
-        """Note the holder of a row that is being restored."""
-        self.holders[row] = request
-
     def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
         """pages[rows, index] = pages; int32 [n] all three."""
         if rows.size < FLAT_ROWS_MIN:
             self.pages[rows, index] = pages
             return
         self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
+
+    def row_image(self, row: int, pages: int, outputs: int) -> tuple[bytes, bytes]:
+        """Return the first pages and outputs of a row, packed int32."""
+        return self.pages[row, :pages].tobytes(), self.outputs[row, :outputs].tobytes()
+
+    def load_row(self, row: int, holder: Request, pages: bytes, outputs: bytes) -> None:
+        """Restore a row: its holder, and what `row_image` returned."""
+        self.holders[row] = holder
+        self.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
+        self.outputs[row, : len(outputs) // 4] = np.frombuffer(outputs, np.int32)
 
     def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
         """Take exactly this shape; for a table that is being restored."""
@@ -601,3 +607,18 @@ def _ones(size: int) -> Int32s:
 
 
 EMPTY_BATCH = RunningBatch.of([])
+
+
+def _gone() -> Request:
+    request = Request.__new__(Request)
+    request.row = -1
+    request.state = RequestState.FINISHED
+    request.label, request.request_id = "gone", -1
+    request.streams, request.stream_every = True, 1
+    request.extras = None
+    request.decodes = False
+    return request
+
+
+GONE = _gone()
+"""Holder of a restored row whose request has ended while a batch or a deferred free still names the row."""

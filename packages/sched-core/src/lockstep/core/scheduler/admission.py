@@ -7,11 +7,15 @@ the reason that is reported, and digests cover it. Resources that the configurat
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType
 
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.events import AdmissionDeferred, DeferReason, RequestId
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.resource import AdmissionView, ExtendShare, Resource, overrides
 from lockstep.core.requests.budget import (
     Deferral,
@@ -250,10 +254,20 @@ A resource in front of `CachedPrefix` sees the request alone; one behind `ChunkT
 """
 
 
-class Admission:
+class AdmissionPart(Struct):
+    """Admission in a snapshot: the shortage that was reported last, and resources with a state of their own by name."""
+
+    deferred: tuple[int, DeferReason] | None
+    resources: dict[str, Any] | UnsetType = UNSET
+
+
+class Admission(Component):
     """The resources of one engine, and what was reported last about the head of the waiting queue."""
 
+    PART = AdmissionPart
+
     def __init__(self, view: AdmissionView) -> None:
+        self._memory = view.memory
         self.resources = tuple(kind(view) for kind in RESOURCES if kind.exists(view.config))
         self.reported: tuple[RequestId, DeferReason] | None = None  # the last shortage
         self._checks = tuple(one.fits for one in self.resources if overrides(one, "fits"))
@@ -263,6 +277,24 @@ class Admission:
             releases=tuple(one.release for one in self.resources if overrides(one, "release")),
             voids=tuple(one.void for one in self.resources if overrides(one, "void")),
         )
+
+    def part(self) -> AdmissionPart:
+        """Return the state for a snapshot."""
+        return AdmissionPart(self.reported, {one.name: one.dump() for one in self.resources if one.name} or UNSET)
+
+    def load(self, part: AdmissionPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.reported = part.deferred
+        for resource in self.resources:
+            if resource.name and part.resources is not UNSET:
+                resource.load(part.resources[resource.name])
+
+    def check_state(self, facts: Facts) -> None:
+        """S37: what each resource has given out follows from the rows that are not free."""
+        rows: dict[int, Request | None] = {request.row: request for request in facts.holders}
+        rows |= dict.fromkeys(deferred.row for deferred in self._memory.deferred.rows)
+        for resource in self.resources:
+            resource.check(rows)
 
     def examine(
         self, view: AdmissionView, request: Request, budget: PrefillBudget, parts: int, may_split: bool

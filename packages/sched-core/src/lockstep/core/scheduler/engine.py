@@ -72,6 +72,7 @@ class Engine(SchedulerState):
         if config.shares_passes:
             self.ranks = Rounds(config, self)
             self._take_part, self._join_in = self.ranks.take_part, self.ranks.join_in
+            self.components = (*self.components, self.ranks)
         self._handlers = self._events_handled()
 
     # ------------------------------------------------------------------------------------------------------- the policy

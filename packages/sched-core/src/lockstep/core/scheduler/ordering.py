@@ -30,10 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import index
 
 import numpy as np
+from msgspec import Struct
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import PolicyError
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.radix_node import Found
 from lockstep.core.requests.table import Request, RequestState, RunningBatch
@@ -190,8 +194,18 @@ def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
         radix.touch(matched(request, radix).node)
 
 
-class Ordering:
+class OrderingPart(Struct):
+    """The waiting queue in a snapshot."""
+
+    waiting: list[int]
+    prefilled_tokens: int
+
+
+class Ordering(Component):
     """One engine's passes over its waiting line: `turn`, for each request `writer_of_prefix`, then `close`."""
+
+    PART = OrderingPart
+    EMPTY_AT_REST = ("waiting",)
 
     def __init__(self, config: SchedConfig) -> None:
         self._config = config
@@ -225,6 +239,30 @@ class Ordering:
         self._writers: list[Request] = []
         self._written: dict[int, dict[tuple[str, bytes], Request]] = {}
         self._put_off = False
+
+    # -------------------------------------------------------------------------------------- snapshot and invariants
+
+    def part(self) -> OrderingPart:
+        """Return the state for a snapshot. What the order was made from is not stored: it is made again."""
+        return OrderingPart([request.request_id for request in self.waiting], self.prefilled_tokens)
+
+    def load(self, part: OrderingPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.waiting = [restored.requests[request_id] for request_id in part.waiting]
+        self.prefilled_tokens = part.prefilled_tokens
+
+    def check_state(self, facts: Facts) -> None:
+        """L5, S14: no waiting request was bypassed too often; a remembered match is what the tree would return now."""
+        limit, radix = facts.config.bypass_limit, facts.radix
+        for request in self.waiting:
+            if limit is not None and request.bypassed > limit:
+                fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
+            found = request.matched
+            if radix.present and found is not None and found.node.version == found.version:
+                most = request.cacheable_tokens // facts.config.page_size
+                pages = radix.match(request.namespace, request.tokens, most).pages
+                if found.pages != pages:
+                    fail(f"S14: {request.name} remembers {found.pages} pages, the tree has {pages}")
 
     # ------------------------------------------------------------------------------------------------------- the pass
 

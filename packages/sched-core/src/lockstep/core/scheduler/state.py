@@ -11,6 +11,7 @@ from collections import deque
 from heapq import heappop, heappush
 from itertools import takewhile
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -39,24 +40,21 @@ from lockstep.core.contract.samples import sample_count, sample_of
 from lockstep.core.contract.stats import Counts, Stats
 from lockstep.core.features.data_parallel import Rounds
 from lockstep.core.features.disaggregation import Transfers
-from lockstep.core.features.grammars import GrammarEntry, Grammars
-from lockstep.core.features.jump_forward import Forced, JumpForward
-from lockstep.core.features.media import EncoderCache, Placeholders
+from lockstep.core.features.grammars import Grammars
+from lockstep.core.features.jump_forward import JumpForward
+from lockstep.core.features.media import EncoderCache
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.speculation import Speculator
 from lockstep.core.features.view import RetractReason
-from lockstep.core.kv.adapters import adapters_of
-from lockstep.core.kv.deferred import DeferredFree, Lent
-from lockstep.core.kv.device_memory import Pending
-from lockstep.core.kv.memory import Memory, Rewrite
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.memory import Memory
 from lockstep.core.kv.no_tiers import NoTiers
-from lockstep.core.kv.pages import PagePool
-from lockstep.core.kv.radix import Match, radix_cache_of
+from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import NewTokenRatio, PrefillBudget, reserve_by_ratio
-from lockstep.core.requests.microbatches import Microbatches
+from lockstep.core.requests.microbatches import Microbatches, RunningPart
 from lockstep.core.requests.retraction import members_growing, pages_ahead, pages_to_come
 from lockstep.core.requests.table import (
     NO_REQUEST,
@@ -65,7 +63,6 @@ from lockstep.core.requests.table import (
     Int32s,
     Request,
     RequestState,
-    RequestTable,
     RunningBatch,
 )
 from lockstep.core.requests.validation import (
@@ -75,15 +72,11 @@ from lockstep.core.requests.validation import (
 )
 from lockstep.core.scheduler.admission import Admission
 from lockstep.core.scheduler.image import (
-    GONE,
-    EngineImage,
+    SchedulerPart,
     batch_image,
     batch_of,
-    deferred_free_image,
-    expert_loads_image,
-    lay_row,
-    load_media,
-    media_image,
+    image_of,
+    part_of,
     request_image,
     request_of,
 )
@@ -127,7 +120,6 @@ class SchedulerState:
         self.timers: list[tuple[int, RequestId]] = []  # heap of deadlines
 
         self.media = EncoderCache(config.encoder_cache_tokens, config.encoder_budget)
-        self.placeholders = Placeholders()
         self.grammars = Grammars(self)
         self.jump_forward = JumpForward(self)
         self.speculation = Speculator(self, self.jump_forward)
@@ -139,6 +131,20 @@ class SchedulerState:
         self.controls = Controls(self, self.sessions, self.transfers, self.maintenance)
         self.admission = Admission(self)
         self.ranks: Rounds | None = None  # agreement with other data-parallel ranks, where there are any
+        self.components: tuple[Component, ...] = (  # in the order in which a restored engine loads them
+            self.memory,
+            self.ordering,
+            self.grammars,
+            self.controls,
+            self.maintenance,
+            self.sessions,
+            self.media,
+            self.prerequisites,
+            self.jump_forward,
+            self.speculation,
+            self.transfers,
+            self.admission,
+        )
         self.expert_loads: ExpertLoads | None = None  # None: none were reported
         self.counts = Counts()
         self.tokens_discarded = 0  # sampled for rows that were dead by then
@@ -327,7 +333,7 @@ class SchedulerState:
                 self.reject(event.request_id + number, refused.reason, refused.message, step)
             return
         if event.spans:
-            taken = taken._replace(tokens=self.placeholders.laid(taken.tokens, event.spans))
+            taken = taken._replace(tokens=self.media.placeholders.laid(taken.tokens, event.spans))
         for number in range(samples):
             self._accept(sample_of(event, number), taken, event.request_id if number else NO_REQUEST, step)
 
@@ -737,173 +743,56 @@ class SchedulerState:
         self.next_batch_id, self.now_us, self.digest = next_batch_id, time_us, digest
         self.launch_found_nothing = False
 
-    def image(self, version: int, host: bytes) -> EngineImage:
-        """All of it, and beside it what the host stores."""
-        memory, running = self.memory, self.microbatches.current
-        return EngineImage(
+    def image(self, version: int, host: bytes) -> msgspec.Struct:
+        """Return the whole state for a snapshot, with what the host stores beside it."""
+        own = SchedulerPart(
             format=version,
             config=self.config,
             now_us=self.now_us,
             generation=self.generation,
             digest=self.digest,
-            pool=memory.pool.dump(),
-            radix=memory.radix.dump(),
-            rows=len(memory.table.holders),
-            free_rows=list(memory.table.free_rows),
-            pages_width=memory.table.pages.shape[1],
-            outputs_width=memory.table.outputs.shape[1],
             requests=[request_image(self, request) for request in self.requests.values()],
-            waiting=[request.request_id for request in self.waiting],
             held=list(self.held),
-            grammars=[
-                (digest, known.error, known.users, list(known.waiting)) for digest, known in self.grammars.known.items()
-            ],
             prefilling=self.prefilling.request_id if self.prefilling is not None else None,
-            running_batch=[request.request_id for request in running.batch.requests],
-            positions=running.positions.tobytes(),
             in_flight=[batch_image(batch) for batch in self.in_flight],
-            deferred_frees=[deferred_free_image(self, deferred) for deferred in memory.deferred.rows],
-            deferred_pages=[(free_after, pages.tobytes()) for free_after, pages in memory.deferred.pages],
-            rewrites=[(rewrite.row, rewrite.first, rewrite.pages.tobytes()) for rewrite in memory.rewrites],
-            pending=[(pending.batch_id, pending.node.number, pending.pages) for pending in memory.pending],
             ratio=self.ratio.value,
             latency=self.latency.sums,
             batch_is_full=self.batch_is_full,
-            decode_owed=running.decode_owed,
-            deferred=self.admission.reported,
             launch_found_nothing=self.launch_found_nothing,
-            horizon=running.horizon,
-            decode_launches=running.decode_launches,
-            extended_at=running.extended_at,
             refreshed_at=self.refreshed_at,
-            forced_at=running.forced_at,
             next_batch_id=self.next_batch_id,
             last_request_id=self.last_request_id,
             timers=list(self.timers),
-            paused=self.controls.paused,
-            draining=self.controls.draining,
-            drains=list(self.controls.drains),
             tokens_discarded=self.tokens_discarded,
-            prefilled_tokens=self.ordering.prefilled_tokens,
-            weights_version=memory.weights_version,
-            maintenance=self.maintenance.image(),
-            pace=self.controls.pace,
             counts=self.counts,
-            sessions=self.sessions.images(),
-            session_uses=self.sessions.uses,
-            sessions_unsettled=list(self.sessions.unsettled),
-            media=media_image(self.media, self.placeholders),
-            adapters=memory.adapters.dump(),
-            chances=self.speculation.chances if self.speculation.chances.offered else UNSET,
-            forced=[
-                (request_id, one.first, one.tokens.tobytes()) for request_id, one in self.jump_forward.forced.items()
-            ]
-            or UNSET,
             host=host,
-            transfers=self.transfers.image(memory.deferred.lent) if self.transfers.hands_over else None,
-            tiers=memory.tiers.dump() or UNSET,
-            expert_loads=expert_loads_image(self.expert_loads),
-            hybrid=memory.hybrid.dump() or UNSET,
-            ranks=self.ranks.image() if self.ranks is not None else UNSET,
-            microbatches=self.microbatches.image() if self.microbatches.several else UNSET,
-            resources={one.name: one.dump() for one in self.admission.resources if one.name} or UNSET,
+            expert_loads=self.expert_loads.image() if self.expert_loads is not None else UNSET,
         )
+        return image_of((own, self.microbatches.part(), *(one.part() for one in self.components)))
 
-    def load(self, image: EngineImage) -> None:
-        """Become what `image` stored. Only for an engine that has just been built from the same settings."""
-        memory = self.memory
-        memory.pool = PagePool.load(image.pool)
-        memory.radix = radix_cache_of(image.radix)
-        nodes = {node.number: node for node in memory.radix.walk()}
-
-        memory.adapters = adapters_of(image.adapters)
-        memory.table = RequestTable(image.config.rows_max, image.config.page_size)
-        memory.table.resize(image.rows, image.pages_width, image.outputs_width)
-        memory.table.free_rows = image.free_rows
-        for one in image.requests:
-            self.requests[one.request_id] = request_of(self, one, nodes)
-        for deferred in image.deferred_frees:
-            lay_row(memory.table, deferred.row, deferred.row_pages, deferred.row_outputs)
-            memory.table.holders[deferred.row] = GONE
-            memory.deferred.rows.append(
-                DeferredFree(
-                    free_after=deferred.free_after,
-                    row=deferred.row,
-                    namespace=deferred.namespace,
-                    tokens=deferred.tokens,
-                    prompt_tokens=deferred.prompt_tokens,
-                    handle=nodes[deferred.handle] if deferred.handle is not None else None,
-                    protected_pages=deferred.protected_pages,
-                    computed=deferred.computed,
-                    publish=deferred.publish,
-                    known=deferred.known,
-                )
-            )
-        self.ordering.waiting = [self.requests[request_id] for request_id in image.waiting]
-        self.held = {request_id: self.requests[request_id] for request_id in image.held}
-        self.grammars.known = {
-            digest: GrammarEntry(error, users, dict.fromkeys(waiting))
-            for digest, error, users, waiting in image.grammars
-        }
-        self.prefilling = self.requests[image.prefilling] if image.prefilling is not None else None
-        if image.microbatches is not UNSET:
-            self.microbatches.load(image.microbatches, self.requests)
-        else:
-            numbers = (image.horizon, image.decode_owed, image.decode_launches, image.extended_at, image.forced_at)
-            members = [self.requests[request_id] for request_id in image.running_batch]
-            self.microbatches.current.load(members, image.positions, numbers)
+    def load(self, image: msgspec.Struct) -> None:
+        """Take over the state of a snapshot. Only for an engine that has just been built from the same settings."""
+        own, restored = part_of(image, SchedulerPart), Restored(self.requests, self.held, {})
+        memory, *others = self.components
+        memory.load(part_of(image, memory.PART), restored)
+        for one in own.requests:
+            self.requests[one.request_id] = request_of(self, one, restored.nodes)
+        self.held.update((request_id, self.requests[request_id]) for request_id in own.held)
+        self.prefilling = self.requests[own.prefilling] if own.prefilling is not None else None
+        self.microbatches.load(part_of(image, RunningPart), self.requests)
         self.active = sum(request.row >= 0 for request in self.requests.values())
-        self.in_flight.extend(batch_of(self, batch) for batch in image.in_flight)
-        memory.deferred.pages = [
-            (free_after, np.frombuffer(pages, np.int32)) for free_after, pages in image.deferred_pages
-        ]
-        memory.rewrites = [Rewrite(row, first, np.frombuffer(pages, np.int32)) for row, first, pages in image.rewrites]
-        memory.pending = [Pending(batch_id, nodes[number], pages) for batch_id, number, pages in image.pending]
-        self.ratio.value = image.ratio
-        self.latency.sums = image.latency
-        self.now_us, self.generation, self.digest = image.now_us, image.generation, image.digest
-        self.batch_is_full, self.admission.reported = image.batch_is_full, image.deferred
-        self.launch_found_nothing, self.refreshed_at = image.launch_found_nothing, image.refreshed_at
-        self.next_batch_id, self.last_request_id = image.next_batch_id, image.last_request_id
-        self.timers, self.counts, self.tokens_discarded = image.timers, image.counts, image.tokens_discarded
-        self.ordering.prefilled_tokens = image.prefilled_tokens
-        self.controls.load(image.paused, image.draining, image.drains, image.pace)
-        memory.weights_version = image.weights_version
-        if image.tiers is not UNSET:
-            memory.tiers.load(image.tiers, nodes)
-        memory.hybrid.table = memory.table
-        if image.hybrid is not UNSET:
-            memory.hybrid.load(image.hybrid, memory.table)
-            memory.pool = memory.hybrid.pool_of(memory.pool)
-        if image.resources is not UNSET:
-            for resource in self.admission.resources:
-                if resource.name:
-                    resource.load(image.resources[resource.name])
-        if isinstance(image.expert_loads, tuple):
-            layers, reports, counts = image.expert_loads
-            self.expert_loads = ExpertLoads(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
-        self.maintenance.load(image.maintenance)
-        self.sessions.load(image.sessions, nodes)
-        self.sessions.uses = image.session_uses
-        self.sessions.unsettled = image.sessions_unsettled
-        if image.chances is not UNSET:
-            self.speculation.chances = image.chances
-        if image.forced is not UNSET:
-            self.jump_forward.forced = {
-                request_id: Forced(first, np.frombuffer(ids, np.int32)) for request_id, first, ids in image.forced
-            }
-        if image.media is not None:
-            load_media(image.media, self.media, self.placeholders, self.requests)
-        if image.transfers is not None:
-            self.transfers.load(image.transfers, nodes)
-            for row, request_id, given_up in image.transfers.lent:
-                memory.deferred.lent[row] = Lent(request_id, [np.frombuffer(pages, np.int32) for pages in given_up])
-        if self.ranks is not None and image.ranks is not UNSET:
-            self.ranks.load(image.ranks)
+        self.in_flight.extend(batch_of(self, batch) for batch in own.in_flight)
+        self.ratio.value, self.latency.sums = own.ratio, own.latency
+        self.now_us, self.generation, self.digest = own.now_us, own.generation, own.digest
+        self.batch_is_full, self.launch_found_nothing = own.batch_is_full, own.launch_found_nothing
+        self.refreshed_at, self.next_batch_id = own.refreshed_at, own.next_batch_id
+        self.last_request_id, self.timers = own.last_request_id, own.timers
+        self.counts, self.tokens_discarded = own.counts, own.tokens_discarded
+        if own.expert_loads is not UNSET:
+            self.expert_loads = ExpertLoads.of_image(own.expert_loads)
+        for component in others:
+            component.load(part_of(image, component.PART), restored)
         if not self.microbatches.several:
             for request in self.requests.values():
                 if request.row >= 0 and not self.transfers.is_sent(request):
                     self.microbatches.take_place(request)
-        for request in self.held.values():
-            if request.extras is not None and request.extras.leader != NO_REQUEST:
-                self.prerequisites.followers.setdefault(request.extras.leader, []).append(request)
