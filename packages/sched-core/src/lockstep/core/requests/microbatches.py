@@ -149,9 +149,10 @@ class Microbatches:
         return sum(batch.plan.microbatch == self.at for batch in batches)
 
     def ran_undisturbed(self, event: BatchFinished) -> bool:
-        """Whether a pass took as long as it does by itself: one behind a longer one waits for it at each stage."""
-        if not self.several:
-            return True
+        """Whether a pass of one of several microbatches took as long as it does by itself.
+
+        A pass behind a longer one waits for it at each stage.
+        """
         took_us = event.finished_us - event.started_us
         self.passes = [one for one in self.passes if one[0] > event.started_us]
         longest_us = max([other_us for _, other_us in self.passes], default=0)

@@ -36,7 +36,9 @@ class RunningLimit(Resource):
         """Whether one request more may run."""
         view = share.view
         limit = view.config.max_running_requests
-        return Deferral("running_limit", limit=limit, lasts=True) if view.active - view.sending >= limit else None
+        if view.active < limit or view.active - view.sending < limit:
+            return None
+        return Deferral("running_limit", limit=limit, lasts=True)
 
 
 class MicrobatchPlaces(Resource):

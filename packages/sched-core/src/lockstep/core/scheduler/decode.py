@@ -43,6 +43,12 @@ class DecodePlanner:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._memory = state.memory
+        self._microbatches = state.microbatches
+        self._speculation = state.speculation
+        self._jump_forward = state.jump_forward
+        self._sessions = state.sessions
+        self._transfers = state.transfers
         self.page_shift, self.page_mask = state.page_shift, state.page_mask
 
     def decodes_along(self, running: RunningState, extending: list[Request], step: Step, *, wanted: bool) -> Decodes:
@@ -58,9 +64,7 @@ class DecodePlanner:
         growing = members_growing(running.positions, self.page_mask)
         if self._short_of_pages(running, growing, step):
             running.decode_owed = True
-            skipped = DecodeSkipped(
-                self._state.now_us, self.pages_lacking(running), self._state.memory.returning_pages()
-            )
+            skipped = DecodeSkipped(self._state.now_us, self.pages_lacking(running), self._memory.returning_pages())
             step.decided.append(skipped)
             return NO_DECODES
         advanced = self._advance(running, growing, step)
@@ -103,7 +107,7 @@ class DecodePlanner:
         running.decode_launches += 1
         if not made_room:
             self._state.ratio.decoded()
-        taken, deltas = self._state.memory.changes(advanced.deltas)
+        taken, deltas = self._memory.changes(advanced.deltas)
         plan = BatchPlan(
             batch_id=self._state.next_number(),
             mode="decode",
@@ -120,17 +124,17 @@ class DecodePlanner:
         )
         if advanced.verifying is not None:
             plan = speculation.verified(plan, advanced.verifying, config)
-        plan = self._state.memory.hybrid.completed(plan, step)
+        plan = self._memory.hybrid.completed(plan, step)
         return InFlight(plan, running_batch.requests, running_batch, advanced.ending)
 
     def _advance(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> Decodes:
         """Move the whole cohort on by one position, opening a page for those `growing`; with drafts, as they say."""
         if self._state.config.speculates:
-            verifying = self._state.speculation.verify_next(running, step)
+            verifying = self._speculation.verify_next(running, step)
             if verifying is None:
                 return NO_DECODES
             return Decodes(verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, [], verifying)
-        if self._state.jump_forward.forced and (jumped := self._state.speculation.jump_next(running, step)) is not None:
+        if self._jump_forward.forced and (jumped := self._speculation.jump_next(running, step)) is not None:
             verifying, ending = jumped
             return Decodes(
                 verifying.running_batch, verifying.starts, verifying.stops, verifying.deltas, ending, verifying
@@ -139,9 +143,9 @@ class DecodePlanner:
         deltas = NO_DELTAS
         if growing.size:
             rows, at = batch.rows.take(growing), starts.take(growing)
-            deltas = self._state.memory.open_pages(rows, at >> self.page_shift, step)
+            deltas = self._memory.open_pages(rows, at >> self.page_shift, step)
         stops = starts + ONE
-        return Decodes(batch, starts, stops, deltas, running.advance(stops, self._state.memory.table))
+        return Decodes(batch, starts, stops, deltas, running.advance(stops, self._memory.table))
 
     def _advance_by(self, running: RunningState, steps: int, step: Step) -> Decodes:
         """Move every member on by `steps` positions at once, or as far as its length goes, opening their pages."""
@@ -149,30 +153,28 @@ class DecodePlanner:
         stops: Int32s = np.minimum(starts + np.int32(steps), running_batch.limits - ONE)
         first = -(-starts // page_size)
         opening = -(-stops // page_size) - first
-        self._state.memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
+        self._memory.table.reserve(int((first + opening).max()), int((stops - running_batch.prompts).max()) + 2)
         deltas = NO_DELTAS
         if opening.any():
             index = first.repeat(opening) + step_numbers(opening)
-            deltas = self._state.memory.open_pages(running_batch.rows.repeat(opening), index, step)
-        ending = running.remove_ending(running_batch, stops, self._state.memory.table)
+            deltas = self._memory.open_pages(running_batch.rows.repeat(opening), index, step)
+        ending = running.remove_ending(running_batch, stops, self._memory.table)
         return Decodes(running_batch, starts, stops, deltas, ending)
 
     def _short_of_pages(self, running: RunningState, growing: NDArray[np.intp], step: Step) -> bool:
         """Whether the next decode, or as many as `decode_look_ahead` says, does not fit, whatever sessions yield."""
-        if self._state.memory.hybrid.short_for_decode(self._state):
+        if self._memory.hybrid.short_for_decode(self._state):
             return True
         needed = growing.size if self._state.ahead_hoped == 1 else self._pages_needed(running)
-        if needed <= self._state.memory.pool.free_count:
+        if needed <= self._memory.pool.free_count:
             return False
-        lacking = needed - self._state.memory.available_pages
-        return lacking > 0 and self._state.sessions.make_room(self._state.memory, lacking, step) < lacking
+        lacking = needed - self._memory.available_pages
+        return lacking > 0 and self._sessions.make_room(self._memory, lacking, step) < lacking
 
     def pages_lacking(self, running: RunningState) -> int:
-        lacking = self._pages_needed(running) - self._state.memory.available_pages
+        lacking = self._pages_needed(running) - self._memory.available_pages
         return (
-            lacking
-            if not self._state.memory.hybrid.present
-            else max(lacking, self._state.memory.hybrid.decode_lacks(self._state))
+            lacking if not self._memory.hybrid.present else max(lacking, self._memory.hybrid.decode_lacks(self._state))
         )
 
     def _pages_needed(self, running: RunningState) -> int:
@@ -192,9 +194,9 @@ class DecodePlanner:
         retracted = 0
         while True:
             needed = self._pages_needed(running)
-            available, returning = self._state.memory.available_pages, self._state.memory.returning_pages()
-            if self._state.memory.hybrid.present and needed <= available:
-                needed, available, returning = self._state.memory.hybrid.decode_needs(self._state)
+            available, returning = self._memory.available_pages, self._memory.returning_pages()
+            if self._memory.hybrid.present and needed <= available:
+                needed, available, returning = self._memory.hybrid.decode_needs(self._state)
             if needed <= available:
                 break
             if needed <= available + returning:
@@ -204,15 +206,13 @@ class DecodePlanner:
             split = self._state.prefilling
             running_batch, positions = self._state.all_running
             if running_batch.size > 1 and not (split is not None and goes_before(split, running_batch, config)):
-                victim = self._state.microbatches.victim(config)
+                victim = self._microbatches.victim(config)
                 self._state.retract(victim, "pages", step, pages=(needed, available))
             elif split is not None:
                 self._state.retract(split, "pages", step, pages=(needed, available))
-            elif self._state.transfers.ready:
-                self._state.transfers.give_up(self._state.requests[self._state.transfers.ready[-1]], step)
-            elif (
-                self._state.in_flight or self._state.transfers.holds_pages or self._state.memory.operations.device_busy
-            ):
+            elif self._transfers.ready:
+                self._transfers.give_up(self._state.requests[self._transfers.ready[-1]], step)
+            elif self._state.in_flight or self._transfers.holds_pages or self._memory.operations.device_busy:
                 running.decode_owed = True
                 step.decided.append(DecodeSkipped(self._state.now_us, needed - available, returning))
                 break
@@ -231,7 +231,7 @@ class DecodePlanner:
     def decode_goes_first(self, running: RunningState) -> bool:
         """Whether decodes go before any prefill: one was promised to, or `batching` says so, or the cadence."""
         config = self._state.config
-        if self._state.microbatches.several and self._state.microbatches.owes_elsewhere():
+        if self._microbatches.several and self._microbatches.owes_elsewhere():
             return True
         if not running.batch.size:
             return False

@@ -317,8 +317,10 @@ class Ordering(Component):
 
     def writer_of_prefix(self, request: Request, scheduler: SchedulerView) -> Request | None:
         """Under "defer": the request that computes, already or in this pass, the pages needed next. Else None."""
+        if not self._defers:
+            return None
         radix = scheduler.memory.radix
-        if not self._defers or not radix.present or request.bypassed >= self._limit:
+        if not radix.present or request.bypassed >= self._limit:
             return None
         pages, page_bytes = matched(request, radix).pages, radix.page_tokens * TOKEN_BYTES
         start, stop = pages * page_bytes, (pages + self._next_pages) * page_bytes
