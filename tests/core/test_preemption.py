@@ -70,7 +70,7 @@ def test_what_comes_back_is_what_was_foreseen(overlap_depth: int, radix_cache: b
             continue  # an extend that is delivered publishes its prompt, and may find it twice
         leaving = rng.sample(range(engine.running_batch.size), rng.randint(0, engine.running_batch.size))
         members = [engine.running_batch.requests[i] for i in leaving]
-        back = engine.memory.back_once_delivered(
+        back = engine.memory.returning_once_delivered(
             [(m, int(engine.positions[i])) for m, i in zip(members, leaving, strict=True)], NO_MATCH
         )
         before = engine.memory.available_pages

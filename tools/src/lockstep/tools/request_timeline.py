@@ -325,7 +325,7 @@ class Chronicle:
                     arrived_us=event.time_us,
                     arrived_step=number,
                     media={s.digest: (s.kind, s.encoder_tokens) for s in event.spans if s.encoder_tokens},
-                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
+                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.blocked),
                     running_then=engine.active,
                 )
 
@@ -386,7 +386,7 @@ class Chronicle:
 
     def _note_causes(self, time_us: int, engine: Engine) -> None:
         """What each waiting request waits for; most wait for the same, which is looked up once."""
-        said, requests, held = self._said, engine.requests, engine.held
+        said, requests, held = self._said, engine.requests, engine.blocked
         common = line_cause(engine, NO_REQUEST, said)
         for request_id, timeline in self._open.items():
             wait = timeline.waits[-1] if timeline.waits else None
@@ -436,12 +436,16 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
     """What a request waits for, by the state of the engine. `said` has the last deferral of each request."""
     request = engine.requests[request_id]
     own = said.get(request_id)
-    if request_id in engine.held:
+    if request_id in engine.blocked:
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NO_REQUEST if session.turn is None else session.turn)
         transfer = engine.transfers.all.get(request_id)
-        if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
+        if (
+            transfer is not None
+            and transfer.state in HELD
+            and not (transfer.state == "ready" and request.open_prerequisites > 1)
+        ):
             return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
     if own is not None and not engine.paused and engine.maintenance.admits:
@@ -450,7 +454,7 @@ def why_waits(engine: Engine, request_id: RequestId, said: Mapping[RequestId, Ad
         if own.reason == "adapter" and request.deferred == "adapter":
             return Cause("adapter")
         tiers = engine.memory.tiers
-        if tiers.holds_back(request, engine.now_us) == own.reason:
+        if tiers.deferral_reason(request, engine.now_us) == own.reason:
             return Cause(own.reason)
     return line_cause(engine, request_id, said)
 

@@ -66,7 +66,7 @@ class EngineBefore:
         running = engine.microbatches.current
         return cls(
             line=tuple(request.request_id for request in engine.waiting),
-            held=tuple(engine.held),
+            held=tuple(engine.blocked),
             decoding=tuple(request.request_id for request in engine.running_batch.requests),
             prefilling=engine.prefilling.request_id if engine.prefilling is not None else NO_REQUEST,
             available_pages=engine.memory.available_pages,

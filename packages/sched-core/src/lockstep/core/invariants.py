@@ -28,7 +28,7 @@ def check(engine: Engine) -> None:
     """Raise InvariantError, with the numbers, for the first equation that does not hold."""
     memory = engine.memory
     facts = Facts(
-        engine, memory.radix, memory.pool.free_ids(), engine.held, launch_found_nothing=engine.launch_found_nothing
+        engine, memory.radix, memory.pool.free_ids(), engine.blocked, launch_found_nothing=engine.launch_found_nothing
     )
     _containers(engine)
     _rows(engine, facts)
@@ -64,7 +64,7 @@ def check_quiescent(engine: Engine) -> None:
         component.check_at_rest()
     if not engine.memory.operations.device_busy:
         same("L9 locked pages", engine.memory.radix.locked_pages, engine.sessions.pages_held_alone())
-    for name, left in (("waiting", engine.waiting), ("held", engine.held), ("in_flight", engine.in_flight)):
+    for name, left in (("waiting", engine.waiting), ("blocked", engine.blocked), ("in_flight", engine.in_flight)):
         if left:
             fail(f"L9: `{name}` is not empty at rest: {left}")
     same("L9 active", engine.active, 0)
@@ -73,7 +73,7 @@ def check_quiescent(engine: Engine) -> None:
 def _containers(engine: Engine) -> None:
     """S15, S16, S34: each live request is in exactly one container, the one its state names."""
     live = engine.requests
-    waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
+    waiting = [request.request_id for request in (*engine.waiting, *engine.blocked.values())]
     running_batch = [request.request_id for request in engine.all_running[0].requests]
     prefilling = [engine.prefilling.request_id] if engine.prefilling is not None else []
     ending = [request.request_id for batch in engine.in_flight for request in batch.ending_requests()]
@@ -242,8 +242,8 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
 
 def _held(engine: Engine) -> None:
     """S15: a request has as many open prerequisites as components keep it waiting for."""
-    awaited = counts_of(chain.from_iterable(component.held_requests() for component in engine.components))
-    holds = {request_id: request.holds for request_id, request in engine.held.items()}
+    awaited = counts_of(chain.from_iterable(component.blocked_requests() for component in engine.components))
+    holds = {request_id: request.open_prerequisites for request_id, request in engine.blocked.items()}
     same("S15 things that held requests wait for", awaited, holds)
 
 
@@ -255,7 +255,7 @@ def _progress(engine: Engine) -> None:
         return
     if engine.transfers.holds_pages:
         return  # which come back when it ends
-    awaited = len(engine.held)  # something outside the engine comes first
+    awaited = len(engine.blocked)  # something outside the engine comes first
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
     same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)
     stuck = (

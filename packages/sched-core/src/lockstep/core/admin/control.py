@@ -156,7 +156,7 @@ class Controls(Component):
 
     def _flush(self, control_id: int, control: Flush, step: Step) -> str | None:
         if self._scheduler.requests or self._scheduler.in_flight:
-            waiting = len(self._scheduler.waiting) + len(self._scheduler.held)
+            waiting = len(self._scheduler.waiting) + len(self._scheduler.blocked)
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
         tiers = self._scheduler.memory.tiers

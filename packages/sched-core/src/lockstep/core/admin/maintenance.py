@@ -82,7 +82,7 @@ class Maintenance(Component):
         """Take over the state that `part` returned."""
         image = part.maintenance
         self.jobs, self.released, self.still, self.admits = image.jobs, image.released, image.still, image.admits
-        self.tell_tiers()
+        self.block_copies()
 
     def newest_version(self) -> int:
         """Of the weights there are and those asked for."""
@@ -95,12 +95,12 @@ class Maintenance(Component):
         head = self.jobs[0] if self.jobs else None
         self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
         self.admits = not self.jobs and not self.released
-        self.tell_tiers()
+        self.block_copies()
 
-    def tell_tiers(self) -> None:
+    def block_copies(self) -> None:
         """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
         if self._scheduler.memory.tiers.present:
-            self._scheduler.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+            self._scheduler.memory.tiers.copies_blocked = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:

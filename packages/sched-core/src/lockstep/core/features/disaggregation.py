@@ -349,7 +349,7 @@ class Transfers(Component):
         transfer = Transfer(request.request_id, event.transfer_room, self.first)
         self.all[request.request_id] = transfer
         self.rooms[transfer.room] = request.request_id
-        self._scheduler.hold(request)
+        self._scheduler.add_prerequisite(request)
         self._enter(transfer, step)
 
     def turn_began(self, request: Request, step: Step) -> None:
@@ -484,7 +484,7 @@ class Transfers(Component):
             case "over":
                 self._unlock(transfer, step)
                 self._free_slot(transfer)
-                self._scheduler.memory.take_back(transfer.request_id, transfer.pages, step)
+                self._scheduler.memory.end_lending(transfer.request_id, transfer.pages, step)
                 self._scheduler.retry_admission()
                 del self.all[transfer.request_id]
                 del self.rooms[transfer.room]
@@ -499,7 +499,7 @@ class Transfers(Component):
     def _unlock(self, transfer: Transfer, step: Step) -> None:
         self._scheduler.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
-            self._scheduler.memory.let_go(transfer.handle, transfer.namespace, step)
+            self._scheduler.memory.unlock_path(transfer.handle, transfer.namespace, step)
             transfer.handle = None
 
     def _free_slot(self, transfer: Transfer) -> None:
@@ -767,12 +767,12 @@ class Transfers(Component):
                 break
             if not self._scheduler.microbatches.has_place():
                 break
-            if request.holds > 1 or not adapters.has_place_for(request.adapter):
+            if request.open_prerequisites > 1 or not adapters.has_place_for(request.adapter):
                 continue  # for its grammar, or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
             transfer.handle, transfer.pages = None, NO_ROWS
-            self._scheduler.release_hold(request)
+            self._scheduler.meet_prerequisite(request)
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             self._scheduler.occupy(request)
@@ -871,7 +871,7 @@ class Transfers(Component):
         for one in self.all.values():
             yield f"the transfer of r{one.request_id}", one.pages
 
-    def held_requests(self) -> list[RequestId]:
+    def blocked_requests(self) -> list[RequestId]:
         """Return the requests that are held for their transfers."""
         return [one.request_id for one in self.in_state(*sorted(HELD))]
 
@@ -916,7 +916,7 @@ class Transfers(Component):
             and not scheduler.paused
             and not scheduler.launches_blocked
         ):
-            able = [one for one in self.ready if facts.requests[one].holds == 1]
+            able = [one for one in self.ready if facts.requests[one].open_prerequisites == 1]
             groups = scheduler.microbatches
             owed = groups.owes_elsewhere() or groups.current.decode_owed
             if groups.several and (owed or not groups.has_place()):
@@ -946,9 +946,11 @@ class Transfers(Component):
         coming = sorted(one.request_id for one in receiving if one.state in ("receiving", "ready"))
         given_up = sorted(one.request_id for one in receiving if one.state == "quarantined")
         if (window := hybrid.window) is not None:
-            same("S31 windows that will come", (sorted(window.coming), sorted(window.quarantined)), (coming, given_up))
+            same(
+                "S31 windows that will come", (sorted(window.incoming), sorted(window.quarantined)), (coming, given_up)
+            )
         if (states := hybrid.states) is not None:
-            same("S31 states that will come", sorted(states.coming), sorted(coming + given_up))
+            same("S31 states that will come", sorted(states.incoming), sorted(coming + given_up))
 
 
 def diagram(table: Table) -> str:

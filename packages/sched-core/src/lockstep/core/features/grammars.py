@@ -77,7 +77,7 @@ class Grammars(Component):
             for digest, error, users, waiting in part.grammars
         }
 
-    def held_requests(self) -> list[RequestId]:
+    def blocked_requests(self) -> list[RequestId]:
         """Return the requests that wait for their grammars."""
         return [request_id for known in self.known.values() for request_id in known.waiting]
 
@@ -97,7 +97,7 @@ class Grammars(Component):
             if one.error is not None and one.waiting:
                 fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
             for request_id in one.waiting:
-                held = facts.held.get(request_id)
+                held = facts.blocked.get(request_id)
                 if held is None or held.grammar is None or held.grammar.digest != digest:
                     fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
         for batch in facts.in_flight:

@@ -73,14 +73,14 @@ class EncoderEntry(msgspec.Struct):
     outdated: bool = False  # of weights that were replaced: only for requests that had begun to compute with it
 
 
-class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced"}):
+class MediaImage(msgspec.Struct, forbid_unknown_fields=True, rename={"deferred": "fenced", "room_queue": "line"}):
     """Placeholders and the encoder cache. Lists of pairs, because the order in them decides."""
 
     numbers: list[tuple[Content, int]]
     next: int
     encodings: list[tuple[bytes, EncoderEntry]]
     pins: list[int]
-    line: list[int]
+    room_queue: list[int]
     deferred: list[tuple[int, list[bytes]]]
     queued: list[bytes] | msgspec.UnsetType = msgspec.UNSET  # of an encoder with a budget, where anything is
     dropping: list[bytes] | msgspec.UnsetType = msgspec.UNSET
@@ -96,7 +96,7 @@ class EncoderCache(Component):
     """Encoder output, bounded: what is there, which requests pin it, and which wait for room."""
 
     PART = EncoderPart
-    EMPTY_AT_REST = ("pins", "line", "deferred", "queued")
+    EMPTY_AT_REST = ("pins", "room_queue", "deferred", "queued")
 
     def __init__(self, capacity_tokens: int | None, budget_tokens: int | None = None) -> None:
         self.capacity_tokens = capacity_tokens
@@ -104,14 +104,14 @@ class EncoderCache(Component):
         self.budget_tokens = budget_tokens  # being encoded at once, unless one content alone is more; None: no limit
         self.encodings: dict[bytes, EncoderEntry] = {}  # least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # what each request needs: tokens by digest
-        self.line: dict[RequestId, dict[bytes, int]] = {}  # what each request waits for room for, first come first
+        self.room_queue: dict[RequestId, dict[bytes, int]] = {}  # requests that wait for room, oldest first
         self.deferred: list[tuple[BatchId, list[bytes]]] = []  # what work in flight reads for requests that have left
         self.queued: dict[bytes, None] = {}  # has room, and the encoder was not asked for it yet: first come first
         self.dropping: list[bytes] = []  # what went to make room, and the host was not told yet
 
     def ask(self, request_id: RequestId, media: dict[bytes, int]) -> None:
         """Wait for room for all of these. `serve` gives it."""
-        self.line[request_id] = media
+        self.room_queue[request_id] = media
 
     def serve(self, step: Step, generation: int) -> list[RequestId]:
         """Give room to waiting requests, in order, as far as it goes. Returns those with all media there already."""
@@ -119,15 +119,15 @@ class EncoderCache(Component):
         if self.queued:
             self._forget_unwanted()
             self._order(step, generation)
-        while self.line:
-            request_id, media = next(iter(self.line.items()))
+        while self.room_queue:
+            request_id, media = next(iter(self.room_queue.items()))
             dropped = self._droppable(media)
             if dropped is None:
                 break
             for digest in dropped:
                 del self.encodings[digest]
             self.dropping += dropped
-            del self.line[request_id]
+            del self.room_queue[request_id]
             self.pins[request_id] = media
             for digest, tokens in media.items():
                 encoding = self.encodings.pop(digest, None)
@@ -193,7 +193,7 @@ class EncoderCache(Component):
 
     def knows(self, request_id: RequestId) -> bool:
         """Whether the request has the room it needs, or waits for it."""
-        return request_id in self.pins or request_id in self.line
+        return request_id in self.pins or request_id in self.room_queue
 
     def _needing(self, digest: bytes) -> list[RequestId]:
         """The requests that pin it, first come first."""
@@ -203,10 +203,10 @@ class EncoderCache(Component):
         """Whether all media the request pins are encoded."""
         return all(self.encodings[digest].ready for digest in self.pins[request_id])
 
-    def let_go(self, request_id: RequestId, free_after: BatchId | None = None) -> None:
+    def release(self, request_id: RequestId, free_after: BatchId | None = None) -> None:
         """The request needs no encoder output any more; a batch in flight may read it, up to the one named."""
         media = self.pins.pop(request_id, None)
-        self.line.pop(request_id, None)
+        self.room_queue.pop(request_id, None)
         if media is not None and free_after is not None:
             self.deferred.append((free_after, list(media)))
 
@@ -223,7 +223,7 @@ class EncoderCache(Component):
         """The device's memory is gone."""
         self.encodings.clear()
         self.pins.clear()
-        self.line.clear()
+        self.room_queue.clear()
         self.deferred.clear()
         self.queued.clear()
         self.dropping.clear()
@@ -238,7 +238,7 @@ class EncoderCache(Component):
                 next=self.placeholders.next,
                 encodings=list(self.encodings.items()),
                 pins=list(self.pins),
-                line=list(self.line),
+                room_queue=list(self.room_queue),
                 deferred=list(self.deferred),
                 queued=list(self.queued) or msgspec.UNSET,
                 dropping=list(self.dropping) or msgspec.UNSET,
@@ -254,7 +254,7 @@ class EncoderCache(Component):
         self.encodings = dict(image.encodings)
         self.pins = {request_id: _media_of(restored.requests[request_id]) for request_id in image.pins}
         self.deferred = list(image.deferred)
-        self.line = {request_id: _media_of(restored.requests[request_id]) for request_id in image.line}
+        self.room_queue = {request_id: _media_of(restored.requests[request_id]) for request_id in image.room_queue}
         if image.queued is not msgspec.UNSET:
             self.queued = dict.fromkeys(image.queued)
         if image.dropping is not msgspec.UNSET:
@@ -263,7 +263,7 @@ class EncoderCache(Component):
     def check_state(self, facts: Facts) -> None:
         """D11, L2: see `check_room`; requests that hold room, or wait for it, are live."""
         self.check_room()
-        for request_id in (*self.pins, *self.line):
+        for request_id in (*self.pins, *self.room_queue):
             if request_id not in facts.requests:
                 fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
 
@@ -291,8 +291,8 @@ class EncoderCache(Component):
         used = sum(encoding.tokens for encoding in self.encodings.values())
         if self.capacity_tokens is not None and used > self.capacity_tokens:
             raise InvariantError(f"D11: {used} tokens of encoder output, encoder_cache_tokens {self.capacity_tokens}")
-        if self.line and self._droppable(next(iter(self.line.values()))) is not None:
-            raise InvariantError(f"D11: r{next(iter(self.line))} waits for encoder room that can be had")
+        if self.room_queue and self._droppable(next(iter(self.room_queue.values()))) is not None:
+            raise InvariantError(f"D11: r{next(iter(self.room_queue))} waits for encoder room that can be had")
 
     def _droppable(self, media: dict[bytes, int]) -> list[bytes] | None:
         """What must go so that these fit, least recently used first; None if too little of it can go now."""

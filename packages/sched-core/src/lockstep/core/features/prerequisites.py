@@ -39,23 +39,23 @@ def has_media(request: Request) -> bool:
 class Prerequisites(Component):
     """Samples that wait for their leader's prompt, and requests that wait for an encoder."""
 
-    EMPTY_AT_REST = ("followers",)
+    EMPTY_AT_REST = ("waiting_samples",)
 
     def __init__(self, scheduler: SchedulerView, media: EncoderCache) -> None:
         self._scheduler = scheduler
         self.media = media
-        self.followers: dict[RequestId, list[Request]] = {}  # samples, by the leader whose prompt they wait for
+        self.waiting_samples: dict[RequestId, list[Request]] = {}  # samples, by the leader whose prompt they wait for
 
     def load(self, part: NoPart, restored: Restored) -> None:
         """Find the samples that wait for their leaders among the held requests."""
-        for request in restored.held.values():
+        for request in restored.blocked.values():
             if request.extras is not None and request.extras.leader != NO_REQUEST:
-                self.followers.setdefault(request.extras.leader, []).append(request)
+                self.waiting_samples.setdefault(request.extras.leader, []).append(request)
 
-    def held_requests(self) -> list[RequestId]:
+    def blocked_requests(self) -> list[RequestId]:
         """Return the samples that wait for their leaders, and the requests that wait for media."""
-        followers = [request.request_id for samples in self.followers.values() for request in samples]
-        return followers + self._awaiting_media(self._scheduler.requests)
+        samples_held = [request.request_id for samples in self.waiting_samples.values() for request in samples]
+        return samples_held + self._awaiting_media(self._scheduler.requests)
 
     def _awaiting_media(self, requests: Mapping[RequestId, Request]) -> list[RequestId]:
         return [one.request_id for one in requests.values() if one.extras is not None and one.extras.awaits_media]
@@ -65,9 +65,9 @@ class Prerequisites(Component):
         for request_id in self._awaiting_media(facts.requests):
             if not self.media.knows(request_id) or self.media.has_all(request_id):
                 fail(f"D11: r{request_id} is held for media, which it does not wait for")
-        followers = [request.request_id for samples in self.followers.values() for request in samples]
-        for leader, samples in self.followers.items():
-            if leader not in facts.requests or leader in followers:
+        samples_held = [request.request_id for samples in self.waiting_samples.values() for request in samples]
+        for leader, samples in self.waiting_samples.items():
+            if leader not in facts.requests or leader in samples_held:
                 fail(f"L1: {len(samples)} samples follow r{leader}, which has ended or follows itself")
             for request in samples:
                 if request.extras is None or request.extras.leader != leader:
@@ -81,8 +81,8 @@ class Prerequisites(Component):
         if leader != NO_REQUEST and self._has_to_share(request):
             request.extras = request.extras or Extras()
             request.extras.leader = leader
-            self._scheduler.hold(request)
-            self.followers.setdefault(leader, []).append(request)
+            self._scheduler.add_prerequisite(request)
+            self.waiting_samples.setdefault(leader, []).append(request)
             step.decided.append(AdmissionDeferred(self._scheduler.now_us, request.request_id, "sample"))
             return True
         if has_media(request) and not request.session and not self._scheduler.comes_by_transfer(request):
@@ -94,47 +94,47 @@ class Prerequisites(Component):
         """Whether it could use a page of another's prompt."""
         return self._scheduler.config.radix_cache and request.cacheable_tokens >= self._scheduler.config.page_size
 
-    def follow(self, leader: Request, stop: int, step: Step) -> None:
+    def release_samples(self, leader: Request, stop: int, step: Step) -> None:
         """What the leader has up to `stop` can be shared now: once that is its prompt, the others follow."""
         if stop >= leader.prompt_tokens:
-            for follower in self.followers.pop(leader.request_id, ()):
-                self._let_in(follower, step)
+            for sample in self.waiting_samples.pop(leader.request_id, ()):
+                self._release_sample(sample, step)
 
     def computed(self, batch: InFlight, step: Step) -> None:
         """A batch's positions were computed: note what was delivered with them, let samples follow and media go."""
         for i, request in batch.alive():
             stop = int(batch.plan.stops[i])
             extras.delivered(request, stop)
-            self.follow(request, stop, step)
+            self.release_samples(request, stop, step)
             if stop >= request.prompt_tokens:
-                self._let_media_go(request, step)
+                self._release_media(request, step)
 
     def ended(self, request: Request, step: Step) -> None:
         """A request ended: what others waited for it goes on."""
-        if request.request_id in self.followers:
+        if request.request_id in self.waiting_samples:
             self._hand_over(request, step)
         if request.extras is not None and request.extras.leader != NO_REQUEST:
-            others = self.followers[request.extras.leader]
+            others = self.waiting_samples[request.extras.leader]
             others.remove(request)
             if not others:
-                del self.followers[request.extras.leader]
-        self._let_media_go(request, step)
+                del self.waiting_samples[request.extras.leader]
+        self._release_media(request, step)
 
     def _hand_over(self, leader: Request, step: Step) -> None:
-        first, *rest = self.followers.pop(leader.request_id)
+        first, *rest = self.waiting_samples.pop(leader.request_id)
         for request in rest:
             assert request.extras is not None
             request.extras.leader = first.request_id
         if rest:
-            self.followers[first.request_id] = rest
-        self._let_in(first, step)
+            self.waiting_samples[first.request_id] = rest
+        self._release_sample(first, step)
 
-    def _let_in(self, follower: Request, step: Step) -> None:
-        assert follower.extras is not None
-        follower.extras.leader = NO_REQUEST
-        if follower.extras.media and not self._scheduler.comes_by_transfer(follower):
-            self.await_media(follower, step)
-        self._scheduler.join_queue(follower)
+    def _release_sample(self, sample: Request, step: Step) -> None:
+        assert sample.extras is not None
+        sample.extras.leader = NO_REQUEST
+        if sample.extras.media and not self._scheduler.comes_by_transfer(sample):
+            self.await_media(sample, step)
+        self._scheduler.join_queue(sample)
 
     # ------------------------------------------------------------------------------------------------------------ media
 
@@ -144,7 +144,7 @@ class Prerequisites(Component):
         assert asked is not None
         if not asked.awaits_media:
             asked.awaits_media = True
-            self._scheduler.hold(request)
+            self._scheduler.add_prerequisite(request)
         self.media.ask(request.request_id, asked.media)
         self._serve(step)
         if asked.awaits_media:
@@ -187,8 +187,8 @@ class Prerequisites(Component):
         waiting = [request for request in self._scheduler.requests.values() if request.row < 0]
         pinning = [request for request in waiting if request.request_id in self.media.pins]
         for request in pinning:
-            self.media.let_go(request.request_id)
-            if not request.holds:
+            self.media.release(request.request_id)
+            if not request.open_prerequisites:
                 self._scheduler.leave_queue(request)
         for request in pinning:
             self.await_media(request, step)
@@ -196,7 +196,7 @@ class Prerequisites(Component):
     def _refuse(self, request: Request, event: MediaEncoded, step: Step) -> None:
         """Its media cannot be encoded, and those of the samples that follow it are the same."""
         message = f"media {event.digest.hex()[:8]} cannot be encoded: {event.error}"
-        for one in (*self.followers.get(request.request_id, ()), request):
+        for one in (*self.waiting_samples.get(request.request_id, ()), request):
             if one.ran:
                 self._scheduler.finish(one, "error", step, flush=True)
             else:
@@ -207,7 +207,7 @@ class Prerequisites(Component):
         self.media.release_deferred(batch_id)
         self._serve(step)
 
-    def _let_media_go(self, request: Request, step: Step) -> None:
+    def _release_media(self, request: Request, step: Step) -> None:
         if not has_media(request):
             return
         reading = [
@@ -215,7 +215,7 @@ class Prerequisites(Component):
             for batch in self._scheduler.in_flight
             if batch.plan.media_spans and bool((batch.plan.request_ids == request.request_id).any())
         ]
-        self.media.let_go(request.request_id, reading[-1] if reading else None)
+        self.media.release(request.request_id, reading[-1] if reading else None)
         self._serve(step)
 
     def _serve(self, step: Step) -> None:

@@ -463,7 +463,7 @@ class Sessions(Component):
         self._look_ahead()
         self.uses, self.unsettled = part.session_uses, part.sessions_unsettled
 
-    def held_requests(self) -> list[RequestId]:
+    def blocked_requests(self) -> list[RequestId]:
         """Return the turns that wait for the turn before them."""
         return [request_id for session in self.open.values() for request_id in session.queue]
 
@@ -479,7 +479,7 @@ class Sessions(Component):
             if session.handle is not None and not session.tokens.startswith(facts.path(session.handle)[1]):
                 fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
             for request_id in session.queue:
-                if request_id not in facts.held:
+                if request_id not in facts.blocked:
                     fail(f"S15: r{request_id} stands behind a turn of session {session.name!r}, but is not held")
         same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in facts.requests.values() if r.session))
         same("S15 sessions that came free", self.free, [])

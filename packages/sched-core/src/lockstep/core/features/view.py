@@ -98,13 +98,13 @@ class SchedulerView(AdmissionView, Protocol):
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
         """Answer a request that never ran with an error."""
 
-    def hold(self, request: Request) -> None:
+    def add_prerequisite(self, request: Request) -> None:
         """Add a prerequisite: the request stays out of the waiting queue until `join_queue` met it."""
 
     def join_queue(self, request: Request) -> None:
         """One prerequisite is met; after the last one the request joins the waiting queue."""
 
-    def release_hold(self, request: Request) -> None:
+    def meet_prerequisite(self, request: Request) -> None:
         """One prerequisite is met of a request that does not wait: it takes a row at once."""
 
     def leave_queue(self, request: Request) -> None:
@@ -167,7 +167,7 @@ class AdminView(SchedulerView, Protocol):
     """What control requests and maintenance use beside that."""
 
     @property
-    def held(self) -> Mapping[RequestId, Request]:
+    def blocked(self) -> Mapping[RequestId, Request]:
         """Accepted requests with prerequisites."""
 
     def stats(self) -> Stats:

@@ -132,7 +132,7 @@ class Adapters:
         self.rows[row] = adapter
         self.users[adapter] = self.users.get(adapter, 0) + 1
 
-    def give_back(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """A row came free."""
         adapter = self.rows.pop(row)
         self.users[adapter] -= 1
@@ -171,7 +171,7 @@ class Adapters:
             wanted[adapter] = None
             if any(slot.adapter == adapter for slot in self.slots):
                 continue
-            number = self._slot_to_be_had(wanted)
+            number = self._available_slot(wanted)
             if number == NO_SLOT:
                 return
             self._load(adapter, number, step)
@@ -197,7 +197,7 @@ class Adapters:
             for control_id in self.withdrawals.pop(name):
                 step.commands.append(ControlAnswered(control_id, True))
 
-    def _slot_to_be_had(self, wanted: dict[Adapter, None]) -> int:
+    def _available_slot(self, wanted: dict[Adapter, None]) -> int:
         """A free slot, else the one used longest ago with an adapter that is not in use and not needed further
         ahead."""
         best = NO_SLOT

@@ -46,7 +46,7 @@ from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BlocksEvicted, BlocksFound
 from lockstep.core.kv.facts import pages_in
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.operations import Kind, Moved, Operation
+from lockstep.core.kv.operations import Kind, MovedBlocks, Operation
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import RadixCache
 from lockstep.core.kv.running_view import EngineView
@@ -57,7 +57,7 @@ NONE = -1  # no companion
 HOST_KINDS: dict[Kind, Literal["host window", "host state"]] = {"window": "host window", "state": "host state"}
 
 
-class Needed(NamedTuple):
+class NeededBlocks(NamedTuple):
     """What a load brings of one kind, and what it counts on of what the device has."""
 
     kind: Kind
@@ -138,9 +138,9 @@ class HostBlocks:
 
     # ------------------------------------------------------------------------------------------------------------ down
 
-    def going_down(
+    def begin_write(
         self, hybrid: Hybrid, path: Int32s, known: Int32s, start: int, busy: NDArray[np.bool_], step: Step
-    ) -> list[Moved]:
+    ) -> list[MovedBlocks]:
         """Take room for the companions that are to be written of a path's pages.
 
         Args:
@@ -161,22 +161,22 @@ class HostBlocks:
             index = there.nonzero()[0].astype(np.int32)
             index = index[max(index.size - pool.available, 0) :]
             if index.size:
-                found.append(Moved(kind, index, blocks[index], pool.take(index.size, step)))
+                found.append(MovedBlocks(kind, index, blocks[index], pool.take(index.size, step)))
         return found
 
-    def arrived(self, moved: list[Moved], host_path: Int32s) -> None:
+    def arrived(self, moved: list[MovedBlocks], host_path: Int32s) -> None:
         """A write is done: its companions are those of these pages."""
         for one in moved:
             self.pools[one.kind].attach(host_path[one.index], one.host)
 
-    def lost(self, moved: list[Moved]) -> None:
+    def lost(self, moved: list[MovedBlocks]) -> None:
         """A write failed, or no match could find it."""
         for one in moved:
             self.pools[one.kind].pool.free(one.host)
 
     # -------------------------------------------------------------------------------------------------------------- up
 
-    def furthest(self, hybrid: Hybrid, device: Int32s, host: Int32s) -> int:
+    def usable_pages(self, hybrid: Hybrid, device: Int32s, host: Int32s) -> int:
         """Ends, in pages, from which a request can go on if device and host have its prefix up to these pages."""
         length = max(device.size, host.size)
         usable = np.ones(length, np.bool_)
@@ -193,7 +193,7 @@ class HostBlocks:
         there[: host.size] |= self.pools[kind].of[host] >= 0
         return there
 
-    def coming_up(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[Needed]:
+    def blocks_to_load(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[NeededBlocks]:
         """What a load must bring so that a request can go on behind so many pages, the first of them on the device."""
         coming = []
         for kind in self.pools:
@@ -201,36 +201,36 @@ class HostBlocks:
             there = np.zeros(seen.size, np.bool_)
             mine = seen < device.size
             there[mine] = hybrid.blocks_of(kind, device[seen[mine]]) >= 0
-            coming.append(Needed(kind, seen[~there], seen[there]))
+            coming.append(NeededBlocks(kind, seen[~there], seen[there]))
         return coming
 
-    def has_room(self, hybrid: Hybrid, coming: list[Needed], engine: EngineView) -> bool:
+    def has_room(self, hybrid: Hybrid, coming: list[NeededBlocks], engine: EngineView) -> bool:
         """Whether the device has room for that, and for a request that starts behind it beside what others will
         need."""
         return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
 
-    def hold(self, coming: list[Needed], host: Int32s) -> None:
+    def begin_read(self, coming: list[NeededBlocks], host: Int32s) -> None:
         """A load reads this from now on. `host`: pages of the host."""
         for kind, lacking, _ in coming:
             self.pools[kind].locks[host[lacking]] += 1
             self.pools[kind].touch(host[lacking])
 
-    def read(self, hybrid: Hybrid, coming: list[Needed], host: Int32s, step: Step) -> list[Moved]:
+    def read(self, hybrid: Hybrid, coming: list[NeededBlocks], host: Int32s, step: Step) -> list[MovedBlocks]:
         """Take room on the device for what a load brings of these pages of the host."""
         return [
-            Moved(kind, lacking, hybrid.room_for(kind, lacking.size, step), self.pools[kind].of[host[lacking]])
+            MovedBlocks(kind, lacking, hybrid.room_for(kind, lacking.size, step), self.pools[kind].of[host[lacking]])
             for kind, lacking, _ in coming
             if lacking.size
         ]
 
-    def was_read(self, moved: list[Moved], host: Int32s) -> None:
+    def end_read(self, moved: list[MovedBlocks], host: Int32s) -> None:
         """A load or a store has ended, one way or another."""
         for one in moved:
             self.pools[one.kind].locks[host[one.index]] -= 1
 
     # --------------------------------------------------------------------------------------------------------- storage
 
-    def to_store(self, host: Int32s) -> list[Moved]:
+    def to_store(self, host: Int32s) -> list[MovedBlocks]:
         """What storage lacks of the companions of these pages of the host; a store reads it from now on."""
         found = []
         for kind, pool in self.pools.items():
@@ -238,15 +238,15 @@ class HostBlocks:
             if index.size:
                 pool.stored[host[index]] = True
                 pool.locks[host[index]] += 1
-                found.append(Moved(kind, index, NO_ROWS, pool.of[host[index]]))
+                found.append(MovedBlocks(kind, index, NO_ROWS, pool.of[host[index]]))
         return found
 
-    def not_stored(self, moved: list[Moved], host: Int32s) -> None:
+    def not_stored(self, moved: list[MovedBlocks], host: Int32s) -> None:
         """A store of these has failed."""
         for one in moved:
             self.pools[one.kind].stored[host[one.index]] = False
 
-    def may_fetch(self, hybrid: Hybrid, under_way: list[Moved], share: float) -> bool:
+    def may_fetch(self, hybrid: Hybrid, under_way: list[MovedBlocks], share: float) -> bool:
         """Whether one prefetch more may begin beside these, which may fill such a share of each pool at once."""
         for kind, pool in self.pools.items():
             taken = sum(one.host.size for one in under_way if one.kind == kind)
@@ -257,7 +257,7 @@ class HostBlocks:
 
     def to_fetch(
         self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
-    ) -> tuple[list[Moved], tuple[BlockFetch, ...], int]:
+    ) -> tuple[list[MovedBlocks], tuple[BlockFetch, ...], int]:
         """What a prefetch of a path asks of companions, with room for what any one end lacks of each kind.
 
         What the path has of them on the host stays there meanwhile.
@@ -283,16 +283,16 @@ class HostBlocks:
             most = int((lacking[ends] - lacking[np.maximum(ends - seen, 0)]).max())
             room = pool.take(min(most, pool.available), step)
             named = tuple(block_key(kind, key) for key in keys[first:])
-            moved.append(Moved(kind, index, NO_ROWS, room, counted))
+            moved.append(MovedBlocks(kind, index, NO_ROWS, room, counted))
             asked.append(BlockFetch(kind, named, tuple(there[first:].tolist()), seen, room))
         return moved, tuple(asked), reach - first
 
-    def let_go(self, moved: list[Moved], host: Int32s) -> None:
+    def end_prefetch(self, moved: list[MovedBlocks], host: Int32s) -> None:
         """A prefetch has ended, one way or another: what it counted on may go."""
         for one in moved:
             self.pools[one.kind].locks[host[one.counted]] -= 1
 
-    def check_fetched(self, asked: list[Moved], found: tuple[BlocksFound, ...], pages: int) -> None:
+    def check_fetched(self, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], pages: int) -> None:
         """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
 
         Whether they are all that an end needs is not checked: if not, no request goes on there.
@@ -310,7 +310,7 @@ class HostBlocks:
                     f"below {most}"
                 )
 
-    def fetched(self, asked: list[Moved], found: tuple[BlocksFound, ...], host_path: Int32s) -> None:
+    def fetched(self, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], host_path: Int32s) -> None:
         """A prefetch has brought this to the pages of a path; what else it had room for is free."""
         came = {one.kind: one.indices for one in found}
         for one in asked:

@@ -23,7 +23,7 @@ class Restored(NamedTuple):
     """What a restored engine has before its other components are loaded."""
 
     requests: Mapping[RequestId, Request]
-    held: Mapping[RequestId, Request]  # with prerequisites: not in the waiting queue yet
+    blocked: Mapping[RequestId, Request]  # with prerequisites: not in the waiting queue yet
     nodes: dict[int, RadixNode]  # of the radix cache of the device, by number; added by `Memory.load`
 
 
@@ -47,7 +47,7 @@ class Component:
     def load(self, part: Any, restored: Restored) -> None:
         """Take over the state that `part` returned. Called once, on a component that has just been built."""
 
-    def held_requests(self) -> list[RequestId]:
+    def blocked_requests(self) -> list[RequestId]:
         """Return the requests that the component keeps out of the waiting queue, once for each prerequisite."""
         return []
 

@@ -25,7 +25,7 @@ class Facts:
         engine: EngineView,
         radix: RadixCache,
         free: Int32s,
-        held: Mapping[RequestId, Request],
+        blocked: Mapping[RequestId, Request],
         *,
         launch_found_nothing: bool,
     ) -> None:
@@ -34,7 +34,7 @@ class Facts:
         Args:
             radix: the radix cache of the device.
             free: ids of the free pages of the device.
-            held: accepted requests with prerequisites.
+            blocked: accepted requests with prerequisites.
             launch_found_nothing: whether the last event offered a free launch slot and nothing was launched.
         """
         running_batch, positions = engine.all_running
@@ -44,7 +44,7 @@ class Facts:
         self.running = of_all_microbatches(engine)
         self.radix = radix
         self.free = free
-        self.held = held
+        self.blocked = blocked
         self.launch_found_nothing = launch_found_nothing
         self.cached = radix.nodes()  # every node of the radix cache of the device
         self.holders = [  # requests with rows

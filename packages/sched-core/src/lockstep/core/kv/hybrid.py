@@ -135,9 +135,9 @@ class Hybrid:
         pages = int(ends[-1]) + 1 if ends.size else 0
         return match if pages == match.pages else radix.match(match.namespace, tokens, pages)
 
-    def full(self, runners: RunningView) -> bool:
+    def full(self, running: RunningView) -> bool:
         """Whether no new request could start: no slot, or no window page beside what others will need."""
-        return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(runners) <= 0)
+        return self.lacks_state(NO_ROWS) or (self.window is not None and self.window.left_for_newcomers(running) <= 0)
 
     def all_below(self, share: float) -> bool:
         """Whether less than this share of each pool is in use."""
@@ -190,7 +190,7 @@ class Hybrid:
         gone, _ = self._gone(engine, leaving)
         rows = len(self.table.holders) - len(self.table.free_rows) - len(gone)
         taken = int(path.size > 0 and states.checkpoint_of[path[-1]] >= 0)
-        taken += sum(len(slots) for slots in states.coming.values())
+        taken += sum(len(slots) for slots in states.incoming.values())
         taken += self.operations.slots_moving
         return states.pool.total - rows * states.by_row - taken < states.by_row
 
@@ -378,7 +378,7 @@ class Hybrid:
             first = -(-request.prompt_tokens // self.page_size) - pages.size
             windows = self.window.of_last_window(request, first, pages)
         if self.states is not None:
-            slot = self.states.coming[request.request_id][0]
+            slot = self.states.incoming[request.request_id][0]
         return HybridTransfer(windows, slot)
 
     def to_send(self, request: Request, start: int, pages: Int32s, *, last: bool) -> HybridTransfer | None:
@@ -467,16 +467,16 @@ class Hybrid:
             here = np.array([request.row == row and row not in batch.dead for request, row in holders], np.bool_)
             self.window.slide(rows[here], self.window.first_seen(stops[here] // self.page_size))
 
-    def let_go(self, row: int, held: int) -> None:
+    def unlock_windows(self, row: int, pages: int) -> None:
         """Nothing in flight uses a row of `held` pages any more, which are freed or published next."""
         if self.window is not None:
-            self.window.unlock(self.table.pages[row, self.window.first[row] : held])
+            self.window.unlock(self.table.pages[row, self.window.first[row] : pages])
 
-    def left(self, row: int, cached: Int32s) -> None:
+    def free_states(self, row: int, cached: Int32s) -> None:
         """A row is given back, its first pages cached as these."""
         if self.states is not None:
             self.states.publish(row, cached)
-            self.states.let_go(row)
+            self.states.free_row(row)
 
     def fill(self, mine: Int32s, theirs: Int32s) -> None:
         """Pages of a row that is given back are in the radix cache already: give those what they have lost."""

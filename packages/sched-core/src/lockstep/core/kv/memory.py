@@ -51,7 +51,7 @@ class Rewrite(NamedTuple):
     pages: Int32s
 
 
-class Back(NamedTuple):
+class Returning(NamedTuple):
     """What comes back to the engine beside what can be had now."""
 
     pages: int
@@ -120,7 +120,7 @@ class Memory(DeviceMemory, Component):
                 ending += self._freed_by(request.computed, request.protected_pages, request.handle)
         return deferred + deferred_rows + ending + self.operations.returning_pages()
 
-    def back_once_delivered(self, leaving: list[tuple[Request, int]], match: Match) -> Back:
+    def returning_once_delivered(self, leaving: list[tuple[Request, int]], match: Match) -> Returning:
         """What comes back once everything in flight is delivered and these requests, each with the positions it
         stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
         """
@@ -156,7 +156,7 @@ class Memory(DeviceMemory, Component):
         last = max(deferred_batches, default=NO_BATCH)
         launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
         launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
-        return Back(pages, matched, places, len(holders), launches)
+        return Returning(pages, matched, places, len(holders), launches)
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
         """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
@@ -265,7 +265,7 @@ class Memory(DeviceMemory, Component):
         pages = self.table.pages[row]
         whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
         published = None
-        self.hybrid.let_go(row, held)
+        self.hybrid.unlock_windows(row, held)
         if deferred.publish and self.radix.present and whole > kept and not self.is_stale(deferred.namespace):
             tokens = self.table.first_tokens(row, deferred.tokens, deferred.prompt_tokens, whole * page_size)
             inserted = self.radix.insert(deferred.namespace, tokens, pages[:whole], behind=deferred.handle)
@@ -276,11 +276,11 @@ class Memory(DeviceMemory, Component):
                 self.pool.free(pages[kept:already].copy())
                 pages[kept:already] = cached
             kept = whole
-        self.hybrid.left(row, pages[:kept])
+        self.hybrid.free_states(row, pages[:kept])
         if published is not None:
             self.tiers.back_up(published, kept, step)
         if deferred.handle is not None:
-            self.let_go(deferred.handle, deferred.namespace, step)
+            self.unlock_path(deferred.handle, deferred.namespace, step)
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
@@ -288,7 +288,7 @@ class Memory(DeviceMemory, Component):
         for release in self._releases:
             release(row)
 
-    def let_go(self, handle: RadixNode, namespace: str, step: Step) -> None:
+    def unlock_path(self, handle: RadixNode, namespace: str, step: Step) -> None:
         """Unlock a path. KV of weights that were replaced is evicted as soon as no lock holds it."""
         cached = self.radix.evictable_pages
         self.radix.unlock(handle)
@@ -327,7 +327,7 @@ class Memory(DeviceMemory, Component):
         """From now on a transfer reads pages of the row: none of them is freed before it is over."""
         self.deferred.lent[row] = Lent(request_id, [])
 
-    def take_back(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
+    def end_lending(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
         """A transfer is over: free `pages`, and what a row that it read has given up since."""
         self.hybrid.received(request_id)
         if pages.size:

@@ -50,7 +50,7 @@ class NoTiers(Tiers):
         """False: there is nothing to load."""
         return False
 
-    def tend(
+    def advance(
         self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
     ) -> bool:
         """False: no request waits for a tier."""

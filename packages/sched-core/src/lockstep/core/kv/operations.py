@@ -20,7 +20,7 @@ NO_OPERATION = -1
 Kind = Literal["window", "state"]
 
 
-class Moved(msgspec.Struct):
+class MovedBlocks(msgspec.Struct):
     """Blocks of one kind that an operation moves between two tiers. All columns are int32 [blocks]."""
 
     kind: Kind
@@ -49,7 +49,7 @@ class Operation(msgspec.Struct):
     host_handle: RadixNode | None = None
     request_id: RequestId = NO_OPERATION
     cancelled: bool = False  # the host was informed that no request waits for it
-    blocks: list[Moved] = []
+    blocks: list[MovedBlocks] = []
     windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
     slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
 
@@ -143,7 +143,7 @@ def operation_of(
     for name in (*_PAGES, *_LOCKED):
         values[name] = np.frombuffer(values.get(name, b""), np.int32)
     values["blocks"] = [
-        Moved(kind, *(np.frombuffer(one, np.int32) for one in columns))
+        MovedBlocks(kind, *(np.frombuffer(one, np.int32) for one in columns))
         for kind, *columns in values.pop("companions", ())
     ]
     return Operation(**values)

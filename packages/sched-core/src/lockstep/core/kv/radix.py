@@ -19,7 +19,7 @@ outlives its children, and `evict(a)` then `evict(b)` gives the pages of `evict(
 
 **Remembering a match.** Where a match ends depends on that node alone: `find` gives it together with its `version`,
 which rises when the node gains a child, is split, shortened or removed. While the version stands, so does the match,
-whatever else happens in the tree. A namespace without a root ends in `nowhere`; its version rises with each new root.
+whatever else happens in the tree. A namespace without a root ends in `no_node`; its version rises with each new root.
 
 **What must hold** (`check`):
 - a node has key bytes for exactly its pages, at least one, and owns both; a page is in the tree once;
@@ -86,10 +86,10 @@ class RadixCache:
         "capacity_pages",
         "epoch",
         "locked_pages",
-        "nowhere",
+        "no_node",
+        "on_evict",
         "page_tokens",
         "total_pages",
-        "witness",
     )
 
     def __init__(self, page_tokens: int, capacity_pages: int | None = None) -> None:
@@ -104,8 +104,8 @@ class RadixCache:
         self._queue: list[tuple[int, int, RadixNode]] = []
         self._tick = 0
         self._next_number = 0
-        self.nowhere = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
-        self.witness: Callable[[RadixNode], object] | None = None  # told of each leaf before `evict` takes pages of it
+        self.no_node = RadixNode(-1, None, "", b"", np.empty(0, dtype=np.int32))  # in no tree
+        self.on_evict: Callable[[RadixNode], object] | None = None  # told of each leaf before `evict` takes pages of it
 
     @property
     def evictable_pages(self) -> int:
@@ -134,7 +134,7 @@ class RadixCache:
         """
         root = self._roots.get(namespace)
         if root is None:
-            return Found(self.nowhere, self.nowhere.version, 0)
+            return Found(self.no_node, self.no_node.version, 0)
         start = root
         if (
             known is not None
@@ -275,8 +275,8 @@ class RadixCache:
                 leaf.queued = False
             elif leaf.tick != tick:
                 heapreplace(queue, (leaf.tick, leaf.number, leaf))
-            elif self.witness is not None and told is not leaf:
-                self.witness(leaf)
+            elif self.on_evict is not None and told is not leaf:
+                self.on_evict(leaf)
                 told = leaf
             elif (keep := len(leaf.pages) - short) > 0:
                 taken.append(leaf.pages[keep:])
@@ -333,7 +333,7 @@ class RadixCache:
         """Under which its parent files it: its first page, or something no prompt can ask for."""
         parent = node.parent
         if node.invalidated and parent is not None and not parent.invalidated:
-            return b"banished %d" % node.number + bytes(self._page_bytes)
+            return b"invalidated %d" % node.number + bytes(self._page_bytes)
         return node.key[: self._page_bytes]
 
     # ---- snapshot
@@ -410,7 +410,7 @@ class RadixCache:
         node = RadixNode(self._next_number, parent, namespace, key, pages)
         self._next_number += 1
         if parent is None:
-            self.nowhere.version += 1
+            self.no_node.version += 1
         else:
             parent.children[key[: self._page_bytes]] = node
             parent.version += 1
@@ -558,7 +558,7 @@ class NoRadixCache(RadixCache):
 
     def find(self, namespace: str, tokens: bytes, max_pages: int, known: Found | None = None) -> Found:
         """The end of an empty match, which stands for ever."""
-        return Found(self.nowhere, 0, 0)
+        return Found(self.no_node, 0, 0)
 
     def hold(self, match: Match) -> None:
         """No handle: there is nothing to lock."""

@@ -46,10 +46,10 @@ class StatePool:
         self.used = np.zeros(settings.state_slots, np.int64)  # by slot: when it was last attached or copied
         self.clock = 0
         self.reading: dict[int, int] = {}  # by row: the checkpoint that it starts as a copy of, until it is copied
-        self.left: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
+        self.unpublished: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
         self.starts: list[tuple[int, int, int]] = []  # row, slot, and what it is a copy of, for the next plan
         self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
-        self.coming: dict[RequestId, list[int]] = {}  # slots of transfers, until their requests have rows, or they end
+        self.incoming: dict[RequestId, list[int]] = {}  # slots of transfers, by request, until it has a row
 
     @property
     def idle(self) -> NDArray[np.intp]:
@@ -66,7 +66,9 @@ class StatePool:
     def _spare(self) -> list[tuple[int, tuple[int, int, BatchId]]]:
         """Checkpoints of rows that no batch in flight writes."""
         oldest = self.in_flight[0].plan.batch_id if self.in_flight else None
-        return [(row, one) for row, kept in self.left.items() for one in kept if oldest is None or one[2] < oldest]
+        return [
+            (row, one) for row, kept in self.unpublished.items() for one in kept if oldest is None or one[2] < oldest
+        ]
 
     def take_row(self, row: int, path: Int32s, step: Step) -> None:
         """A row starts behind these pages: as a copy of the state there, or from zeros."""
@@ -84,11 +86,11 @@ class StatePool:
 
     def receive(self, request_id: RequestId, step: Step) -> None:
         """A request whose state will come is given all the slots of its row; the state goes to the first."""
-        self.coming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
+        self.incoming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
 
     def adopt_row(self, row: int, request_id: RequestId) -> None:
         """Its state has come, and the request takes this row: it goes on from there."""
-        slot, *others = self.coming.pop(request_id)
+        slot, *others = self.incoming.pop(request_id)
         self.slot_of[row] = slot
         self.starts.append((row, slot, slot))
         if others:
@@ -97,13 +99,13 @@ class StatePool:
 
     def received(self, request_id: RequestId) -> None:
         """A transfer has ended: what no row has adopted is free."""
-        self.pool.free(np.array(self.coming.pop(request_id, ()), np.int32))
+        self.pool.free(np.array(self.incoming.pop(request_id, ()), np.int32))
 
     def alloc_for_row(self, step: Step) -> int:
         """A slot; rows yield the checkpoints that no page has yet, last of all."""
         if not self.pool.free_count and not self.idle.size:
             owner, spare = self._spare()[0]
-            self.left[owner].remove(spare)
+            self.unpublished[owner].remove(spare)
             self.pool.free(np.array([spare[1]], np.int32))
         return self._alloc(step)
 
@@ -144,16 +146,16 @@ class StatePool:
             if not self.pool.free_count and not self.idle.size:
                 break
             slot = self._alloc(step)
-            self.left.setdefault(row, []).append((int(boundaries[i]) // self.page_size, slot, plan.batch_id))
+            self.unpublished.setdefault(row, []).append((int(boundaries[i]) // self.page_size, slot, plan.batch_id))
             index.append(i)
             slots.append(slot)
         return index, [int(boundaries[i]) for i in index], slots
 
     def _forget_decodes(self, row: int, oldest: BatchId) -> None:
         """Free a row's checkpoints that no batch in flight writes: those of its prompt are a page's by now."""
-        kept = self.left.get(row, [])
+        kept = self.unpublished.get(row, [])
         done = [one for one in kept if one[2] < oldest]
-        self.left[row] = [one for one in kept if one not in done]
+        self.unpublished[row] = [one for one in kept if one not in done]
         self.pool.free(np.array([slot for _, slot, _ in done], np.int32))
 
     def verified(self, batch: InFlight) -> None:
@@ -164,10 +166,10 @@ class StatePool:
         columns = batch.samplers.rows[verifying], batch.sampled_at[verifying], steps[verifying]
         for row, first, count in zip(*(column.tolist() for column in columns), strict=True):
             passed = range(first, first + count)  # states behind so many positions
-            kept = self.left.get(row, [])
+            kept = self.unpublished.get(row, [])
             wrong = [one for one in kept if one[2] == batch.plan.batch_id and one[0] * self.page_size not in passed]
             if wrong:
-                self.left[row] = [one for one in kept if one not in wrong]
+                self.unpublished[row] = [one for one in kept if one not in wrong]
                 self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
 
     def attach(self, page: int, slot: int) -> None:
@@ -189,11 +191,11 @@ class StatePool:
 
         `pages`: those of the radix cache.
         """
-        kept = self.left.get(row)
+        kept = self.unpublished.get(row)
         if not kept:
             return
         theirs = [one for one in kept if one[0] <= pages.size and one[2] <= collected]
-        self.left[row] = [one for one in kept if one not in theirs]
+        self.unpublished[row] = [one for one in kept if one not in theirs]
         for boundary, slot, _ in theirs:
             page = int(pages[boundary - 1])
             if self.checkpoint_of[page] >= 0:
@@ -208,10 +210,10 @@ class StatePool:
 
         Only of pages that were not cached `already`: what is cached with them is hidden again if their batch fails.
         """
-        kept = self.left.get(row, [])
+        kept = self.unpublished.get(row, [])
         shared = [one for one in kept if already < one[0] <= pages.size]
         if shared:
-            self.left[row] = [one for one in kept if one not in shared]
+            self.unpublished[row] = [one for one in kept if one not in shared]
         for boundary, slot, batch_id in shared:
             page = int(pages[boundary - 1])
             self.checkpoint_of[page], self.page_of[slot] = slot, page
@@ -230,17 +232,17 @@ class StatePool:
         """What these rows leave behind with a batch that failed, and with those behind it, is the state of nothing."""
         self.written(batch_id)
         for row in rows:
-            if row in self.left:
-                self.left[row] = [
+            if row in self.unpublished:
+                self.unpublished[row] = [
                     (NEVER, slot, left_by) if left_by >= batch_id else (boundary, slot, left_by)
-                    for boundary, slot, left_by in self.left[row]
+                    for boundary, slot, left_by in self.unpublished[row]
                 ]
 
-    def let_go(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         """Nothing in flight uses a row any more: its slots are free."""
         self.copied(row)
         slots = [int(self.slot_of[row]), *self.behind_drafts.pop(row, ())]
-        slots += [slot for _, slot, _ in self.left.pop(row, [])]
+        slots += [slot for _, slot, _ in self.unpublished.pop(row, [])]
         self.slot_of[row] = NONE
         self.pool.free(np.array(slots, np.int32))
 
@@ -259,10 +261,10 @@ class StatePool:
             "pool": self.pool.dump(),
             "clock": self.clock,
             "reading": list(self.reading.items()),
-            "left": list(self.left.items()),
+            "left": list(self.unpublished.items()),
             **({"behind_drafts": list(self.behind_drafts.items())} if self.by_row > 1 else {}),
             "starts": self.starts,
-            **({"coming": list(self.coming.items())} if self.coming else {}),
+            **({"coming": list(self.incoming.items())} if self.incoming else {}),
             **({"unwritten": list(self.unwritten.items())} if self.unwritten else {}),
             **{name: getattr(self, name).tobytes() for name in COLUMNS},
         }
@@ -271,9 +273,9 @@ class StatePool:
         """Take over the state that `dump` returned, with the restored request table."""
         self.table = table
         self.pool, self.clock, self.reading = PagePool.load(state["pool"]), state["clock"], dict(state["reading"])
-        self.left = {row: [tuple(one) for one in kept] for row, kept in state["left"]}
+        self.unpublished = {row: [tuple(one) for one in kept] for row, kept in state["left"]}
         self.starts = [tuple(start) for start in state["starts"]]
-        self.coming = {one: list(slots) for one, slots in state.get("coming", ())}
+        self.incoming = {one: list(slots) for one, slots in state.get("coming", ())}
         self.behind_drafts = {row: list(slots) for row, slots in state.get("behind_drafts", ())}
         self.unwritten = dict(state.get("unwritten", ()))
         for name in COLUMNS:
@@ -293,8 +295,8 @@ class StatePool:
             "free": self.pool.free_ids().tolist(),
             "checkpoints": checkpoints.tolist(),
             **{name: [int(self.slot_of[row]), *self.behind_drafts.get(row, ())] for name, row, _ in holders},
-            **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in self.left.items()},
-            **{f"the transfer of r{request_id}": slots for request_id, slots in self.coming.items()},
+            **{f"left by row {row}": [slot for _, slot, _ in kept] for row, kept in self.unpublished.items()},
+            **{f"the transfer of r{request_id}": slots for request_id, slots in self.incoming.items()},
         }
         if sorted(chain.from_iterable(owners.values())) != list(range(self.pool.total)):
             misowned("S1 slots of state", self.pool.total, owners)
@@ -303,7 +305,7 @@ class StatePool:
             fail(f"S3: checkpoints {checkpoints.tolist()} are of pages {pages.tolist()}, not all cached or not theirs")
         same("S3 pages with a checkpoint", int((self.checkpoint_of >= 0).sum()), checkpoints.size)
         taken = {row: name for name, row, _ in holders}
-        if strays := [row for row in (*self.reading, *self.left) if row not in taken]:
+        if strays := [row for row in (*self.reading, *self.unpublished) if row not in taken]:
             fail(f"S1: rows {strays} read or left checkpoints, and have no holder")
         moving = [slot for one in moves for slot in one.slots_locked.tolist()]
         locked = np.array([*self.reading.values(), *self.unwritten, *moving], np.intp)

@@ -70,10 +70,10 @@ from lockstep.core.contract.events import (
     TierOperationStarted,
     TierOutcome,
 )
-from lockstep.core.kv.block_tiers import HostBlocks, Needed, block_key
+from lockstep.core.kv.block_tiers import HostBlocks, NeededBlocks, block_key
 from lockstep.core.kv.device_memory import DeviceMemory
 from lockstep.core.kv.facts import Facts
-from lockstep.core.kv.operations import NO_OPERATION, Moved, Operation, operation_image, operation_of
+from lockstep.core.kv.operations import NO_OPERATION, MovedBlocks, Operation, operation_image, operation_of
 from lockstep.core.kv.pages import PagePool
 from lockstep.core.kv.radix import TOKEN_BYTES, Match, RadixCache
 from lockstep.core.kv.running_view import EngineView
@@ -115,7 +115,7 @@ class LoadCandidate(msgspec.Struct):
 
     asked: bool = False  # its prefix was looked for in storage, or is not worth it
     loaded: bool = False  # it had its load, or needs none
-    followed: bool = False  # it waited for the load of another
+    shared_load: bool = False  # it waited for the load of another
     operation: int = NO_OPERATION  # what it waits for
     due_us: int | None = None  # until then, at most
     prefetch: int = NO_OPERATION  # what was begun for it in storage
@@ -136,7 +136,7 @@ class Tiers:
         self.device = device
         self.page_size = device.config.page_size
         self.generation = 0
-        self.holds_still = False  # weights or memory of the device are being changed: nothing is copied from it
+        self.copies_blocked = False  # weights or memory of the device are being changed: nothing is copied from it
         self.pool = PagePool(settings.host_pages)
         self.host = RadixCache(self.page_size)
         self.operations = device.operations
@@ -160,7 +160,7 @@ class Tiers:
         """Whether requests may wait for something under way: for what it brings, or the pages it locks."""
         return self.operations.device_busy or any(one.operation != NO_OPERATION for one in self.candidates.values())
 
-    def holds_back(self, request: Request, now_us: int) -> DeferReason | None:
+    def deferral_reason(self, request: Request, now_us: int) -> DeferReason | None:
         """Why a request that waits may not start yet, if it waits for one of the tiers."""
         candidate = self.candidates.get(request.request_id)
         if candidate is None or candidate.operation == NO_OPERATION:
@@ -183,7 +183,7 @@ class Tiers:
         """
         if self.settings.write_policy == "write_back" or node.invalidated or self.device.is_stale(node.namespace):
             return
-        if self.holds_still:
+        if self.copies_blocked:
             return
         device_pages = self.device.computed_of(self.device.radix.pages_of(node)[: min(pages, node.stop)])
         pages = device_pages.size
@@ -200,9 +200,9 @@ class Tiers:
         `evict`."""
         radix = self.device.radix
         if self.settings.write_policy == "write_back":
-            radix.witness = lambda leaf: self._write_back(leaf, step)
+            radix.on_evict = lambda leaf: self._write_back(leaf, step)
         evicted = radix.evict(count)
-        radix.witness = None
+        radix.on_evict = None
         self.forget(evicted)
         return evicted
 
@@ -241,7 +241,7 @@ class Tiers:
             self.host.unlock(handle)
             return
         moved, host_pages = device_pages[start:stop].copy(), self._take_host_pages(stop - start, step)
-        blocks = self._going_down(device_pages[:stop], start, handle, step)
+        blocks = self._begin_block_write(device_pages[:stop], start, handle, step)
         if stop == start and not blocks:
             self.host.unlock(handle)
             return
@@ -275,22 +275,22 @@ class Tiers:
         copies = tuple(one.copy() for one in blocks)
         step.commands.append(CopyToHost(operation.number, moved, host_pages, node is None, self.generation, copies))
 
-    def _going_down(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[Moved]:
+    def _begin_block_write(self, path: Int32s, start: int, known: RadixNode, step: Step) -> list[MovedBlocks]:
         """Companions to be written of a path, whose pages are from `start` on. `known`: what the host has of it."""
         if self.blocks is None:
             return []
         busy = self.writing[path[: known.stop]] != NO_OPERATION
-        return self.blocks.going_down(self.device.hybrid, path, self.host.pages_of(known), start, busy, step)
+        return self.blocks.begin_write(self.device.hybrid, path, self.host.pages_of(known), start, busy, step)
 
     def _take_host_pages(self, count: int, step: Step) -> Int32s:
         """Host pages for an operation; the oldest unused ones make room. The caller saw that there are so many."""
         missing = count - self.pool.free_count
         if missing > 0:
-            self._give_back_host(self.host.evict(missing))
+            self._free_host_pages(self.host.evict(missing))
             step.decided.append(HostPagesEvicted(step.time_us, missing))
         return self.pool.alloc(count)
 
-    def _give_back_host(self, host_pages: Int32s) -> None:
+    def _free_host_pages(self, host_pages: Int32s) -> None:
         self.stored[host_pages] = False
         self.fetched[host_pages] = False
         if self.blocks is not None:
@@ -313,10 +313,10 @@ class Tiers:
         if wanted is None or wanted.pages * self.page_size < self.settings.load_tokens_min:
             candidate.loaded = True
             return False
-        coming = self._coming_up(wanted)
-        number = self._brought_by(wanted, coming)
+        coming = self._blocks_to_load(wanted)
+        number = self._load_under_way(wanted, coming)
         if number != NO_OPERATION:
-            candidate.loaded, candidate.followed = candidate.followed, True
+            candidate.loaded, candidate.shared_load = candidate.shared_load, True
             if candidate.loaded:
                 return False
         else:
@@ -345,7 +345,7 @@ class Tiers:
         if self.blocks is None:
             stop = found.pages
         elif found.node is not None:
-            stop = self.blocks.furthest(self.device.hybrid, *self._paths(request, found, most))
+            stop = self.blocks.usable_pages(self.device.hybrid, *self._paths(request, found, most))
             found = self.host.match(request.namespace, request.tokens, stop)
         if stop <= device.pages or found.node is None:
             return None
@@ -360,24 +360,24 @@ class Tiers:
         host_path = self.host.pages_of(found.node)[: found.pages] if found.node is not None else NO_ROWS
         return self.device.path_of(whole), host_path
 
-    def _coming_up(self, wanted: LoadPlan) -> list[Needed]:
+    def _blocks_to_load(self, wanted: LoadPlan) -> list[NeededBlocks]:
         """Companions that a load would bring."""
         if self.blocks is None:
             return []
-        return self.blocks.coming_up(self.device.hybrid, self.device.path_of(wanted.device), wanted.stop)
+        return self.blocks.blocks_to_load(self.device.hybrid, self.device.path_of(wanted.device), wanted.stop)
 
-    def _has_room(self, coming: list[Needed], engine: EngineView) -> bool:
+    def _has_room(self, coming: list[NeededBlocks], engine: EngineView) -> bool:
         if self.blocks is None:
             return True
         return self.blocks.has_room(self.device.hybrid, coming, engine)
 
-    def _brought_by(self, wanted: LoadPlan, coming: list[Needed]) -> int:
+    def _load_under_way(self, wanted: LoadPlan, coming: list[NeededBlocks]) -> int:
         """A load under way that brings some of it; NO_OPERATION if there is none."""
         pages = np.concatenate((wanted.host_pages[:1], *(wanted.host_path[one.lacking] for one in coming)))
         under_way = self.loading[pages]
         return int(under_way.max())
 
-    def _load(self, request: Request, wanted: LoadPlan, coming: list[Needed], step: Step) -> int:
+    def _load(self, request: Request, wanted: LoadPlan, coming: list[NeededBlocks], step: Step) -> int:
         radix, device = self.device.radix, self.device
         host_pages = wanted.host_pages
         operation = Operation(
@@ -403,7 +403,7 @@ class Tiers:
                 else:
                     operation.slots_locked = device.hybrid.blocks_of(one.kind, path[one.there])
             device.hybrid.lock_moving(operation.windows_locked, operation.slots_locked)
-            self.blocks.hold(coming, wanted.host_path)
+            self.blocks.begin_read(coming, wanted.host_path)
         operation.device_pages = device.alloc(operation.pages, "admission", step)
         if self.blocks is not None:
             operation.blocks = self.blocks.read(device.hybrid, coming, wanted.host_path, step)
@@ -467,7 +467,7 @@ class Tiers:
         known = self.host.match(request.namespace, tokens, stop)
         reach = known.pages
         if self.blocks is not None:
-            reach = self.blocks.furthest(self.device.hybrid, *self._paths(request, known, stop))
+            reach = self.blocks.usable_pages(self.device.hybrid, *self._paths(request, known, stop))
         if (stop - reach) * page_size < settings.prefetch_tokens_min:
             return
         keys = page_keys(request.namespace, tokens, stop, page_size)
@@ -502,7 +502,7 @@ class Tiers:
         if stop <= reach:
             self.host.unlock(handle)
             return NO_OPERATION
-        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[Moved](), NO_FETCH, 0
+        host_pages, moved, asked, reached = self._take_host_pages(stop - start, step), list[MovedBlocks](), NO_FETCH, 0
         if self.blocks is not None:
             paths = self._paths(request, known, stop)
             moved, asked, reached = self.blocks.to_fetch(self.device.hybrid, *paths, reach, keys[:stop], step)
@@ -564,7 +564,7 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------------ everything has its end
 
-    def tend(
+    def advance(
         self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
     ) -> bool:
         """After every event: drop candidates that waited long enough or left the queue; prefetch for new ones.
@@ -718,9 +718,9 @@ class Tiers:
         if self.blocks is not None:
             self.device.hybrid.unlock_moved(operation.windows_locked, operation.slots_locked)
             if operation.kind in ("load", "store") and operation.host_handle is not None:
-                self.blocks.was_read(operation.blocks, self.host.pages_of(operation.host_handle))
+                self.blocks.end_read(operation.blocks, self.host.pages_of(operation.host_handle))
             elif operation.kind == "prefetch" and operation.host_handle is not None:
-                self.blocks.let_go(operation.blocks, self.host.pages_of(operation.host_handle))
+                self.blocks.end_prefetch(operation.blocks, self.host.pages_of(operation.host_handle))
         if operation.device_handle is not None:
             self.device.unlock(operation.device_handle)
         if operation.host_handle is not None:
@@ -753,7 +753,7 @@ class Tiers:
 
     def empty(self) -> None:
         """Forget what host memory holds, as far as nothing moves."""
-        self._give_back_host(self.host.reset())
+        self._free_host_pages(self.host.reset())
 
     @property
     def timed(self) -> bool:

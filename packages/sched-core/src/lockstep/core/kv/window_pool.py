@@ -29,7 +29,7 @@ NONE = -1  # no window page
 EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such part at once
 
 
-class Coming(NamedTuple):
+class IncomingWindows(NamedTuple):
     """Window pages of a request that has no row yet, since its KV is computed elsewhere."""
 
     first: int  # page index of the first that it locks
@@ -76,7 +76,7 @@ class WindowPool:
         self.first: Int32s = np.zeros(config.rows_max, np.int32)  # by row: the first page index it locks
         self.shared: Int32s = np.zeros(config.rows_max, np.int32)  # by row: its protected pages
         self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new companions, for the next plan
-        self.coming: dict[RequestId, Coming] = {}  # of transfers, until the request has a row
+        self.incoming: dict[RequestId, IncomingWindows] = {}  # of transfers, until the request has a row
         self.quarantined: dict[RequestId, Int32s] = {}  # of transfers given up: pages whose companions may be written
 
     # ---- what there is
@@ -147,7 +147,7 @@ class WindowPool:
         self.locks[pages] = ONE
         self.mapped.append((pages, blocks))
 
-    def out_of_sight(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+    def pages_below(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
         """What rows hold below the page indices `keep`: full pages, and of each its row and index. int32 [n] all."""
         counts = np.maximum(keep - self.first[rows], 0)
         if not counts.any():
@@ -157,7 +157,7 @@ class WindowPool:
 
     def slide(self, rows: Int32s, keep: Int32s) -> None:
         """Rows see nothing below the page indices `keep` any more, and nor does what is in flight of them."""
-        pages, of, at = self.out_of_sight(rows, keep)
+        pages, of, at = self.pages_below(rows, keep)
         if not pages.size:
             return
         self.first[rows] = np.maximum(self.first[rows], keep)
@@ -183,25 +183,25 @@ class WindowPool:
             rows, boundary = rows[idle], boundary[idle]
         return rows, self.first_seen(np.maximum(boundary, 0))
 
-    def slides(self, runners: RunningView) -> tuple[Int32s, Int32s]:
+    def slides(self, running: RunningView) -> tuple[Int32s, Int32s]:
         """Before the cohort's next decode: rows that may let go, and the page indices below which each is done.
 
         Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
         """
-        running_batch = runners.running_batch
+        running_batch = running.running_batch
         if self.by_one:
-            return self.slides_by_growth(running_batch, runners.positions, extending_rows(runners.in_flight))
+            return self.slides_by_growth(running_batch, running.positions, extending_rows(running.in_flight))
         stands = np.zeros(self.table.pages.shape[0], np.int32)
-        stands[running_batch.rows] = runners.positions
-        for batch in reversed(tuple(runners.in_flight)):
+        stands[running_batch.rows] = running.positions
+        for batch in reversed(tuple(running.in_flight)):
             stands[batch.plan.rows] = batch.starts
         return running_batch.rows, self.first_seen(stands[running_batch.rows] // self.page_size)
 
-    def opening(self, runners: RunningView) -> int:
+    def opening(self, running: RunningView) -> int:
         """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
         if self.steps == 1 and self.by_one:
-            return members_growing(runners.positions, runners.page_mask).size
-        return pages_ahead(runners.running_batch, runners.positions, self.page_size, self.steps)
+            return members_growing(running.positions, running.page_mask).size
+        return pages_ahead(running.running_batch, running.positions, self.page_size, self.steps)
 
     def unlock(self, pages: Int32s) -> None:
         """Rows let go of these full pages' companions, one lock for each time a page is named."""
@@ -259,15 +259,17 @@ class WindowPool:
         if given.size:
             self.open(given, step)
         promised, last = self.promised(request, stop, first), -(-request.reach // self.page_size)
-        self.coming[request.request_id] = Coming(first, path.size, np.concatenate((tail, given)), promised, last)
+        self.incoming[request.request_id] = IncomingWindows(
+            first, path.size, np.concatenate((tail, given)), promised, last
+        )
 
     def adopt_row(self, row: int, request_id: RequestId) -> None:
         """All has come, and the request takes this row: what it locks is the row's."""
-        self.first[row], self.shared[row] = self.coming.pop(request_id)[:2]
+        self.first[row], self.shared[row] = self.incoming.pop(request_id)[:2]
 
     def quarantine(self, request_id: RequestId) -> None:
         """No request waits for it any more: what was cached is released, what it was given may be written yet."""
-        coming = self.coming.pop(request_id, None)
+        coming = self.incoming.pop(request_id, None)
         if coming is not None:
             cached = max(coming.shared - coming.first, 0)
             self.unlock(coming.pages[:cached])
@@ -283,16 +285,16 @@ class WindowPool:
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
-        runners = of_all_microbatches(engine)
-        next_ones = self.opened_next(runners, path)
+        running = of_all_microbatches(engine)
+        next_ones = self.opened_next(running, path)
         if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
             own = now - first + self.promised(request, stop, first)
-            return own <= self.unpromised(runners) and wanted <= self.available - next_ones
+            return own <= self.unreserved_pages(running) and wanted <= self.available - next_ones
         if reserved is None or wanted > self.available:
             return wanted <= self.available
-        running_batch, positions, most = runners.running_batch, runners.positions, -(-reserved // self.page_size)
+        running_batch, positions, most = running.running_batch, running.positions, -(-reserved // self.page_size)
         standing = [(now, first, -(-request.reach // self.page_size))]
-        standing += [(one.first + one.pages.size, one.first, one.last) for one in self.coming.values()]
+        standing += [(one.first + one.pages.size, one.first, one.last) for one in self.incoming.values()]
         now_of, first_of, last_of = np.array(standing, np.int32).T
         now_of = np.concatenate((now_of, -(-positions // self.page_size)))
         first_of = np.concatenate((first_of, self.first[running_batch.rows]))
@@ -323,7 +325,7 @@ class WindowPool:
         most = np.minimum(np.ceil(left / self.page_size).astype(np.int32), last - now)
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
 
-    def unpromised(self, engine: RunningView) -> int:
+    def unreserved_pages(self, engine: RunningView) -> int:
         """Pages that no active request holds or may still open: what reserve `full` has left.
 
         A page that several hold counts for each of them, since each may slide past it while the others stay.
@@ -347,7 +349,7 @@ class WindowPool:
                 if request.state is RequestState.RUNNING:
                     charged += self.promised(request, request.computed, start)
                 ranges.append(self.table.pages[request.row, start:stop])
-        for coming in self.coming.values():
+        for coming in self.incoming.values():
             charged += coming.pages.size + coming.promised
             ranges.append(coming.pages)
         held = np.unique(np.concatenate((NO_ROWS, *ranges))).size
@@ -357,7 +359,7 @@ class WindowPool:
     def left_for_newcomers(self, engine: RunningView) -> int:
         """Free window pages left after reserving what running requests will need."""
         if self.config.reserve == "full":
-            return min(self.unpromised(engine), self.available)
+            return min(self.unreserved_pages(engine), self.available)
         return self.available - self.to_come(engine)
 
     def promised(self, request: Request, stop: int, first: int) -> int:
@@ -379,7 +381,7 @@ class WindowPool:
         if self.config.reserve == "full":
             tail = path.size - int(self.first_seen(path.size))
             next_ones = self.opened_next(engine, path)
-            left = min(self.unpromised(engine) - tail, self.available - next_ones - self.locked_by_match(path))
+            left = min(self.unreserved_pages(engine) - tail, self.available - next_ones - self.locked_by_match(path))
         else:
             newcomers = sum(
                 self.promised(one, one.computed, int(self.first[one.row]))
@@ -410,7 +412,7 @@ class WindowPool:
         opening = self.opening(engine)
         if not opening:
             return -self.available
-        pages, counts = np.unique(self.out_of_sight(*self.slides(engine))[0], return_counts=True)
+        pages, counts = np.unique(self.pages_below(*self.slides(engine))[0], return_counts=True)
         freed = (self.locks[pages] == counts) & ~np.isin(pages, kept)
         return opening - int(np.count_nonzero(freed)) - self.available
 
@@ -451,10 +453,10 @@ class WindowPool:
                     until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
         for batch in self.in_flight:
             until |= {one.row: -(-one.computed // self.page_size) for one in batch.ending_requests()}
-        found += sum(self._held_alone(row, stop, locks) for row, stop in until.items())
+        found += sum(self._locked_alone(row, stop, locks) for row, stop in until.items())
         return found + sum(int(np.count_nonzero(self.window_of[pages] >= 0)) for _, pages in self.deferred.pages)
 
-    def _held_alone(self, row: int, stop: int, locks: Int32s) -> int:
+    def _locked_alone(self, row: int, stop: int, locks: Int32s) -> int:
         return int(np.count_nonzero(locks[self.table.pages[row, self.first[row] : stop]] == 1))
 
     # ---- snapshot and invariants
@@ -466,7 +468,7 @@ class WindowPool:
             "clock": self.clock,
             "evictable": self.evictable,
             "mapped": [(pages.tobytes(), blocks.tobytes()) for pages, blocks in self.mapped],
-            **({"coming": [(one, *of.image()) for one, of in self.coming.items()]} if self.coming else {}),
+            **({"coming": [(one, *of.image()) for one, of in self.incoming.items()]} if self.incoming else {}),
             **(
                 {"quarantined": [(one, pages.tobytes()) for one, pages in self.quarantined.items()]}
                 if self.quarantined
@@ -480,8 +482,8 @@ class WindowPool:
         self.table = table
         self.pool, self.clock, self.evictable = PagePool.load(state["pool"]), state["clock"], state["evictable"]
         self.mapped = [(np.frombuffer(a, np.int32), np.frombuffer(b, np.int32)) for a, b in state["mapped"]]
-        self.coming = {
-            one: Coming(first, shared, np.frombuffer(pages, np.int32), *more)
+        self.incoming = {
+            one: IncomingWindows(first, shared, np.frombuffer(pages, np.int32), *more)
             for one, first, shared, pages, *more in state.get("coming", ())
         }
         self.quarantined = {one: np.frombuffer(pages, np.int32) for one, pages in state.get("quarantined", ())}
@@ -514,7 +516,7 @@ class WindowPool:
             reads = max(min([*starts[:1], computed]) - self.behind, 0) // page_size
             if first > min(reads, int(self.first_seen(computed // page_size))):
                 fail(f"S5: {name} released the windows below page {first} at {computed}, {starts} are in flight")
-        for request_id, coming in self.coming.items():
+        for request_id, coming in self.incoming.items():
             np.add.at(locks, coming.pages, 1)
             if (lost := coming.pages[self.window_of[coming.pages] < 0]).size:
                 fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
@@ -538,7 +540,7 @@ class WindowPool:
             fail(f"S1: pages {stray.tolist()} have windows, but no holder, and they are not cached")
         coming_back = int(np.count_nonzero(self.window_of[deferred] >= 0))
         coming_back += held_by_moves + sum(one.index.size for one in loads)
-        if facts.config.reserve == "full" and (left := self.unpromised(facts.running) + coming_back) < 0:
+        if facts.config.reserve == "full" and (left := self.unreserved_pages(facts.running) + coming_back) < 0:
             fail(f"S24: {-left} window pages more are held and promised than there are")
         same("S9 evictable window pages", self.evictable, int(np.count_nonzero(unlocked)))
 

@@ -155,13 +155,13 @@ class Request:
         "grammar_due_us",
         "grammar_outputs",
         "handle",
-        "holds",
         "ignore_eos",
         "label",
         "matched",
         "max_new_tokens",
         "min_new_tokens",
         "namespace",
+        "open_prerequisites",
         "outputs",
         "prefilled_before",
         "priority",
@@ -214,7 +214,7 @@ class Request:
         self.prompt_tokens = len(accepted.tokens) // 4
         self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
         self.state = RequestState.ARRIVING
-        self.holds = 0  # things that must come before it may join the line
+        self.open_prerequisites = 0  # things that must come before it may join the line
         self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
         self.row = NO_ROW
         self.decodes = False  # whether it is a member of the engine's cohort

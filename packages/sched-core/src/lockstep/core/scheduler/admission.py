@@ -115,7 +115,7 @@ class AdapterSlots(Resource):
 
     def release(self, row: int) -> None:
         """The row uses no adapter any more."""
-        self.memory.adapters.give_back(row)
+        self.memory.adapters.release(row)
 
     def void(self) -> None:
         """No adapter is on the device."""
@@ -135,7 +135,7 @@ class TierMoves(Resource):
 
     def fits(self, share: ExtendShare) -> Deferral | None:
         """Whether the request waits for neither, or has waited long enough."""
-        awaited = self.memory.tiers.holds_back(share.request, share.view.now_us)
+        awaited = self.memory.tiers.deferral_reason(share.request, share.view.now_us)
         if not awaited:
             return None
         return self.loading if awaited == "load" else self.fetching

@@ -137,7 +137,7 @@ class Engine(SchedulerState):
             self.expire(step)
             step.wake_at_us = self.timers[0][0] if self.timers else None
         if self.sessions.open or self.maintenance.jobs:
-            self._tend(step)
+            self._advance_jobs(step)
             if self.sessions.due_us is not None:
                 step.wake_by(self.sessions.due_us)
         if self.transfers.hands_over:
@@ -150,10 +150,10 @@ class Engine(SchedulerState):
         if self.config.max_loras:
             self._settle_adapters(step)
         tiers = self.memory.tiers
-        if tiers.present and tiers.tend(self.requests, self.waiting, step, admits=self.maintenance.admits):
+        if tiers.present and tiers.advance(self.requests, self.waiting, step, admits=self.maintenance.admits):
             self.retry_admission()
 
-    def _tend(self, step: Step) -> None:
+    def _advance_jobs(self, step: Step) -> None:
         """Advance what waits for requests to end: jobs on the device, time-outs and next turns of sessions."""
         sessions = self.sessions
         if self.maintenance.jobs:
@@ -194,7 +194,7 @@ class Engine(SchedulerState):
         if self.timers:
             self.expire(step)  # no request is admitted past its deadline
         if self.sessions.open or self.maintenance.jobs:
-            self._tend(step)
+            self._advance_jobs(step)
         in_flight = microbatches.in_flight(self.in_flight) if microbatches.several else len(self.in_flight)
         controls, pace = self.controls, self.controls.pace
         paced = pace.gap_us and event.time_us < pace.not_before_us
@@ -285,7 +285,7 @@ class Engine(SchedulerState):
         """Publish the prompts that a launched batch is about to compute, for batches launched behind it."""
         for request, stop in zip(batch.requests, batch.plan.stops[: batch.plan.extend_rows].tolist(), strict=False):
             self.memory.publish(request, stop, step, writer=batch.plan.batch_id)
-            self.prerequisites.follow(request, stop, step)
+            self.prerequisites.release_samples(request, stop, step)
 
     def decode_goes_first(self, running: RunningState) -> bool:
         """Whether decodes go before any prefill."""

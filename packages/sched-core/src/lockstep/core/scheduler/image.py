@@ -50,7 +50,7 @@ from lockstep.core.scheduler.admission import AdmissionPart
 from lockstep.core.scheduler.ordering import OrderingPart
 
 
-class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
+class RequestImage(msgspec.Struct, forbid_unknown_fields=True, rename={"open_prerequisites": "holds"}):
     """A request, its row's tokens included when it has one."""
 
     request_id: int
@@ -78,7 +78,7 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True):
     prompt_tokens: int
     outputs: int
     state: int
-    holds: int
+    open_prerequisites: int
     epoch: int
     row: int
     computed: int
@@ -152,7 +152,7 @@ class SchedulerPart(msgspec.Struct):
     generation: int
     digest: bytes
     requests: list[RequestImage]
-    held: list[int]
+    blocked: list[int]
     prefilling: int | None
     in_flight: list[BatchImage]
     ratio: float
@@ -188,7 +188,7 @@ PARTS: tuple[type[msgspec.Struct], ...] = (
 """The parts of a snapshot: of the scheduler and of each component."""
 
 LAYOUT = """
-format config now_us generation digest pool radix rows free_rows pages_width outputs_width requests waiting held
+format config now_us generation digest pool radix rows free_rows pages_width outputs_width requests waiting blocked
 grammars prefilling running_batch positions in_flight deferred_frees deferred_pages rewrites pending ratio latency
 batch_is_full decode_owed deferred launch_found_nothing horizon decode_launches extended_at refreshed_at forced_at
 next_batch_id last_request_id timers paused draining drains tokens_discarded prefilled_tokens weights_version
@@ -197,7 +197,7 @@ expert_loads hybrid ranks microbatches resources
 """.split()
 """The fields of all parts in the order in which a snapshot stores them. The bytes of snapshots depend on it."""
 
-STORED_AS = {"running_batch": "cohort", "deferred_frees": "leases", "deferred_pages": "fenced_pages"}
+STORED_AS = {"blocked": "held", "running_batch": "cohort", "deferred_frees": "leases", "deferred_pages": "fenced_pages"}
 """Keys of a snapshot that differ from the names of their fields."""
 
 

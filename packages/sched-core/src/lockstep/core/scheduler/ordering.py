@@ -1,12 +1,12 @@
 """The waiting queue: the order in which requests are considered for admission, and which may be bypassed.
 
-The *line* is `Engine.waiting`: requests as they came, retracted ones where they were requeued. A *policy* is a pure
-function of a `WaitingQueue`, which shows the line as columns, and returns positions in the order in which they are to
+The *queue* is `Engine.waiting`: requests as they came, retracted ones where they were requeued. A *policy* is a pure
+function of a `WaitingQueue`, which shows the queue as columns, and returns positions in the order in which they are to
 be considered. Those of the core are at the end of this file; installed packages bring others (docs/policies.md).
 
 What holds under every policy:
 
-**Bounded bypass.** A waiting request counts the requests that stood behind it in the line and were admitted before it.
+**Bounded bypass.** A waiting request counts the requests that stood behind it in the queue and were admitted before it.
 Once there are `bypass_limit` of them it goes first, in queue order, ahead of the policy's order, and no request behind
 it is considered unless it is admitted. So no request is ever bypassed more than `bypass_limit` times, under any policy.
 The counts are brought up to date when a pass ends; but a pass also has its *aging limit*, the admissions after which
@@ -17,7 +17,7 @@ it. "last": all but the first of them in the queue go behind all others. "defer"
 one, already admitted, computes the very pages that it needs next; it is considered again once these are published, or
 once the other has left. A deferred request waits for one that runs, so something always moves.
 
-**Nothing is done twice.** The order of the last pass is kept until something it was made from has changed: the line,
+**Nothing is done twice.** The order of the last pass is kept until something it was made from has changed: the queue,
 or what the policy looked at, which its view noted (prefix matches, the clock, work done, running requests). A match is
 looked up again only when the part of the tree it depends on has changed (`radix.Found`). All this is a cache: a
 restored engine starts without it and decides the same.
@@ -45,7 +45,7 @@ from lockstep.core.requests.table import Request, RequestState, RunningBatch
 LPM_FALLBACK_WAITING = 128  # above this many waiting, matching each costs more than it gains (SGLang's threshold)
 DUPLICATE_CACHED_TOKENS_MAX = 32  # a request with more cached is no duplicate (SGLang: IN_BATCH_PREFIX_CACHING_CHECK)
 DUPLICATE_SHARED_TOKENS_MIN = 32  # tokens two prompts must share to be duplicates (SGLang: ..._DEPRIORITIZE)
-REFRESHED_REQUESTS = 128  # of the line, whose cached prefixes are refreshed (SGLang's limit)
+REFRESHED_REQUESTS = 128  # of the queue, whose cached prefixes are refreshed (SGLang's limit)
 ENDLESS = 1 << 62
 
 WAITING = RequestState.WAITING
@@ -92,7 +92,7 @@ class RequestColumns:
 
 
 class WaitingQueue(RequestColumns):
-    """What a policy sees of an engine: the requests that wait, in line order, the time, and the requests that run.
+    """What a policy sees of an engine: the requests that wait, in queue order, the time, and the requests that run.
 
     It notes what was looked at beyond the requests themselves, so that the order is made again when that changes.
     """
@@ -185,7 +185,7 @@ def matched(request: Request, radix: RadixCache) -> Found:
 
 
 def refresh_prefixes(waiting: list[Request], radix: RadixCache) -> None:
-    """Count the cached prefixes of those first in the line as used just now, the head's last of all.
+    """Count the cached prefixes of those first in the queue as used just now, the head's last of all.
 
     So they outlive what no request waits for, however long the queue moves on nothing else. SGLang does so for policies
     that do not look at the cache; here it is for any.
@@ -202,7 +202,7 @@ class OrderingPart(Struct):
 
 
 class Ordering(Component):
-    """One engine's passes over its waiting line: `turn`, for each request `writer_of_prefix`, then `close`."""
+    """One engine's passes over its waiting queue: `turn`, for each request `writer_of_prefix`, then `close`."""
 
     PART = OrderingPart
     EMPTY_AT_REST = ("waiting",)
@@ -217,10 +217,10 @@ class Ordering(Component):
 
             own = load(config.schedule_policy, config.schedule_policy_version)
         self._policy: Policy = own
-        self._brought = config.schedule_policy not in POLICIES  # by an installed package: what it returns is checked
+        self._installed = config.schedule_policy not in POLICIES  # by an installed package: what it returns is checked
         self._limit = ENDLESS if config.bypass_limit is None else config.bypass_limit
         self._defers = config.prefix_deduplication == "defer"
-        self._lasts = config.prefix_deduplication == "last"
+        self._moves_duplicates = config.prefix_deduplication == "last"
         self._plain = (
             own is fcfs and config.prefix_deduplication == "off"
         )  # then only deferrals of a request's own let others pass
@@ -230,7 +230,7 @@ class Ordering(Component):
 
         # the order of the last pass, and what it was made from
         self._order: list[Request] = []
-        self._line: list[Request] = []
+        self._queue: list[Request] = []
         self._view: WaitingQueue | None = None
         self._made_from: tuple[object, ...] = ()
         self._epoch = -1
@@ -238,7 +238,7 @@ class Ordering(Component):
         # the current pass: which request computes what, by where it begins and what follows there
         self._writers: list[Request] = []
         self._written: dict[int, dict[tuple[str, bytes], Request]] = {}
-        self._put_off = False
+        self._deferred_for_prefix = False
 
     # -------------------------------------------------------------------------------------- snapshot and invariants
 
@@ -275,7 +275,7 @@ class Ordering(Component):
 
     def _policy_turn(self, scheduler: SchedulerView) -> Iterator[Request]:
         """In the policy's order, but requests that were bypassed often enough first."""
-        order, at, admitted, patience = self._ordered(scheduler), 0, 0, -1
+        order, at, admitted, admissions_left = self._ordered(scheduler), 0, 0, -1
         if self._defers:
             self._begin_writers(scheduler)
         while at < len(order):
@@ -289,25 +289,25 @@ class Ordering(Component):
             self._view = None
             if self._defers:
                 self._add_writer(request)
-            if patience < 0:
-                patience = self._patience(self.waiting)
+            if admissions_left < 0:
+                admissions_left = self._admissions_left(self.waiting)
             admitted += 1
-            if admitted == patience:
+            if admitted == admissions_left:
                 self._count()
-                order, at, admitted, patience = self._urgent_first(order[at:], self.waiting), 0, 0, -1
+                order, at, admitted, admissions_left = self._urgent_first(order[at:], self.waiting), 0, 0, -1
 
-    def _plain_turn(self, line: list[Request]) -> Iterator[Request]:
+    def _plain_turn(self, queue: list[Request]) -> Iterator[Request]:
         """The queue as it stands. It stops where a request that had to stay behind may be bypassed no more."""
         passed_by = self._passed_by = []
-        patience = ENDLESS
-        for request in line:
+        admissions_left = ENDLESS
+        for request in queue:
             yield request
             if request.state is WAITING:
-                patience = min(patience, self._limit - request.bypassed)
+                admissions_left = min(admissions_left, self._limit - request.bypassed)
                 passed_by.append(request)
             elif passed_by:
-                patience -= 1
-            if patience <= 0:
+                admissions_left -= 1
+            if admissions_left <= 0:
                 return
 
     def first(self, scheduler: SchedulerView, count: int) -> list[Request]:
@@ -334,7 +334,7 @@ class Ordering(Component):
         writer_ahead = written.get((request.namespace, request.tokens[start:stop]))
         if writer_ahead is None or not request.tokens.startswith(writer_ahead.tokens[:start]):
             return None
-        self._put_off = True
+        self._deferred_for_prefix = True
         return writer_ahead
 
     def take_all(self) -> list[Request]:
@@ -358,15 +358,15 @@ class Ordering(Component):
         """
         retry = False
         if self._plain and not self._passed_by:
-            line, admitted = self.waiting, 0
-            while admitted < len(line) and line[admitted].state is not WAITING:
+            queue, admitted = self.waiting, 0
+            while admitted < len(queue) and queue[admitted].state is not WAITING:
                 admitted += 1
-            del line[:admitted]
+            del queue[:admitted]
             return False
         if self._view is None or self._plain:
             self._count()
-        if self._put_off:
-            self._put_off = False
+        if self._deferred_for_prefix:
+            self._deferred_for_prefix = False
             retry = True  # a request that waits for another may fit as soon as its prefix is cached
         self._writers, self._written = [], {}
         return retry
@@ -374,43 +374,43 @@ class Ordering(Component):
     # ----------------------------------------------------------------------------------------------------- the order
 
     def _ordered(self, scheduler: SchedulerView) -> list[Request]:
-        """The line in the order to be considered: as the last pass had it, if nothing has changed since."""
-        if not self._stands(scheduler):
-            line = self.waiting.copy()
-            view = WaitingQueue(line, scheduler, self.prefilled_tokens)
-            positions = self._asked(view) if self._brought else self._policy(view)
-            order = [line[position] for position in positions]
-            if self._lasts and len(line) <= LPM_FALLBACK_WAITING:
+        """The queue in the order to be considered: as the last pass had it, if nothing has changed since."""
+        if not self._order_is_current(scheduler):
+            queue = self.waiting.copy()
+            view = WaitingQueue(queue, scheduler, self.prefilled_tokens)
+            positions = self._checked_positions(view) if self._installed else self._policy(view)
+            order = [queue[position] for position in positions]
+            if self._moves_duplicates and len(queue) <= LPM_FALLBACK_WAITING:
                 order = self._duplicates_last(order, view)
-            self._order, self._line, self._view = self._urgent_first(order, line), line, view
-            self._made_from = self._beside(view, scheduler)
+            self._order, self._queue, self._view = self._urgent_first(order, queue), queue, view
+            self._made_from = self._inputs(view, scheduler)
             self._epoch = scheduler.memory.radix.epoch
         return self._order
 
-    def _stands(self, scheduler: SchedulerView) -> bool:
+    def _order_is_current(self, scheduler: SchedulerView) -> bool:
         """Whether the order of the last pass, which admitted no request, would come out again."""
         view = self._view
         return (
             view is not None
-            and self._line == self.waiting
-            and self._made_from == self._beside(view, scheduler)
-            and (not view._saw_tree or self._matches_stand(scheduler.memory.radix))
+            and self._queue == self.waiting
+            and self._made_from == self._inputs(view, scheduler)
+            and (not view._saw_tree or self._matches_are_current(scheduler.memory.radix))
         )
 
-    def _beside(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
-        """What the policy looked at beside line and tree, as it is now."""
+    def _inputs(self, view: WaitingQueue, scheduler: SchedulerView) -> tuple[object, ...]:
+        """What the policy looked at beside queue and tree, as it is now."""
         return (
             scheduler.now_us if view._saw_time else None,
             self.prefilled_tokens if view._saw_work else None,
             (_running_batches(scheduler), scheduler.prefilling) if view._saw_running else None,
         )
 
-    def _matches_stand(self, radix: RadixCache) -> bool:
+    def _matches_are_current(self, radix: RadixCache) -> bool:
         """Whether all matches are what they were; those that the tree has moved under are looked up again."""
         if self._epoch == radix.epoch or not radix.present:
             return True
         same = True
-        for request in self._line:
+        for request in self._queue:
             before = request.matched
             if before is None or before.node.version != before.version:
                 after = matched(request, radix)
@@ -418,7 +418,7 @@ class Ordering(Component):
         self._epoch = radix.epoch
         return same
 
-    def _asked(self, view: WaitingQueue) -> list[int]:
+    def _checked_positions(self, view: WaitingQueue) -> list[int]:
         """What a policy of an installed package says. Raises PolicyError unless it names each position once."""
         name = f"policy `{self._config.schedule_policy}` {self._config.schedule_policy_version}"
         waiting = len(view)
@@ -452,19 +452,19 @@ class Ordering(Component):
 
     # --------------------------------------------------------------------------------------------------------- bypass
 
-    def _urgent_first(self, order: list[Request], line: list[Request]) -> list[Request]:
-        """Those that were passed by often enough, in line order, then the others in the order given."""
+    def _urgent_first(self, order: list[Request], queue: list[Request]) -> list[Request]:
+        """Those that were passed by often enough, in queue order, then the others in the order given."""
         if not self._may_be_urgent:
             return order
         limit = self._limit
-        urgent = [request for request in line if request.bypassed >= limit]
+        urgent = [request for request in queue if request.bypassed >= limit]
         self._may_be_urgent = bool(urgent)
         return urgent + [request for request in order if request.bypassed < limit] if urgent else order
 
-    def _patience(self, line: list[Request]) -> int:
+    def _admissions_left(self, queue: list[Request]) -> int:
         """How many may be admitted until a request may have been bypassed `bypass_limit` times."""
         limit = self._limit
-        return min([limit - request.bypassed for request in line if request.bypassed < limit], default=ENDLESS)
+        return min([limit - request.bypassed for request in queue if request.bypassed < limit], default=ENDLESS)
 
     def _count(self) -> None:
         """Take the admitted out of the queue; all requests ahead of one of them were bypassed."""
@@ -514,19 +514,19 @@ def _running_batches(scheduler: SchedulerView) -> tuple[RunningBatch, ...]:
 # ------------------------------------------------------------------------------------------------------- the policies
 
 
-def fcfs(line: WaitingQueue) -> Sequence[int]:
-    """First come, first served: the line as it stands."""
-    return range(len(line))
+def fcfs(queue: WaitingQueue) -> Sequence[int]:
+    """First come, first served: the queue as it stands."""
+    return range(len(queue))
 
 
-def lpm(line: WaitingQueue) -> Sequence[int]:
-    """Longest cached prefix first, ties as they wait; fcfs when the line is long (LPM_FALLBACK_WAITING)."""
-    if len(line) > LPM_FALLBACK_WAITING:
-        return fcfs(line)
-    return _highest_first(line.cached_tokens)
+def lpm(queue: WaitingQueue) -> Sequence[int]:
+    """Longest cached prefix first, ties as they wait; fcfs when the queue is long (LPM_FALLBACK_WAITING)."""
+    if len(queue) > LPM_FALLBACK_WAITING:
+        return fcfs(queue)
+    return _highest_first(queue.cached_tokens)
 
 
-def dfs_weight(line: WaitingQueue) -> Sequence[int]:
+def dfs_weight(queue: WaitingQueue) -> Sequence[int]:
     """Branch by branch of the radix tree, the branch with the most waiting requests first; deepest first inside a
     branch.
 
@@ -536,7 +536,7 @@ def dfs_weight(line: WaitingQueue) -> Sequence[int]:
     weights: Counter[int] = Counter()
     branches: dict[int, dict[int, None]] = {}  # below each node, those with waiting requests
     ending: dict[int, list[tuple[int, int]]] = {}  # at each node: (pages, position)
-    for position, found in enumerate(line._found()):
+    for position, found in enumerate(queue._found()):
         node = found.node
         number = node.number if node.parent is not None else top
         ending.setdefault(number, []).append((found.pages, position))
@@ -557,55 +557,55 @@ def dfs_weight(line: WaitingQueue) -> Sequence[int]:
     return backwards
 
 
-def lof(line: WaitingQueue) -> Sequence[int]:
+def lof(queue: WaitingQueue) -> Sequence[int]:
     """Longest output first, by what the request may produce."""
-    return _highest_first(line.max_new_tokens)
+    return _highest_first(queue.max_new_tokens)
 
 
-def shuffled(line: WaitingQueue) -> Sequence[int]:
+def shuffled(queue: WaitingQueue) -> Sequence[int]:
     """In an order drawn from `schedule_seed` and each request's id, the same for as long as it waits."""
-    order: list[int] = _mixed(line.request_ids, line.config.schedule_seed).argsort(kind="stable").tolist()
+    order: list[int] = _mixed(queue.request_ids, queue.config.schedule_seed).argsort(kind="stable").tolist()
     return order
 
 
-def routing_key(line: WaitingQueue) -> Sequence[int]:
+def routing_key(queue: WaitingQueue) -> Sequence[int]:
     """Keys that most running requests have first, then all others, alphabetically, so that equal ones are neighbours.
 
-    As the line stands if no running request has a key.
+    As the queue stands if no running request has a key.
     """
-    running = Counter(key for key in line.running.routing_key if key)
+    running = Counter(key for key in queue.running.routing_key if key)
     if not running:
-        return fcfs(line)
-    keys = [(-running[key], key) for key in line.routing_key]
-    return sorted(range(len(line)), key=keys.__getitem__)
+        return fcfs(queue)
+    keys = [(-running[key], key) for key in queue.routing_key]
+    return sorted(range(len(queue)), key=keys.__getitem__)
 
 
-def priority(line: WaitingQueue) -> Sequence[int]:
+def priority(queue: WaitingQueue) -> Sequence[int]:
     """Highest priority first, or lowest if `schedule_low_priority_values_first`; ties as they wait.
 
     A request without a priority has `default_priority_value`; if that is unset, it comes after all others.
     """
-    sign = 1 if line.config.schedule_low_priority_values_first else -1
-    default = line.config.default_priority_value
+    sign = 1 if queue.config.schedule_low_priority_values_first else -1
+    default = queue.config.default_priority_value
     worst = (1, 0) if default is None else (0, sign * default)
-    keys = [worst if value is None else (0, sign * value) for value in line.priority]
-    return sorted(range(len(line)), key=keys.__getitem__)
+    keys = [worst if value is None else (0, sign * value) for value in queue.priority]
+    return sorted(range(len(queue)), key=keys.__getitem__)
 
 
-def hrrn(line: WaitingQueue) -> Sequence[int]:
+def hrrn(queue: WaitingQueue) -> Sequence[int]:
     """Highest response ratio next: tokens prefilled for others since it arrived, per token it lacks; else as they wait.
 
-    Short ones go first, and long ones age until they do. Falls back to fcfs when the line is long, like lpm.
+    Short ones go first, and long ones age until they do. Falls back to fcfs when the queue is long, like lpm.
     """
-    if len(line) > LPM_FALLBACK_WAITING:
-        return fcfs(line)
-    ages, lacking = line.prefilled_since_arrival, line.uncached_tokens
+    if len(queue) > LPM_FALLBACK_WAITING:
+        return fcfs(queue)
+    ages, lacking = queue.prefilled_since_arrival, queue.uncached_tokens
     return _highest_first([age / tokens for age, tokens in zip(ages, lacking, strict=True)])
 
 
-def shortest_prefill_first(line: WaitingQueue) -> Sequence[int]:
+def shortest_prefill_first(queue: WaitingQueue) -> Sequence[int]:
     """Fewest uncached tokens first, ties as they wait."""
-    return sorted(range(len(line)), key=line.uncached_tokens.__getitem__)
+    return sorted(range(len(queue)), key=queue.uncached_tokens.__getitem__)
 
 
 def _highest_first(keys: Sequence[float]) -> list[int]:

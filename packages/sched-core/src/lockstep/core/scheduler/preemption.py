@@ -116,7 +116,7 @@ def make_room(
     return victims
 
 
-def make_room_for_split(
+def make_room_for_chunked(
     state: SchedulerState, request: Request, take: int, budget: PrefillBudget, step: Step
 ) -> list[Request]:
     """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
@@ -144,7 +144,7 @@ def make_room_for_split(
     return victims
 
 
-def stays_behind(state: SchedulerState, request: Request) -> bool:
+def waits_for_chunked(state: SchedulerState, request: Request) -> bool:
     """Whether a waiting request would have to make room for the chunked request, for lack of window pages.
 
     It does not start before that is computed: it would be retracted again.
@@ -187,7 +187,7 @@ class Projection:
         """
         running_batch, positions = state.all_running
         memory, page_size = state.memory, state.config.page_size
-        back = memory.back_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], match)
+        back = memory.returning_once_delivered([(running_batch.requests[i], int(positions[i])) for i in leaving], match)
         stay = np.ones(running_batch.size, np.bool_)
         stay[leaving] = False
         staying, now = running_batch.only(stay.nonzero()[0]), positions[stay]

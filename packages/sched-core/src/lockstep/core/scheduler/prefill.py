@@ -58,14 +58,14 @@ class PrefillPlanner:
                 self._continue_chunk(self._state.prefilling, budget, parts, step)
             if not parts and self._memory.hybrid.present:
                 take = self._chunk_in_full_pages(self._state.prefilling, budget)
-                preempted = preemption.make_room_for_split(self._state, self._state.prefilling, take, budget, step)
+                preempted = preemption.make_room_for_chunked(self._state, self._state.prefilling, take, budget, step)
                 if preempted:
                     self._continue_chunk(self._state.prefilling, budget, parts, step)
             if not parts:
                 admitting = False  # no page for it now; decodes go on and give pages back
         if admitting and not self._state.batch_is_full:
             for request in self._ordering.turn(self._state):
-                if self._state.prefilling is not None and preemption.stays_behind(self._state, request):
+                if self._state.prefilling is not None and preemption.waits_for_chunked(self._state, request):
                     self._defer(request, Deferral("window"), step)
                     break
                 writer = self._ordering.writer_of_prefix(request, self._state)
@@ -235,10 +235,10 @@ class PrefillPlanner:
         self._ordering.prefilled(stop - start)
         parts.append(ExtendPart(request, start, stop))
         if stop < request.extend_stop:
-            self._state.split(request)
+            self._state.set_chunked_request(request)
             return
         if self._state.prefilling is request:
-            self._state.split(None)
+            self._state.set_chunked_request(None)
         completed = PrefillCompleted(self._state.now_us, request.request_id, request.chunks)
         request.advance(completed)
         step.decided.append(completed)

@@ -57,7 +57,7 @@ class Results:
             self._speculation.settle(running, batch, speculation.accepted_of(event, batch))
             self._memory.hybrid.verified(batch)
         if plan.extend_rows and not event.error:
-            if self._prerequisites.followers or any(request.extras is not None for request in batch.requests):
+            if self._prerequisites.waiting_samples or any(request.extras is not None for request in batch.requests):
                 self._prerequisites.computed(batch, step)
             for request in batch.computed_requests() if plan.pooled_rows.size else ():
                 self._state.finish(request, "computed", step)

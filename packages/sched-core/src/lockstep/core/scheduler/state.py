@@ -83,7 +83,7 @@ from lockstep.core.scheduler.image import (
 from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering
 
-KV_STAYS_GOOD: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
+KV_STAYS_VALID: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
 """Reasons of retraction after which the KV is still that of its tokens, so that it may be kept for other requests."""
 
 
@@ -105,7 +105,7 @@ class SchedulerState:
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
         self.ordering = Ordering(config)  # the waiting queue
-        self.held: dict[RequestId, Request] = {}  # accepted, with prerequisites: not in the waiting queue yet
+        self.blocked: dict[RequestId, Request] = {}  # accepted, with prerequisites: not in the waiting queue yet
         self.prefilling: Request | None = None  # the chunked-prefill request, not launched to its end
         self.active = 0  # requests PREFILLING or RUNNING
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -325,7 +325,7 @@ class SchedulerState:
             if self.transfers.hands_over:
                 self.transfers.check(event, samples)
             if event.grammar is not None:
-                self.grammars.refuse(event, samples, len(self.held), self.config.max_queued_requests)
+                self.grammars.refuse(event, samples, len(self.blocked), self.config.max_queued_requests)
         except RequestRefused as refused:
             for number in range(samples):
                 if self.transfers.hands_over and event.transfer_room is not None:  # the other side waits for its half
@@ -346,10 +346,10 @@ class SchedulerState:
         request.namespace = self.memory.keyed(request.namespace)
         self.requests[request.request_id] = request
         if request.session:
-            self.hold(request)
+            self.add_prerequisite(request)
             self.sessions.take_in(request)
         if request.grammar is not None and self.grammars.must_wait(request, config.grammar_timeout_us, step):
-            self.hold(request)
+            self.add_prerequisite(request)
         queued = RequestQueued(
             self.now_us, request.request_id, request.prompt_tokens, request.max_new_tokens, taken.truncated_tokens
         )
@@ -358,7 +358,7 @@ class SchedulerState:
         self._set_timers(request)
         if self.transfers.hands_over:
             self.transfers.take_in(request, event, step)
-        if not self.prerequisites.hold(request, leader, step) and not request.holds:
+        if not self.prerequisites.hold(request, leader, step) and not request.open_prerequisites:
             self.waiting.append(request)
 
     def _refuse_newcomers(self, event: RequestArrived, samples: int) -> None:
@@ -367,7 +367,7 @@ class SchedulerState:
         limit = self.config.max_queued_requests
         if limit is None:
             return
-        waiting, held = len(self.waiting), len(self.held)
+        waiting, held = len(self.waiting), len(self.blocked)
         more = f", {samples} more are too many" if samples > 1 else ""
         if waiting + samples > limit:
             raise RequestRefused("queue_full", f"{waiting} requests wait already{more} (max_queued_requests {limit})")
@@ -391,25 +391,25 @@ class SchedulerState:
         if request is not None:
             self.prerequisites.ended(request, step)
 
-    def hold(self, request: Request) -> None:
+    def add_prerequisite(self, request: Request) -> None:
         """Keep a request out of the line until `join_line` was called for it as often as this."""
-        request.holds += 1
-        self.held[request.request_id] = request
+        request.open_prerequisites += 1
+        self.blocked[request.request_id] = request
 
     def join_queue(self, request: Request) -> None:
         """One of the things that held a request has come. After the last it waits, where its arrival puts it."""
-        self.release_hold(request)
-        if request.holds:
+        self.meet_prerequisite(request)
+        if request.open_prerequisites:
             return
         younger = (i for i, other in enumerate(self.waiting) if not other.ran and other.request_id > request.request_id)
         self.waiting.insert(next(younger, len(self.waiting)), request)
         self.ordering.joins(request)
 
-    def release_hold(self, request: Request) -> None:
+    def meet_prerequisite(self, request: Request) -> None:
         """One of the things that held a request has come; after the last it is held no more."""
-        request.holds -= 1
-        if not request.holds:
-            del self.held[request.request_id]
+        request.open_prerequisites -= 1
+        if not request.open_prerequisites:
+            del self.blocked[request.request_id]
 
     def leave_queue(self, request: Request) -> None:
         """Take a request out of the waiting queue for a new prerequisite."""
@@ -417,7 +417,7 @@ class SchedulerState:
 
     def _leave_queue(self, request: Request) -> None:
         """A waiting request ends. A request behind it may fit."""
-        if self.held.pop(request.request_id, None) is None:
+        if self.blocked.pop(request.request_id, None) is None:
             self.waiting.remove(request)
             self.batch_is_full = False
 
@@ -495,7 +495,7 @@ class SchedulerState:
             beneficiary,
             *pages,
         )
-        self.leave(request, step, outputs, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_GOOD)
+        self.leave(request, step, outputs, publish=self.config.retracted_kv == "cache" and reason in KV_STAYS_VALID)
         request.advance(retracted)
         request.namespace = self.memory.keyed(request.namespace)
         request.waiting_since_us = self.now_us
@@ -572,7 +572,7 @@ class SchedulerState:
         """Admission ran out of memory or places: not tried again before something comes free."""
         self.batch_is_full = True
 
-    def split(self, request: Request | None) -> None:
+    def set_chunked_request(self, request: Request | None) -> None:
         """Make this the chunked-prefill request; None: there is none."""
         self.prefilling = request
 
@@ -712,7 +712,7 @@ class SchedulerState:
         return Stats(
             time_us=self.now_us,
             waiting=len(self.waiting),
-            held=len(self.held),
+            held=len(self.blocked),
             prefilling=prefilling,
             running=self.active - prefilling,
             in_flight=len(self.in_flight),
@@ -752,7 +752,7 @@ class SchedulerState:
             generation=self.generation,
             digest=self.digest,
             requests=[request_image(self, request) for request in self.requests.values()],
-            held=list(self.held),
+            blocked=list(self.blocked),
             prefilling=self.prefilling.request_id if self.prefilling is not None else None,
             in_flight=[batch_image(batch) for batch in self.in_flight],
             ratio=self.ratio.value,
@@ -772,12 +772,12 @@ class SchedulerState:
 
     def load(self, image: msgspec.Struct) -> None:
         """Take over the state of a snapshot. Only for an engine that has just been built from the same settings."""
-        own, restored = part_of(image, SchedulerPart), Restored(self.requests, self.held, {})
+        own, restored = part_of(image, SchedulerPart), Restored(self.requests, self.blocked, {})
         memory, *others = self.components
         memory.load(part_of(image, memory.PART), restored)
         for one in own.requests:
             self.requests[one.request_id] = request_of(self, one, restored.nodes)
-        self.held.update((request_id, self.requests[request_id]) for request_id in own.held)
+        self.blocked.update((request_id, self.requests[request_id]) for request_id in own.blocked)
         self.prefilling = self.requests[own.prefilling] if own.prefilling is not None else None
         self.microbatches.load(part_of(image, RunningPart), self.requests)
         self.active = sum(request.row >= 0 for request in self.requests.values())
