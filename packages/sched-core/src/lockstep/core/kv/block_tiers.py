@@ -181,7 +181,7 @@ class HostBlocks:
         length = max(device.size, host.size)
         usable = np.ones(length, np.bool_)
         for kind in self.pools:
-            usable &= hybrid.goes_on(kind, self._there(hybrid, kind, device, host, length))
+            usable &= hybrid.can_continue(kind, self._there(hybrid, kind, device, host, length))
         ends = usable.nonzero()[0]
         return int(ends[-1]) + 1 if ends.size else 0
 
@@ -199,8 +199,8 @@ class HostBlocks:
         for kind in self.pools:
             seen = np.arange(hybrid.seen_from(kind, pages), pages, dtype=np.int32)
             there = np.zeros(seen.size, np.bool_)
-            mine = seen < device.size
-            there[mine] = hybrid.blocks_of(kind, device[seen[mine]]) >= 0
+            own = seen < device.size
+            there[own] = hybrid.blocks_of(kind, device[seen[own]]) >= 0
             coming.append(NeededBlocks(kind, seen[~there], seen[there]))
         return coming
 

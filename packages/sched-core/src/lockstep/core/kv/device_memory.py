@@ -23,11 +23,11 @@ from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import VERSION_MARK, Int32s, Request, RequestTable
 
-EVICT_AHEAD_SHARE = 256  # evict at least pages // this at once, so that not every decode of a full cache evicts
+EVICT_AHEAD_SHARE = 256  # evict at least 1/256 of the pages at once, so that not every decode of a full cache evicts
 
 
 class Pending(NamedTuple):
-    """KV that was shared when its batch was launched: what lies beyond the first `pages` of the path to `node`."""
+    """KV that was shared when its batch was launched: the path to `node` beyond its first `pages`."""
 
     batch_id: BatchId
     node: RadixNode
@@ -45,14 +45,14 @@ class DeviceMemory:
         self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
         self.deferred = DeferredFrees()
         self.operations = Operations()  # between the device and the tiers below it
-        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight is still to compute
+        self.pending: list[Pending] = []  # KV in the radix cache that a batch in flight computes
         self.weights_version = 0
         self.hybrid = hybrid_of(config, self.table, in_flight, self.deferred, self.operations)
         self.pool = self.hybrid.pool_of(PagePool(config.pages))
 
     @property
     def available_pages(self) -> int:
-        """Pages that can be had now: free ones, and cached ones that no lock holds."""
+        """Pages that can be allocated now: free ones, and cached ones without a lock."""
         return self.pool.free_count + self.radix.evictable_pages
 
     def all_below(self, share: float) -> bool:
@@ -61,15 +61,15 @@ class DeviceMemory:
         return total - self.available_pages < share * total and self.hybrid.all_below(share)
 
     def match(self, request: Request) -> Match:
-        """The cached prefix of a waiting request, as far as it may use it."""
+        """Return the cached prefix of a waiting request, as far as the request may use it."""
         most = request.cacheable_tokens // self.config.page_size
         found = self.radix.match(request.namespace, request.tokens, most)
         return self.hybrid.continued(self.radix, found, request.tokens)
 
     def match_to_receive(self, request: Request) -> Match:
-        """The part of a prompt that need not come, of a request whose KV is computed by another engine.
+        """Return the cached prefix that need not be received, for a request whose KV another engine computes.
 
-        Pages that a batch in flight is still to compute do not count: if that batch failed, they would never be sent.
+        Pages that a batch in flight computes do not count: if that batch failed, they would never be sent.
         """
         if not (self.pending or self.hybrid.present):
             return self.match(request)
@@ -79,7 +79,7 @@ class DeviceMemory:
         return found if pages == found.pages else self.radix.match(request.namespace, request.tokens, pages)
 
     def computed_of(self, path: Int32s) -> Int32s:
-        """Cached pages from a prompt's first on, up to the first that a batch in flight is still to compute."""
+        """Return the leading pages of a path up to the first one that a batch in flight computes, int32."""
         for pending in self.pending:
             awaited = np.isin(path, self.radix.pages_of(pending.node)[pending.pages :])
             if awaited.any():
@@ -87,24 +87,24 @@ class DeviceMemory:
         return path
 
     def path_of(self, match: Match | None) -> Int32s:
-        """The pages of a match, int32 [pages]."""
+        """Return the pages of a match, int32 [pages]."""
         if match is None or match.node is None:
             return NO_ROWS
         return self.radix.pages_of(match.node)[: match.pages]
 
     def keyed(self, namespace: str) -> str:
-        """The namespace for KV of the weights there are now, whatever version it was for."""
+        """Return the namespace for KV of the present weights, whatever version `namespace` is for."""
         if VERSION_MARK not in namespace and not self.weights_version:
             return namespace
         plain, _, _ = namespace.partition(VERSION_MARK)
         return f"{plain}{VERSION_MARK}{self.weights_version}" if self.weights_version else plain
 
     def is_stale(self, namespace: str) -> bool:
-        """Whether it is for KV of weights that were replaced: such KV is not shared."""
+        """Whether a namespace is for KV of replaced weights. Such KV is not shared."""
         return namespace != self.keyed(namespace)
 
     def alloc(self, pages: int, reason: Literal["admission", "decode"], step: Step) -> Int32s:
-        """Take pages, evicting from the radix cache what the free list lacks. The caller checked `available_pages`."""
+        """Allocate pages; evict what the free list lacks from the radix cache. The caller checks `available_pages`."""
         missing = pages - self.pool.free_count
         if missing > 0 and self.radix.evictable_pages:
             evicted = self.evict(max(missing, self.config.pages // EVICT_AHEAD_SHARE), step)
@@ -113,11 +113,11 @@ class DeviceMemory:
         return self.pool.alloc(pages)
 
     def evict(self, pages: int, step: Step) -> Int32s:
-        """Evict from the radix cache to make room, as its `evict`. A subclass may copy the pages elsewhere first."""
+        """Evict from the radix cache to make room, see `RadixCache.evict`. A subclass may copy the pages first."""
         return self.radix.evict(pages)
 
     def trim(self, step: Step) -> None:
-        """Hold the radix cache to its cap."""
+        """Evict the pages of the radix cache beyond its capacity."""
         if self.radix.capacity_pages is not None:
             trimmed = self.evict(self.radix.total_pages - self.radix.capacity_pages, step)
             if trimmed.size:
@@ -125,9 +125,9 @@ class DeviceMemory:
                 step.decided.append(PagesEvicted(step.time_us, trimmed.size, "capacity"))
 
     def lock_node(self, node: RadixNode) -> None:
-        """Hold the path down to a node of the radix cache."""
+        """Lock the path to a node of the radix cache."""
         self.radix.lock_node(node)
 
     def unlock(self, node: RadixNode) -> None:
-        """Give a path back that `lock_node` or the radix cache's `lock` held."""
+        """Unlock a path that `lock_node`, or `lock` of the radix cache, has locked."""
         self.radix.unlock(node)

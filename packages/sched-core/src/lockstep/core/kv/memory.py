@@ -1,19 +1,14 @@
-"""Rows and KV pages of one engine: their holders, and when they come back.
+"""Rows and KV pages of one engine: their owners, and when they are freed.
 
-The holder of a page, at any moment exactly one of:
+A page has exactly one owner at any moment:
 
-    the pool's free list | the radix cache | a row, private to its request | a fence, until work in flight is done
-    | a load from a tier below, until it has ended (`tiers`)
+    the free list of the pool | the radix cache | a row, private to its request | a deferred free (`deferred`)
+    | a load from a tier below, until the load has ended (`tiers`) | a transfer from another engine
 
-What layers without full attention keep beside a page goes where the page goes (`hybrid`).
+The window block and the state block of a page move with the page (`hybrid`).
 
-**Deferred frees.** A launched plan may read and write the rows and pages it names until its result is delivered. A
-request that leaves a row while such a plan is in flight leaves a `DeferredFree` behind: row, pages and lock stay taken
-until the last plan that names the row has been collected. A plan's row whose request has left is *dead* in it: its
-results are dropped.
-
-Nothing here chooses: the engine decides which request takes or leaves a row and what is published; this file keeps the
-books.
+This module decides nothing. The planners and the features decide which request takes or leaves a row and which KV is
+published; this module stores the result.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ from lockstep.core.requests.table import NO_ROW, Int32s, Request, RequestTable
 
 
 class Rewrite(NamedTuple):
-    """Entries of a row's page table that changed outside a launch; the next plan tells the device."""
+    """Entries of a row's page table that changed outside a launch. The next plan carries them to the device."""
 
     row: int
     first: int  # page index
@@ -52,13 +47,13 @@ class Rewrite(NamedTuple):
 
 
 class Returning(NamedTuple):
-    """What comes back to the engine beside what can be had now."""
+    """What becomes available beside what is available now."""
 
     pages: int
-    matched: int  # of these, pages of a match that was asked about
+    matched: int  # of these, pages of the match in question
     places: int  # requests that end with a batch in flight
     rows: int
-    launches: int  # decodes of each that may be launched before it has all come back
+    launches: int  # decodes of each request that may be launched before all of it is available
 
 
 class MemoryPart(Struct):
@@ -92,7 +87,7 @@ class Memory(DeviceMemory, Component):
         self.rewrites: list[Rewrite] = []
         self.rows_taken: list[RowTaken] = []
         self.tiers = tiers_of(config, self)
-        self._takes: tuple[Callable[[int, Request], None], ...] = ()  # of resources that go with a row
+        self._takes: tuple[Callable[[int, Request], None], ...] = ()  # hooks of resources that belong to a row
         self._releases: tuple[Callable[[int], None], ...] = ()
         self._voids: tuple[Callable[[], None], ...] = ()
 
@@ -105,10 +100,10 @@ class Memory(DeviceMemory, Component):
         """Set the hooks of resources: called when a row is taken, when it is free, and when the device is void."""
         self._takes, self._releases, self._voids = takes, releases, voids
 
-    # ------------------------------------------------------------------------------------------------- what can be had
+    # ------------------------------------------------------------------------------------------------------ available
 
     def returning_pages(self) -> int:
-        """Pages that come back by themselves once everything in flight is delivered. An underestimate."""
+        """Return the pages that become available once everything in flight is delivered. An underestimate."""
         deferred = sum(pages.size for _, pages in self.deferred.pages)
         deferred_frees = [deferred for deferred in self.deferred.rows if deferred.row not in self.deferred.lent]
         deferred_rows = sum(
@@ -121,8 +116,13 @@ class Memory(DeviceMemory, Component):
         return deferred + deferred_rows + ending + self.operations.returning_pages()
 
     def returning_once_delivered(self, leaving: list[tuple[Request, int]], match: Match) -> Returning:
-        """What comes back once everything in flight is delivered and these requests, each with the positions it
-        stands at, have left. Exact for the tree as it is: what several hold is freed when the last of them lets go.
+        """Return what becomes available once everything in flight is delivered and some requests have left.
+
+        Exact for the present radix cache: a page that several requests lock is available once all of them unlock it.
+
+        Args:
+            leaving: the requests that leave, each with its computed positions.
+            match: the cached prefix of the request that is to start.
         """
         holders = [(deferred.computed, deferred.protected_pages, deferred.handle) for deferred in self.deferred.rows]
         deferred_batches = [deferred.free_after for deferred in self.deferred.rows] + [
@@ -138,7 +138,7 @@ class Memory(DeviceMemory, Component):
         pages = sum(deferred.size for _, deferred in self.deferred.pages)
         pages += sum(-(-computed // self.config.page_size) - protected for computed, protected, _ in holders)
 
-        released: dict[int, int] = {}  # by number of a node: locks that are given back
+        released: dict[int, int] = {}  # by number of a node: locks that are released
         for _, _, handle in holders:
             while handle is not None:
                 released[handle.number] = released.get(handle.number, 0) + 1
@@ -146,23 +146,23 @@ class Memory(DeviceMemory, Component):
                     pages += len(handle.pages)
                 handle = handle.parent
         matched = 0
-        node, mine = match.node, match.edge_pages
+        node, own = match.node, match.edge_pages
         while node is not None:
             if node.lock_count and released.get(node.number) == node.lock_count:
-                matched += mine
+                matched += own
             node = node.parent
-            mine = len(node.pages) if node is not None else 0
+            own = len(node.pages) if node is not None else 0
 
         last = max(deferred_batches, default=NO_BATCH)
         launches = sum(bool(leaving) or batch.plan.batch_id <= last for batch in self.in_flight)
-        launches = min(launches, self.config.overlap_depth + 1)  # that many are of other microbatches
+        launches = min(launches, self.config.overlap_depth + 1)  # more batches are of other microbatches
         return Returning(pages, matched, places, len(holders), launches)
 
     def _freed_by(self, computed: int, protected_pages: int, handle: RadixNode | None) -> int:
-        """Pages available once a row of `computed` positions is released: its own, and those only it locks."""
+        """Return the pages that the release of a row makes available: its own, and the pages that only it locks."""
         return -(-computed // self.config.page_size) - protected_pages + pages_only_held_by(handle)
 
-    # ---------------------------------------------------------------------------------------------------- take and grow
+    # ------------------------------------------------------------------------------------------------- take and extend
 
     def take_row(self, request: Request, match: Match | None, step: Step) -> int:
         """Give the request a row whose leading pages are the matched ones, locked. Returns the row."""
@@ -180,7 +180,7 @@ class Memory(DeviceMemory, Component):
         return row
 
     def reach(self, request: Request, stop: int, step: Step) -> None:
-        """Give the request pages for its positions up to `stop`."""
+        """Allocate the pages for the positions of a request up to `stop`."""
         page_size = self.config.page_size
         first, last = -(-request.computed // page_size), -(-stop // page_size)
         self.table.reserve(last, 0)
@@ -191,14 +191,14 @@ class Memory(DeviceMemory, Component):
             self.hybrid.open(pages, step)
 
     def open_pages(self, rows: Int32s, index: Int32s, step: Step) -> PageDeltas:
-        """One more page for each of these rows, at these places of their tables. int32 [n] both."""
+        """Allocate one more page for each of these rows, at these indices of their page tables. int32 [n] both."""
         pages = self.alloc(rows.size, "decode", step)
         self.table.write_pages(rows, index, pages)
         self.hybrid.open(pages, step)
         return PageDeltas(pages, NO_ROWS, rows, index)
 
     def changes(self, deltas: PageDeltas) -> tuple[tuple[RowTaken, ...], PageDeltas]:
-        """What changed about rows since the plan before: rows taken, and all changes of tables, `deltas` last."""
+        """Return what changed since the last plan: rows taken, and all changes of page tables, `deltas` last."""
         if self.rewrites:
             deltas = _merged(self.rewrites, deltas)
             self.rewrites = []
@@ -208,10 +208,10 @@ class Memory(DeviceMemory, Component):
             self.rows_taken = []
         return taken, deltas
 
-    # -------------------------------------------------------------------------------------------------------- give back
+    # ---------------------------------------------------------------------------------------------------------- release
 
     def leave(self, request: Request, step: Step, *, publish: bool, known: int | None = None) -> None:
-        """Take a request off its row. What work in flight still uses stays behind as a DeferredFree."""
+        """Take a request off its row. If work in flight still uses the row, it is freed later, as a DeferredFree."""
         row, free_after = request.row, NO_BATCH
         for batch in self.in_flight:
             if row not in batch.dead and batch.names(row):
@@ -242,7 +242,7 @@ class Memory(DeviceMemory, Component):
             self.deferred.rows.append(deferred)
 
     def release_deferred(self, batch_id: BatchId, step: Step) -> bool:
-        """Batch `batch_id` is collected: give back what waited for it. Returns whether a row came free."""
+        """Free the rows and pages that waited for the collected batch. Returns whether a row was freed."""
         done = [
             deferred
             for deferred in self.deferred.rows
@@ -258,7 +258,7 @@ class Memory(DeviceMemory, Component):
         return bool(done)
 
     def release(self, deferred: DeferredFree, step: Step) -> None:
-        """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
+        """Free a row that nothing in flight uses. Its pages go to the radix cache or to the pool."""
         page_size = self.config.page_size
         row, kept = deferred.row, deferred.protected_pages
         held = -(-deferred.computed // page_size)
@@ -289,16 +289,16 @@ class Memory(DeviceMemory, Component):
             release(row)
 
     def unlock_path(self, handle: RadixNode, namespace: str, step: Step) -> None:
-        """Unlock a path. KV of weights that were replaced is evicted as soon as no lock holds it."""
+        """Unlock a path. KV of replaced weights is evicted as soon as it has no lock."""
         cached = self.radix.evictable_pages
         self.radix.unlock(handle)
         if self.is_stale(namespace) and self.radix.evictable_pages > cached:
             self._evict(self.radix.evictable_pages - cached, "weights", step)
 
-    # ------------------------------------------------------------------------------------------- to and from elsewhere
+    # -------------------------------------------------------------------------------------- to and from other engines
 
     def _row_taken(self, request: Request) -> int:
-        """A row for the request, with what the executor needs of it. Returns the row."""
+        """Take a row for the request, and note it for the next plan. Returns the row."""
         row = self.table.take_row(request)
         taken = RowTaken(row, request.request_id, request.epoch, request.sampling, grammar=request.grammar)
         if request.extras is not None:
@@ -309,8 +309,10 @@ class Memory(DeviceMemory, Component):
         return row
 
     def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
-        """Give the request a row whose first `computed` positions are the path of `handle`, its own from now on, and
-        `pages`. Returns the row."""
+        """Give the request a row with KV that was received. Returns the row.
+
+        Its first `computed` positions are the path of `handle`, whose lock the request now owns, and `pages`.
+        """
         row = self._row_taken(request)
         if handle is not None:
             request.handle = handle
@@ -324,11 +326,11 @@ class Memory(DeviceMemory, Component):
         return row
 
     def lend(self, row: int, request_id: RequestId) -> None:
-        """From now on a transfer reads pages of the row: none of them is freed before it is over."""
+        """Keep all pages of a row until the transfer that reads them has ended."""
         self.deferred.lent[row] = Lent(request_id, [])
 
     def end_lending(self, request_id: RequestId, pages: Int32s, step: Step) -> None:
-        """A transfer is over: free `pages`, and what a row that it read has given up since."""
+        """End a transfer: free `pages`, and the pages that a row which it read has replaced meanwhile."""
         self.hybrid.received(request_id)
         if pages.size:
             self.pool.free(pages)
@@ -342,7 +344,7 @@ class Memory(DeviceMemory, Component):
                     self.release(deferred, step)
 
     def void(self, step: Step) -> None:
-        """The device's memory is gone: nothing fences anything, and nothing is cached."""
+        """Free everything: the memory of the device is lost, with all KV and all batches in flight."""
         for deferred in self.deferred.rows:
             self.release(deferred, step)
         self.deferred.rows = []
@@ -359,31 +361,31 @@ class Memory(DeviceMemory, Component):
     # ------------------------------------------------------------------------------------------------------------ share
 
     def publish(self, request: Request, computed: int, step: Step, writer: BatchId | None = None) -> None:
-        """Share a prompt's KV: insert its whole pages; where the tree had them already, use the tree's.
+        """Share the KV of a prompt: insert its whole pages, and use the pages that the tree already has.
 
-        It is complete, unless `writer` names the batch in flight that computes it: then only batches launched behind
-        that one may read it, which all of them are, and it is void if that one fails.
+        The KV is complete, unless `writer` names the batch in flight that computes it. Then only batches behind it may
+        read the KV, which is true of every later launch, and the KV is void if that batch fails.
         """
         radix, row = self.radix, request.row
         pages = computed // self.config.page_size
         if not radix.present or pages <= request.protected_pages or self.is_stale(request.namespace):
             return
-        mine = self.table.pages[row, :pages]
+        own = self.table.pages[row, :pages]
         tokens = request.tokens[: 4 * pages * self.config.page_size]
         if writer is not None and self.hybrid.present:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
-            if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
-                return  # once it is computed
+            if not self.hybrid.may_share(own[request.protected_pages : known.size], known[request.protected_pages :]):
+                return  # it is published once it is computed
         if row in self.deferred.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
-            return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
-        inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
+            return  # a transfer reads its own pages, so both copies would be kept; it is published when it leaves
+        inserted = radix.insert(request.namespace, tokens, own, behind=request.handle)
         node, already = inserted.node, inserted.already
         if already > request.protected_pages:
             twice = slice(request.protected_pages, already)
-            duplicates = mine[twice].copy()
-            mine[twice] = radix.pages_of(node)[twice]
-            self.hybrid.replaced(row, duplicates, mine[twice], request.protected_pages)
-            self.rewrites.append(Rewrite(row, request.protected_pages, mine[twice].copy()))
+            duplicates = own[twice].copy()
+            own[twice] = radix.pages_of(node)[twice]
+            self.hybrid.replaced(row, duplicates, own[twice], request.protected_pages)
+            self.rewrites.append(Rewrite(row, request.protected_pages, own[twice].copy()))
             self._free_behind(row, duplicates)
         if request.handle is not None:
             radix.move_down(request.handle, node)
@@ -395,14 +397,14 @@ class Memory(DeviceMemory, Component):
         request.protected_pages = pages
         self.hybrid.published(row, pages)
         if writer is not None:
-            self.hybrid.share(row, mine, already)
+            self.hybrid.share(row, own, already)
         self.trim(step)
 
     def _writers(self, request: Request) -> list[BatchId]:
-        """Batches in flight on which depends what a request has beyond its protected pages.
+        """Return the batches in flight that compute what a request has beyond its protected pages.
 
-        Those that compute it: all chunks of one page, too. Of a hybrid model every chunk of the request: each begins
-        with the state and the windows that the one before it leaves, though its pages may be cached already.
+        One page may be computed in several chunks. In a hybrid model every chunk of the request counts: each chunk
+        begins with the state and the windows that the chunk before it leaves, even if its pages are cached already.
         """
         known = 0 if self.hybrid.present else self.config.page_size * request.protected_pages
         found: list[BatchId] = []
@@ -413,11 +415,11 @@ class Memory(DeviceMemory, Component):
         return found
 
     def computed(self, batch_id: BatchId) -> None:
-        """A batch is collected: what it was to compute is there."""
+        """Mark the KV of a collected batch as computed."""
         self.pending = [pending for pending in self.pending if pending.batch_id != batch_id]
 
     def invalidate_pending(self, batch_id: BatchId) -> list[int]:
-        """A batch failed: no match may find what it was to compute. Numbers of the radix nodes that this concerns."""
+        """Hide KV that a failed batch should have computed from matches. Returns the numbers of the hidden nodes."""
         invalidated: list[int] = []
         for pending in self.pending:
             if pending.batch_id == batch_id:
@@ -427,24 +429,24 @@ class Memory(DeviceMemory, Component):
         return invalidated
 
     def empty_cache(self, reason: Literal["flush", "release", "weights"], step: Step) -> None:
-        """Evict from the radix cache all that no lock holds."""
+        """Evict all pages without a lock from the radix cache."""
         if self.radix.evictable_pages:
             self._evict(self.radix.evictable_pages, reason, step)
         if reason != "release":
             self.tiers.empty()
 
     def change_weights(self, version: int, step: Step) -> None:
-        """From now on KV is of these weights. What older ones left goes, or goes with its holder.
+        """Change the version of the weights, and evict the KV of older weights now, or once its last lock is released.
 
-        Nothing is in flight. Locked KV of older weights was used before everything that is cached from here on, so once
-        unlocked it is the first to be evicted: evicting as many pages as an unlock sets free takes exactly those.
+        Nothing is in flight. Locked KV of older weights was used before everything that is cached later, so once
+        unlocked it is the first to be evicted. Evicting as many pages as an unlock makes evictable takes exactly those.
         """
         self.weights_version = version
         self.empty_cache("weights", step)
-        self.radix.epoch += 1  # equal tokens match something else now
+        self.radix.epoch += 1  # equal tokens have other matches now
 
     def evict(self, pages: int, step: Step) -> Int32s:
-        """Evict from the radix cache to make room, as its `evict`; a tier below may keep what goes."""
+        """Evict from the radix cache to make room, see `RadixCache.evict`. A tier below may copy the evicted pages."""
         return self.tiers.evict(pages, step)
 
     def _evict(self, pages: int, reason: Literal["flush", "release", "weights"], step: Step) -> None:
@@ -454,7 +456,7 @@ class Memory(DeviceMemory, Component):
         step.decided.append(PagesEvicted(step.time_us, pages, reason))
 
     def _free_behind(self, row: int, pages: Int32s) -> None:
-        """Free pages of a row once the last plan in flight that may read them is collected."""
+        """Free pages of a row once the last batch in flight that may read them is collected."""
         if row in self.deferred.lent:
             self.deferred.lent[row].pages.append(pages)
             return
@@ -542,7 +544,7 @@ class Memory(DeviceMemory, Component):
 
 
 def pages_only_held_by(handle: RadixNode | None) -> int:
-    """Cached pages that no other handle locks: unlocking this handle makes them evictable."""
+    """Return the number of cached pages that only this handle locks. Unlocking it makes them evictable."""
     pages = 0
     while handle is not None and handle.lock_count == 1:
         pages += len(handle.pages)
@@ -551,7 +553,7 @@ def pages_only_held_by(handle: RadixNode | None) -> int:
 
 
 def _merged(rewrites: list[Rewrite], opened: PageDeltas) -> PageDeltas:
-    """Rewrites in the order they were made, then the pages that decodes open."""
+    """Return rewrites in the order in which they were made, then the pages that decodes open."""
     runs = np.array([number for row, first, pages in rewrites for number in (row, first, pages.size)], np.int32)
     pages = [rewrite.pages for rewrite in rewrites]
     if opened.pages.size:

@@ -20,13 +20,13 @@ from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, RequestTable
 
 NONE = -1  # no slot
-AS_IT_IS = -2  # the source of a slot to which nothing is done
-NEWEST: BatchId = 2**63 - 1  # every batch
-NEVER = 2**31 - 1  # the place of a checkpoint that no page may get
+AS_IT_IS = -2  # source of a slot that is neither zeroed nor copied to
+NEWEST: BatchId = 2**63 - 1  # later than every batch
+NEVER = 2**31 - 1  # page count of a checkpoint that is never published
 
 
 class StatePool:
-    """Slots of recurrent state: one for each row, and checkpoints, each the companion of a cached full page."""
+    """The state slots of one engine: slots of rows, and checkpoints of rows and of cached full pages."""
 
     def __init__(
         self, config: SchedConfig, settings: HybridMemory, table: RequestTable, in_flight: deque[InFlight]
@@ -34,44 +34,44 @@ class StatePool:
         self.every = settings.checkpoint_tokens
         self.page_size = config.page_size
         self.caches = config.radix_cache
-        self.by_row = config.states_per_row  # slots that a row computes in
+        self.by_row = config.states_per_row  # slots of each row
         self.table = table
         self.in_flight = in_flight
         self.pool = PagePool(settings.state_slots)
-        self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row: the first it computes in
-        self.behind_drafts: dict[int, list[int]] = {}  # by row: the others, for the states behind drafts
+        self.slot_of: Int32s = np.full(config.rows_max, NONE, np.int32)  # by row: its first slot
+        self.behind_drafts: dict[int, list[int]] = {}  # by row: its other slots, for the states behind drafts
         self.checkpoint_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
         self.page_of: Int32s = np.full(settings.state_slots, NONE, np.int32)  # by slot: the page of its checkpoint
-        self.locks: Int32s = np.zeros(settings.state_slots, np.int32)  # by slot: rows that start as a copy of it
-        self.used = np.zeros(settings.state_slots, np.int64)  # by slot: when it was last attached or copied
+        self.locks: Int32s = np.zeros(settings.state_slots, np.int32)  # by slot: rows that start from a copy of it
+        self.used = np.zeros(settings.state_slots, np.int64)  # by slot: time of the last attach or copy
         self.clock = 0
-        self.reading: dict[int, int] = {}  # by row: the checkpoint that it starts as a copy of, until it is copied
-        self.unpublished: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: checkpoints that no page has yet
-        self.starts: list[tuple[int, int, int]] = []  # row, slot, and what it is a copy of, for the next plan
+        self.reading: dict[int, int] = {}  # by row: the checkpoint that it starts from, until it is copied
+        self.unpublished: dict[int, list[tuple[int, int, BatchId]]] = {}  # by row: its checkpoints
+        self.starts: list[tuple[int, int, int]] = []  # row, slot and source of its first state, for the next plan
         self.unwritten: dict[int, BatchId] = {}  # by checkpoint of a page: the batch in flight that writes it
         self.incoming: dict[RequestId, list[int]] = {}  # slots of transfers, by request, until it has a row
 
     @property
     def idle(self) -> NDArray[np.intp]:
-        """Slots of checkpoints that are not being copied."""
+        """Slots of page checkpoints that are not locked: they can be evicted."""
         idle: NDArray[np.bool_] = (self.page_of >= 0) & (self.locks == 0)
         return idle.nonzero()[0]
 
     def available(self, path: Int32s) -> int:
-        """Slots that a newcomer behind these cached pages can have now."""
+        """Return the slots that a request behind these cached pages could take now."""
         source = int(self.checkpoint_of[path[-1]]) if path.size else NONE
-        mine = source >= 0 and not self.locks[source]
-        return self.pool.free_count + self.idle.size - mine + sum(1 for _ in self._spare())
+        idle_source = source >= 0 and not self.locks[source]
+        return self.pool.free_count + self.idle.size - idle_source + sum(1 for _ in self._spare())
 
     def _spare(self) -> list[tuple[int, tuple[int, int, BatchId]]]:
-        """Checkpoints of rows that no batch in flight writes."""
+        """Return the checkpoints of rows that no batch in flight writes, each with its row."""
         oldest = self.in_flight[0].plan.batch_id if self.in_flight else None
         return [
             (row, one) for row, kept in self.unpublished.items() for one in kept if oldest is None or one[2] < oldest
         ]
 
     def take_row(self, row: int, path: Int32s, step: Step) -> None:
-        """A row starts behind these pages: as a copy of the state there, or from zeros."""
+        """Allocate the slots of a row that starts behind these pages, from a copy of the state there or from zeros."""
         source = int(self.checkpoint_of[path[-1]]) if path.size else NONE
         if source >= 0:
             self.locks[source] += 1
@@ -85,11 +85,11 @@ class StatePool:
             self.starts += [(row, other, AS_IT_IS) for other in others]
 
     def receive(self, request_id: RequestId, step: Step) -> None:
-        """A request whose state will come is given all the slots of its row; the state goes to the first."""
+        """Allocate the slots of a request whose state will be received; the state is written to the first slot."""
         self.incoming[request_id] = [self.alloc_for_row(step) for _ in range(self.by_row)]
 
     def adopt_row(self, row: int, request_id: RequestId) -> None:
-        """Its state has come, and the request takes this row: it goes on from there."""
+        """Move the slots of a request whose state was received to its row."""
         slot, *others = self.incoming.pop(request_id)
         self.slot_of[row] = slot
         self.starts.append((row, slot, slot))
@@ -98,11 +98,11 @@ class StatePool:
             self.starts += [(row, other, AS_IT_IS) for other in others]
 
     def received(self, request_id: RequestId) -> None:
-        """A transfer has ended: what no row has adopted is free."""
+        """Free the slots of an ended transfer that no row has adopted."""
         self.pool.free(np.array(self.incoming.pop(request_id, ()), np.int32))
 
     def alloc_for_row(self, step: Step) -> int:
-        """A slot; rows yield the checkpoints that no page has yet, last of all."""
+        """Allocate a slot for a row. Checkpoints of rows are freed for it only if no page checkpoint can be evicted."""
         if not self.pool.free_count and not self.idle.size:
             owner, spare = self._spare()[0]
             self.unpublished[owner].remove(spare)
@@ -110,7 +110,7 @@ class StatePool:
         return self._alloc(step)
 
     def _alloc(self, step: Step) -> int:
-        """A slot; the checkpoint not used longest makes room. The caller saw that there is one."""
+        """Allocate a slot, evicting the least recently used page checkpoint. The caller checks that one is available."""
         if not self.pool.free_count:
             idle = self.idle
             oldest = int(idle[self.used[idle].argmin()])
@@ -128,20 +128,23 @@ class StatePool:
         self.clock += 1
 
     def leave_checkpoints(self, plan: BatchPlan, oldest: BatchId, step: Step) -> tuple[list[int], list[int], list[int]]:
-        """Which rows of a plan leave a checkpoint behind: positions in the plan, where they stand then, slots.
+        """Allocate slots for the checkpoints that the rows of a plan write.
 
-        At the last multiple of `checkpoint_tokens` that a row passes, as long as there are slots for it.
-        `oldest`: the first batch that is not collected.
+        A row writes one at the last multiple of `checkpoint_tokens` that it passes, as long as slots are available.
+
+        Args:
+            oldest: the first batch that is not collected.
+        Returns: indices of the rows in the plan, positions of their checkpoints, and slots.
         """
         boundaries = plan.stops // self.every * self.every
-        if plan.speculation is not None:  # the first that a row may pass is the likeliest
+        if plan.speculation is not None:  # the first multiple that a row may pass is the likeliest
             boundaries[plan.extend_rows :] = (plan.starts[plan.extend_rows :] // self.every + 1) * self.every
         passing = ((boundaries > plan.starts) & (boundaries <= plan.stops)).nonzero()[0].tolist()
         index: list[int] = []
         slots: list[int] = []
         for i in passing if self.caches else ():
             row = int(plan.rows[i])
-            if i >= plan.extend_rows:  # of decodes the newest is enough
+            if i >= plan.extend_rows:  # only the newest checkpoint of decodes is kept
                 self._forget_decodes(row, oldest)
             if not self.pool.free_count and not self.idle.size:
                 break
@@ -152,20 +155,20 @@ class StatePool:
         return index, [int(boundaries[i]) for i in index], slots
 
     def _forget_decodes(self, row: int, oldest: BatchId) -> None:
-        """Free a row's checkpoints that no batch in flight writes: those of its prompt are a page's by now."""
+        """Free the checkpoints of a row that no batch in flight writes. Those of its prompt belong to pages by now."""
         kept = self.unpublished.get(row, [])
         done = [one for one in kept if one[2] < oldest]
         self.unpublished[row] = [one for one in kept if one not in done]
         self.pool.free(np.array([slot for _, slot, _ in done], np.int32))
 
     def verified(self, batch: InFlight) -> None:
-        """A verifying batch is delivered: rows have the checkpoints that they passed, and no others."""
+        """Keep the checkpoints that rows have passed in a delivered verifying batch, and free the others."""
         steps = batch.steps
         assert steps is not None
         verifying = batch.plan.sample_rows >= batch.plan.extend_rows
         columns = batch.samplers.rows[verifying], batch.sampled_at[verifying], steps[verifying]
         for row, first, count in zip(*(column.tolist() for column in columns), strict=True):
-            passed = range(first, first + count)  # states behind so many positions
+            passed = range(first, first + count)  # positions that the states cover
             kept = self.unpublished.get(row, [])
             wrong = [one for one in kept if one[2] == batch.plan.batch_id and one[0] * self.page_size not in passed]
             if wrong:
@@ -173,7 +176,7 @@ class StatePool:
                 self.pool.free(np.array([slot for _, slot, _ in wrong], np.int32))
 
     def attach(self, page: int, slot: int) -> None:
-        """A checkpoint was loaded for a cached page: it is its, unless that has one by now."""
+        """Attach a loaded checkpoint to its cached page. It is freed if the page has another one by now."""
         if self.checkpoint_of[page] >= 0:
             self.pool.free(np.array([slot], np.int32))
             return
@@ -181,22 +184,24 @@ class StatePool:
         self._touch(slot)
 
     def copied(self, row: int) -> None:
-        """The batch with which a row starts is collected."""
+        """Unlock the checkpoint that a row has started from: the batch with the copy is collected."""
         source = self.reading.pop(row, NONE)
         if source >= 0:
             self.locks[source] -= 1
 
     def publish(self, row: int, pages: Int32s, collected: BatchId = NEWEST) -> None:
-        """The first pages of a row are cached: the checkpoints that batches up to `collected` left there are theirs.
+        """Move checkpoints of a row to its first pages, which are cached.
 
-        `pages`: those of the radix cache.
+        Args:
+            pages: these pages in the radix cache.
+            collected: only checkpoints of batches up to this one are moved.
         """
         kept = self.unpublished.get(row)
         if not kept:
             return
-        theirs = [one for one in kept if one[0] <= pages.size and one[2] <= collected]
-        self.unpublished[row] = [one for one in kept if one not in theirs]
-        for boundary, slot, _ in theirs:
+        moved = [one for one in kept if one[0] <= pages.size and one[2] <= collected]
+        self.unpublished[row] = [one for one in kept if one not in moved]
+        for boundary, slot, _ in moved:
             page = int(pages[boundary - 1])
             if self.checkpoint_of[page] >= 0:
                 self.pool.free(np.array([slot], np.int32))
@@ -206,9 +211,10 @@ class StatePool:
             self._touch(slot)
 
     def share(self, row: int, pages: Int32s, already: int) -> None:
-        """The first pages of a row are cached, but what computes them is in flight: so are the checkpoints there.
+        """Move checkpoints of a row to its first pages, which are cached while the batches that compute them are in
+        flight.
 
-        Only of pages that were not cached `already`: what is cached with them is hidden again if their batch fails.
+        Only pages that were not cached `already` get one, since they are hidden again if their batch fails.
         """
         kept = self.unpublished.get(row, [])
         shared = [one for one in kept if already < one[0] <= pages.size]
@@ -218,18 +224,18 @@ class StatePool:
             page = int(pages[boundary - 1])
             self.checkpoint_of[page], self.page_of[slot] = slot, page
             self._touch(slot)
-            if batch_id >= self.in_flight[0].plan.batch_id:  # otherwise it is there, and is shared late
+            if batch_id >= self.in_flight[0].plan.batch_id:  # otherwise it is written already
                 self.locks[slot] += 1
                 self.unwritten[slot] = batch_id
 
     def written(self, batch_id: BatchId) -> None:
-        """A batch is delivered, or failed: it writes no checkpoint any more."""
+        """Unlock the checkpoints that a delivered or failed batch has written."""
         for slot in [slot for slot, writer in self.unwritten.items() if writer == batch_id]:
             self.locks[slot] -= 1
             del self.unwritten[slot]
 
     def failed(self, batch_id: BatchId, rows: list[int]) -> None:
-        """What these rows leave behind with a batch that failed, and with those behind it, is the state of nothing."""
+        """Exclude checkpoints of these rows that a failed batch, or a batch behind it, has written from publication."""
         self.written(batch_id)
         for row in rows:
             if row in self.unpublished:
@@ -239,7 +245,7 @@ class StatePool:
                 ]
 
     def free_row(self, row: int) -> None:
-        """Nothing in flight uses a row any more: its slots are free."""
+        """Free the slots and checkpoints of a row that nothing in flight uses."""
         self.copied(row)
         slots = [int(self.slot_of[row]), *self.behind_drafts.pop(row, ())]
         slots += [slot for _, slot, _ in self.unpublished.pop(row, [])]
@@ -247,7 +253,7 @@ class StatePool:
         self.pool.free(np.array(slots, np.int32))
 
     def drop(self, pages: Int32s) -> None:
-        """These full pages have no holder any more: their checkpoints are free."""
+        """Free the checkpoints of full pages that are freed."""
         slots = self.checkpoint_of[pages]
         slots = slots[slots >= 0]
         if slots.size:

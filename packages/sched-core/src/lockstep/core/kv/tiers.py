@@ -726,13 +726,13 @@ class Tiers:
         if operation.host_handle is not None:
             self.host.unlock(operation.host_handle)
         if operation.kind == "write":
-            mine = operation.device_pages[self.writing[operation.device_pages] == operation.number]
-            self.writing[mine] = NO_OPERATION
+            own = operation.device_pages[self.writing[operation.device_pages] == operation.number]
+            self.writing[own] = NO_OPERATION
             if operation.blocks:
                 self.writing[self.writing == operation.number] = NO_OPERATION
         elif operation.kind == "load":
-            mine = operation.host_pages[self.loading[operation.host_pages] == operation.number]
-            self.loading[mine] = NO_OPERATION
+            own = operation.host_pages[self.loading[operation.host_pages] == operation.number]
+            self.loading[own] = NO_OPERATION
             if operation.blocks:
                 self.loading[self.loading == operation.number] = NO_OPERATION
         elif operation.kind == "prefetch":

@@ -1,4 +1,4 @@
-"""The pages of sliding-window layers: each is the window block of a full page (theory: hybrid.py)."""
+"""Pages of sliding-window layers: each one is the window block of a full page (hybrid.py has the theory)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from lockstep.core.requests.retraction import members_growing, pages_ahead
 from lockstep.core.requests.table import ONE, Int32s, Request, RequestState, RequestTable, RunningBatch
 
 NONE = -1  # no window page
-EVICT_AHEAD_SHARE = 256  # as for full pages: of the pool, at least one such part at once
+EVICT_AHEAD_SHARE = 256  # evict at least 1/256 of the pool at once, as for full pages
 
 
 class IncomingWindows(NamedTuple):
-    """Window pages of a request that has no row yet, since its KV is computed elsewhere."""
+    """Window pages of a request without a row, whose KV will be received."""
 
-    first: int  # page index of the first that it locks
-    shared: int  # pages in front of those it was given, which the radix cache has
-    pages: Int32s  # full pages from `first` on, with the blocks that it locks
-    promised: int  # companions that it opens as it decodes, as `WindowPool.promised` says
-    last: int  # pages it ever has
+    first: int  # index of the first page whose block it locks
+    shared: int  # cached pages in front of the allocated ones
+    pages: Int32s  # full pages from `first` on, whose blocks it locks
+    promised: int  # blocks that it opens as it decodes, see `WindowPool.promised`
+    last: int  # the most pages it will have
 
     def image(self) -> tuple[int, int, bytes, int, int]:
         """Return the values as a snapshot stores them."""
@@ -44,7 +44,7 @@ class IncomingWindows(NamedTuple):
 
 
 class WindowPool:
-    """The pages of sliding layers, each the companion of a full page."""
+    """The window pages of one engine."""
 
     def __init__(
         self,
@@ -57,79 +57,82 @@ class WindowPool:
     ) -> None:
         self.config = config
         self.page_size = config.page_size
-        self.behind = settings.window_tokens - 1  # positions before a token that it sees
+        self.behind = settings.window_tokens - 1  # positions before a token that the token reads
         self.row_pages_max = settings.row_pages_max(config.page_size, config.positions_ahead)
         self.depth = config.overlap_depth
         self.steps = config.decode_steps_per_launch
         self.by_one = config.positions_per_decode == 1
-        self.behind_prompts = config.overlap_depth * config.positions_per_decode  # while the batch of one is in flight
+        self.behind_prompts = config.overlap_depth * config.positions_per_decode  # positions beyond a prompt in flight
         self.table = table
         self.in_flight = in_flight
         self.deferred = deferred
         self.operations = operations
         self.pool = PagePool(settings.window_pages)
         self.window_of: Int32s = np.full(config.pages, NONE, np.int32)  # by full page
-        self.locks: Int32s = np.zeros(config.pages, np.int32)  # by full page: rows that may still read its companion
-        self.used = np.zeros(config.pages, np.int64)  # by full page: when its companion was last let go of
+        self.locks: Int32s = np.zeros(config.pages, np.int32)  # by full page: rows that may still read its block
+        self.used = np.zeros(config.pages, np.int64)  # by full page: time of the last unlock of its block
         self.clock = 0
         self.evictable = 0  # blocks that are not locked
         self.first: Int32s = np.zeros(config.rows_max, np.int32)  # by row: the first page index it locks
         self.shared: Int32s = np.zeros(config.rows_max, np.int32)  # by row: its protected pages
-        self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new companions, for the next plan
+        self.mapped: list[tuple[Int32s, Int32s]] = []  # full pages and their new blocks, for the next plan
         self.incoming: dict[RequestId, IncomingWindows] = {}  # of transfers, until the request has a row
-        self.quarantined: dict[RequestId, Int32s] = {}  # of transfers given up: pages whose companions may be written
+        self.quarantined: dict[RequestId, Int32s] = {}  # of abandoned transfers: pages whose blocks may be written
 
-    # ---- what there is
+    # ---- queries
 
     @property
     def available(self) -> int:
-        """Window pages that can be had now."""
+        """Window pages that can be allocated now: free ones and evictable ones."""
         return self.pool.free_count + self.evictable
 
     def first_seen(self, pages: Int32s | int) -> Any:
-        """The first page index that a token right behind so many pages sees."""
+        """Return the first page index that a token right behind `pages` pages reads."""
         return np.maximum(np.asarray(pages, np.int32) * self.page_size - self.behind, 0) // self.page_size
 
     def usable(self, there: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """By page of a path: whether the window in front of its end is there, where each page's companion is or not."""
+        """Return for each page of a path whether the whole window in front of its end exists, bool [pages].
+
+        `there`: whether the block of each page exists.
+        """
         number = np.arange(there.size, dtype=np.int32)
         lost = np.maximum.accumulate(np.where(there, NONE, number))
         seen: NDArray[np.bool_] = lost < self.first_seen(number + ONE)
         return seen
 
     def unbroken(self, request: Request, path: Int32s) -> int:
-        """Pages of a path with the windows that a request reads which begins behind the whole prompt."""
+        """Return the leading pages of a path that have all windows which a request behind the whole prompt reads."""
         first = self._first_to_come(request)
         lost = (self.window_of[path[first:]] < 0).nonzero()[0]
         return first + int(lost[0]) if lost.size else path.size
 
     def locked_by_match(self, path: Int32s) -> int:
-        """Evictable companions that starting behind a path would lock."""
+        """Return the number of evictable blocks that a request behind this path would lock."""
         tail = path[int(self.first_seen(path.size)) :]
         return int(np.count_nonzero(self.locks[tail] == 0))
 
-    # ---- hold
+    # ---- locks and blocks
 
     def take_row(self, row: int, path: Int32s) -> None:
-        """A row starts behind these pages."""
+        """Lock the windows of a row that starts behind these pages."""
         first = int(self.first_seen(path.size))
         self.first[row], self.shared[row] = first, path.size
         self.lock(path[first:])
 
     def lock(self, pages: Int32s) -> None:
-        """Lock the blocks of these full pages for a reader, each named once, until `unlock`."""
+        """Lock the blocks of these full pages for one reader, until `unlock`. No page occurs twice."""
         self.evictable -= int(np.count_nonzero(self.locks[pages] == 0))
         self.locks[pages] += ONE
 
     def take(self, count: int, step: Step) -> Int32s:
-        """So many companions, of no page yet. The caller saw that there are."""
+        """Allocate blocks that belong to no page yet. The caller checks `available`. Returns: int32 [count]"""
         missing = count - self.pool.free_count
         if missing > 0:
             self._evict(max(missing, self.pool.total // EVICT_AHEAD_SHARE), step)
         return self.pool.alloc(count)
 
     def attach(self, pages: Int32s, blocks: Int32s) -> None:
-        """These companions were loaded for cached pages: they are theirs, unless a page has one by now."""
+        """Attach loaded blocks to their cached pages. A block is freed if its page has another one by now."""
         lacks = self.window_of[pages] < 0
         self.pool.free(blocks[~lacks])
         pages, blocks = pages[lacks], blocks[lacks]
@@ -141,14 +144,14 @@ class WindowPool:
             self.mapped.append((pages, blocks))
 
     def open(self, pages: Int32s, step: Step) -> None:
-        """These full pages are a row's from now on: give each its companion. The caller saw that there are so many."""
+        """Allocate and lock a block for each full page that a row has opened. The caller checks `available`."""
         blocks = self.take(pages.size, step)
         self.window_of[pages] = blocks
         self.locks[pages] = ONE
         self.mapped.append((pages, blocks))
 
     def pages_below(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
-        """What rows hold below the page indices `keep`: full pages, and of each its row and index. int32 [n] all."""
+        """Return the full pages that rows lock below the page indices `keep`, with the row and index of each. int32 [n]"""
         counts = np.maximum(keep - self.first[rows], 0)
         if not counts.any():
             return NO_ROWS, NO_ROWS, NO_ROWS
@@ -156,7 +159,7 @@ class WindowPool:
         return self.table.pages[of, at], of, at
 
     def slide(self, rows: Int32s, keep: Int32s) -> None:
-        """Rows see nothing below the page indices `keep` any more, and nor does what is in flight of them."""
+        """Unlock the blocks of rows below the page indices `keep`, which neither they nor their batches in flight read."""
         pages, of, at = self.pages_below(rows, keep)
         if not pages.size:
             return
@@ -169,9 +172,9 @@ class WindowPool:
     def slides_by_growth(
         self, running_batch: RunningBatch, positions: Int32s, busy: list[Int32s]
     ) -> tuple[Int32s, Int32s]:
-        """Of a cohort's members that open a page next: their rows, and the page indices below which each is done.
+        """Return the rows of members that open a page next, and the page indices below which each may unlock.
 
-        `busy`: rows of prompts in flight, which may read further back than decodes do; they are left out.
+        `busy`: rows of prompts in flight, which may read lower positions than decodes do; they are left out.
         """
         growing = members_growing(positions, np.array(self.page_size - 1, np.int32))
         rows, boundary = (
@@ -184,9 +187,9 @@ class WindowPool:
         return rows, self.first_seen(np.maximum(boundary, 0))
 
     def slides(self, running: RunningView) -> tuple[Int32s, Int32s]:
-        """Before the cohort's next decode: rows that may let go, and the page indices below which each is done.
+        """Return the rows that may unlock before the next decode, and the page indices below which each may unlock.
 
-        Where a launch moves rows by several positions, or by how many is open, they go by what is in flight.
+        If a launch moves rows by several positions, or by an unknown number, the batches in flight determine the index.
         """
         running_batch = running.running_batch
         if self.by_one:
@@ -198,39 +201,39 @@ class WindowPool:
         return running_batch.rows, self.first_seen(stands[running_batch.rows] // self.page_size)
 
     def opening(self, running: RunningView) -> int:
-        """Pages without which the cohort does not decode: of one token each, or of as many decodes as a launch has."""
+        """Return the pages that the next launch opens, of one decode or of `decode_steps_per_launch` decodes."""
         if self.steps == 1 and self.by_one:
             return members_growing(running.positions, running.page_mask).size
         return pages_ahead(running.running_batch, running.positions, self.page_size, self.steps)
 
     def unlock(self, pages: Int32s) -> None:
-        """Rows let go of these full pages' companions, one lock for each time a page is named."""
+        """Release one lock on the block of a full page for each time that the page is named."""
         np.subtract.at(self.locks, pages, 1)
         self.used[pages] = self.clock + np.arange(pages.size)
         self.clock += pages.size
         free = np.unique(pages[self.locks[pages] == 0])
         self.evictable += int(np.count_nonzero(self.window_of[free] >= 0))
 
-    def hand_over(self, mine: Int32s, theirs: Int32s, held: NDArray[np.bool_]) -> None:
-        """A row reads `theirs` from now on, which the radix cache has, instead of its own pages `mine`. int32 [n] both.
+    def hand_over(self, own: Int32s, cached: Int32s, held: NDArray[np.bool_]) -> None:
+        """Let a row read the cached pages `cached` instead of its own pages `own`. int32 [n] both.
 
-        Where the radix cache has a tombstone, it gets the row's companion. `held`: of which the row locks companions.
-        What stays with `mine` stays locked until that page comes back: batches in flight may read it.
+        A hole of the radix cache is filled with the block of the row. A block that stays with a page of `own` stays
+        locked until that page is freed: batches in flight may read it. `held`: pages whose blocks the row locks.
         """
-        fills = (self.window_of[theirs] < 0) & (self.window_of[mine] >= 0)
+        fills = (self.window_of[cached] < 0) & (self.window_of[own] >= 0)
         if fills.any():
-            source, target = mine[fills], theirs[fills]
+            source, target = own[fills], cached[fills]
             blocks = self.window_of[source]
             self.window_of[target], self.window_of[source] = blocks, NONE
             self.locks[target], self.locks[source] = self.locks[source], 0
             self.used[target] = self.used[source]
             self.mapped.append((target, blocks))
-        locks = theirs[held & ~fills]
+        locks = cached[held & ~fills]
         self.evictable -= int(np.count_nonzero(self.locks[locks] == 0))
         self.locks[locks] += ONE
 
     def drop(self, pages: Int32s) -> None:
-        """These full pages have no reader any more: their blocks are free."""
+        """Free the blocks of full pages that have no reader."""
         with_one = pages[self.window_of[pages] >= 0]
         if with_one.size:
             self.evictable -= int(np.count_nonzero(self.locks[with_one] == 0))
@@ -239,7 +242,7 @@ class WindowPool:
             self.window_of[with_one] = NONE
 
     def _evict(self, count: int, step: Step) -> None:
-        """Make tombstones of the companions that were let go of longest ago."""
+        """Evict the least recently unlocked blocks, which leaves holes."""
         candidates = ((self.window_of >= 0) & (self.locks == 0)).nonzero()[0]
         count = min(count, candidates.size)
         if count < candidates.size:
@@ -248,10 +251,13 @@ class WindowPool:
         self.drop(oldest.astype(np.int32))
         step.decided.append(BlocksEvicted(step.time_us, "window", count))
 
-    # ---- from and to another engine
+    # ---- transfers from and to other engines
 
     def receive(self, request: Request, path: Int32s, pages: Int32s, stop: int, step: Step) -> None:
-        """A request whose KV will come is given `pages` behind the cached `path`, for positions up to `stop`."""
+        """Lock and open the windows of a request whose KV will be received in `pages`, behind the cached `path`.
+
+        `stop`: positions up to which `pages` reach.
+        """
         first = self._first_to_come(request)
         tail, given = path[first:], pages[max(first - path.size, 0) :]
         self.evictable -= int(np.count_nonzero(self.locks[tail] == 0))
@@ -264,11 +270,11 @@ class WindowPool:
         )
 
     def adopt_row(self, row: int, request_id: RequestId) -> None:
-        """All has come, and the request takes this row: what it locks is the row's."""
+        """Move the locks of a request whose KV was received to its row."""
         self.first[row], self.shared[row] = self.incoming.pop(request_id)[:2]
 
     def quarantine(self, request_id: RequestId) -> None:
-        """No request waits for it any more: what was cached is released, what it was given may be written yet."""
+        """Unlock the cached pages of an abandoned transfer. Its own pages may still be written and stay locked."""
         coming = self.incoming.pop(request_id, None)
         if coming is not None:
             cached = max(coming.shared - coming.first, 0)
@@ -278,16 +284,16 @@ class WindowPool:
     def has_room_to_receive(
         self, engine: EngineView, request: Request, path: Int32s, stop: int, reserved: int | None
     ) -> bool:
-        """Whether there are windows for a request whose KV will come, and for those before it.
+        """Whether windows are available for a request whose KV will be received, beside running and incoming requests.
 
-        Each may open as many pages as `reserved` tokens need, or, under reserve `full`, all it ever does.
-        `reserved`: None for a request that has the engine for itself.
+        Each of these may open the pages of `reserved` tokens, or, under reserve `full`, all pages it will ever open.
+        `reserved`: None if no other request runs.
         """
         first, now = self._first_to_come(request), -(-stop // self.page_size)
         wanted = now - max(first, path.size) + int(np.count_nonzero(self.locks[path[first:]] == 0))
         running = of_all_microbatches(engine)
         next_ones = self.opened_next(running, path)
-        if self.config.reserve == "full":  # beside what writers of transfers given up still keep, too
+        if self.config.reserve == "full":  # which also counts the pages of abandoned transfers
             own = now - first + self.promised(request, stop, first)
             return own <= self.unreserved_pages(running) and wanted <= self.available - next_ones
         if reserved is None or wanted > self.available:
@@ -303,17 +309,17 @@ class WindowPool:
         return wanted + max(int(np.clip(to_open, 0, most).sum()), next_ones) <= self.available
 
     def _first_to_come(self, request: Request) -> int:
-        """The first page index with a window that a request needs which begins behind its whole prompt."""
+        """Return the first page index with a window that a request behind its whole prompt reads."""
         return int(self.first_seen(request.prompt_tokens // self.page_size))
 
     def of_last_window(self, request: Request, start: int, pages: Int32s) -> Int32s:
-        """Companions of those of a prompt's pages, from page index `start` on, that its first decode may see."""
+        """Return the blocks of the pages of a prompt, from page index `start` on, that its first decode may read."""
         return self.window_of[pages[max(self._first_to_come(request) - start, 0) :]]
 
-    # ---- what rows will need
+    # ---- the reserve
 
     def to_come(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
-        """Pages that are not for newcomers: what `reserve` leaves to the cohort, its next decode at least."""
+        """Return the window pages that `reserve` leaves to the running batch: at least those of its next decode."""
         running_batch, positions = engine.running_batch, engine.positions
         if not running_batch.size:
             return 0
@@ -326,16 +332,16 @@ class WindowPool:
         return max(next_ones, int(np.clip(self.row_pages_max - (now - self.first[running_batch.rows]), 0, most).sum()))
 
     def unreserved_pages(self, engine: RunningView) -> int:
-        """Pages that no active request holds or may still open: what reserve `full` has left.
+        """Return the window pages that no active request locks or may still open: the rest of reserve `full`.
 
-        A page that several hold counts for each of them, since each may slide past it while the others stay.
+        A page that several requests lock counts for each of them, since each may unlock it at another time.
         """
         running_batch, page_size = engine.running_batch, self.page_size
         now = -(-engine.positions // page_size)
         first = self.first[running_batch.rows]
         most = self.row_pages_max - (now - first)
         until = np.zeros(self.table.pages.shape[0], np.int32)
-        for batch in engine.in_flight:  # a row that decodes behind its prompt releases nothing before that is delivered
+        for batch in engine.in_flight:  # a decoding row unlocks nothing before its prompt is delivered
             prompts = batch.plan.rows[: batch.plan.extend_rows]
             until[prompts] = batch.plan.stops[: batch.plan.extend_rows] + self.behind_prompts
         most = np.maximum(most, -(-until[running_batch.rows] // page_size) - now)
@@ -363,7 +369,10 @@ class WindowPool:
         return self.available - self.to_come(engine)
 
     def promised(self, request: Request, stop: int, first: int) -> int:
-        """Pages that a request still opens as it decodes, once its prompt is computed to `stop`, from `first` on."""
+        """Return the pages that a request still opens as it decodes. Its prompt is computed up to position `stop`.
+
+        `first`: index of the first page that it locks.
+        """
         if self.config.reserve == "on_demand":
             return 0
         now = -(-stop // self.page_size)
@@ -374,9 +383,9 @@ class WindowPool:
     def room(
         self, engine: RunningView, request: Request, start: int, take: int, path: Int32s, budget: PrefillBudget
     ) -> int:
-        """Tokens that a request may take from `start` on, at most `take`, beside what others will need.
+        """Return how many of `take` tokens a request may compute from position `start` on, beside the reserve.
 
-        `path`: the cached pages in front of it, if it has no row yet.
+        `path`: the cached pages in front of the request, if it has no row yet.
         """
         if self.config.reserve == "full":
             tail = path.size - int(self.first_seen(path.size))
@@ -395,19 +404,19 @@ class WindowPool:
             own = self.promised(request, stop, first)
             if -(-stop // self.page_size) - -(-start // self.page_size) + own <= left:
                 return take
-            take -= 1  # all but its end, which needs more
+            take -= 1  # without its last token, the end of the prompt, fewer pages are needed
         return min(take, max(left, 0) * self.page_size + -start % self.page_size)
 
     def opened_next(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
-        """Pages that next decodes open, and let go of none for; what a microbatch lets go of comes in its own turn."""
+        """Return the pages that the next decode of each microbatch opens beyond those that it unlocks."""
         apart = engine.apart if isinstance(engine, RunningProjection) else ()
         return sum([max(self.lacking(one, kept) + self.available, 0) for one in apart or (engine,)])
 
     def lacking(self, engine: RunningView, kept: Int32s = NO_ROWS) -> int:
-        """Pages that the next decode of the running batch opens, and releases none for, beyond those that can be had
-        now.
+        """Return the pages that the next decode of the running batch opens, less those that it unlocks and those that
+        are available.
 
-        `kept`: full pages with blocks that are about to be locked, so that releasing them frees none.
+        `kept`: full pages with blocks that are about to be locked, so that unlocking them frees nothing.
         """
         opening = self.opening(engine)
         if not opening:
@@ -417,8 +426,11 @@ class WindowPool:
         return opening - int(np.count_nonzero(freed)) - self.available
 
     def once_delivered(self, leaving: list[tuple[int, int]], opening: int) -> WindowPool:
-        """These windows once everything in flight is delivered and the rows `leaving` are given back, each with the
-        positions it stands at; the others have opened so many pages by then. A copy, to ask `room` of.
+        """Return a copy of the pool, for `room`, as it is once all in flight is delivered and some rows are freed.
+
+        Args:
+            leaving: the rows that are freed, each with its computed positions.
+            opening: pages that the other rows open by then.
         """
         later = copy(self)
         later.locks, later.first = self.locks.copy(), self.first.copy()
@@ -437,17 +449,17 @@ class WindowPool:
         return later
 
     def returning(self) -> int:
-        """Pages that come back by themselves once everything in flight is delivered, and what moves between tiers has
-        moved. An underestimate."""
+        """Return the pages that become available once all in flight is delivered and all operations between tiers have
+        ended. An underestimate."""
         found, locks = 0, self.locks
         if self.operations:
             moving = self.operations.window_locks(self.config.pages)
             locks = self.locks - moving
             found = int(np.count_nonzero((moving > 0) & (locks == 0))) + self.operations.windows_loading
-        until = {  # by row: below this page
+        until = {  # by row: the page index up to which it unlocks
             row: -(-computed // self.page_size) for row, computed in self.deferred.leaving()
         }
-        for batch in self.in_flight:  # of several chunks of a prompt the last one says it
+        for batch in self.in_flight:  # the last of several chunks of a prompt determines the index
             for i, request in batch.alive():
                 if i < batch.plan.extend_rows:
                     until[request.row] = int(self.first_seen(int(batch.plan.stops[i]) // self.page_size))
@@ -549,5 +561,5 @@ COLUMNS = ("window_of", "locks", "used", "first", "shared")  # arrays of a snaps
 
 
 def extending_rows(in_flight: Iterable[InFlight]) -> list[Int32s]:
-    """Rows of prompts in flight, by batch."""
+    """Return the rows of prompts in flight, by batch."""
     return [batch.plan.rows[: batch.plan.extend_rows] for batch in in_flight if batch.plan.extend_rows]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class RadixNode:
-    """One edge of the tree, and the handle to the path that ends with it. Only RadixCache changes it."""
+    """One edge of the radix tree, and the handle of the path that ends with it. Only RadixCache changes it."""
 
     __slots__ = (
         "children",
@@ -40,9 +40,9 @@ class RadixNode:
         self.pages = pages  # int32 [pages of this edge], owned
         self.stop: int = parent.stop + len(pages) if parent is not None else 0  # pages from the root to its end
         self.tick = 0  # of its last use
-        self.handles = 0  # locks taken on this very node
+        self.handles = 0  # locks taken on this node itself
         self.lock_count = 0  # locks taken on it or below
-        self.invalidated = False  # no match may find it: what it holds was never computed
+        self.invalidated = False  # hidden from matches: its KV was never computed
         self.queued = False  # whether it has an entry in the queue of leaves
         self.version = 0  # rises with every change that can alter a match ending here; not kept in a dump
 
@@ -51,7 +51,7 @@ class RadixNode:
 
 
 class Found(Struct, frozen=True):
-    """Where the longest cached prefix of some tokens ends. It holds for as long as `node` has this `version`."""
+    """The end of the longest cached prefix of some tokens. It is valid while `node` has this `version`."""
 
     node: RadixNode
     version: int
