@@ -1,32 +1,33 @@
-"""Companions below the device: window pages and states (hybrid.py) in host memory, each of one page of the host's, and
-in storage, each under a key that follows from its page's.
+"""Window and state blocks (hybrid.py) below the device: in host memory, each with one host page, and in storage, each
+under a key derived from the key of its page.
 
     device    page p: window_of[p], checkpoint_of[p]     --write-->     host page h: `of[h]` in the pool of each kind
                                                          <--load---
-    host      page h: `of[h]`                            --store-->     storage, under `block_key` of the page's
+    host      page h: `of[h]`                            --store-->     storage, under `block_key` of the page key
                                                        <--prefetch--
 
-**Room.** The host has as many window pages and states for each of its pages as the device has, rounded up. Each pool by
-itself evicts what was written or read longest ago, of one path the beginning before the end; a host page that goes
-takes its companions along.
+**Room.** The host has as many window blocks and state blocks per page as the device has, rounded up. Each pool evicts
+by itself the blocks that were written or read longest ago, of one path the beginning before the end. An evicted host
+page takes its blocks along.
 
-**Down.** Where pages are written, their companions go with them, as far as there is room; the end of a path goes first.
-Of what the host has already, the blocks are written that are needed to go on from the end of the path: the window in
-front of it, the last checkpoint.
+**Writes.** Pages are written with their blocks, as far as there is room, the end of a path first. For pages that the
+host already has, only the blocks are written that a request needs to continue from the end of the path: the window in
+front of it, and the last checkpoint.
 
-**Up.** A path ends, for a request, where every kind can go on from the device and the host together. A load brings what
-the device lacks of that: pages, of windows those in front of the end, of states the one behind it. It may be no page
-at all.
+**Loads.** A request can start behind the last page from which every kind can continue with the blocks of device and
+host together. A load brings what the device lacks for that: pages, window blocks in front of that end, the state block
+at it. It may be blocks without any page.
 
-**Storage** gets what the host gets. Its content is unknown before a query, so an order names what may be needed
-of the last part of a path, and has room for what one end needs; `in_storage` is how far a request could go on with
-what is there, and that is what comes: pages up to there, of windows those in front of it, of states the one behind it.
+**Storage** receives what the host receives. Its content is unknown before a query, so a prefetch names all blocks that
+may be needed in the last part of a path, and has room for the blocks of one end. `in_storage` determines how far a
+request could continue with the stored content, and the answer brings that: pages up to the end, window blocks in front
+of it, the state block at it.
 
-**While it moves** a companion that is written is locked on the device, unless its page is given up; one that a load or
-store reads, or a prefetch counts on, is locked in the host's pool; and what a load counts on, because the device has
-it, is locked there. What is on its way belongs to the operation. It has arrived if all of the copy has, or, of a
-prefetch, if the answer says so; then it goes to the page at its place in the tree, or, if that has got one in the
-meantime, is free.
+**While an operation runs**, a block that is written is locked on the device, unless its page is given up. A block that
+a load or store reads, or that a prefetch counts on, is locked in the pool of the host. A block of the device that a
+load counts on is locked there. Blocks on their way belong to the operation. They have arrived if the whole copy has,
+or, of a prefetch, if the answer names them. Then each is attached to the page at its place in the tree, or freed if
+that page has another one by now.
 """
 
 from __future__ import annotations
@@ -53,28 +54,28 @@ from lockstep.core.kv.running_view import EngineView
 from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Int32s
 
-NONE = -1  # no companion
+NONE = -1  # no block
 HOST_KINDS: dict[Kind, Literal["host window", "host state"]] = {"window": "host window", "state": "host state"}
 
 
 class NeededBlocks(NamedTuple):
-    """What a load brings of one kind, and what it counts on of what the device has."""
+    """The blocks of one kind that a load brings, and those of the device that it counts on."""
 
     kind: Kind
-    lacking: Int32s  # indices of the path's pages whose companions the device lacks
-    there: Int32s  # and of those in which the device has it
+    lacking: Int32s  # indices of pages of the path whose block the device lacks
+    there: Int32s  # indices of pages of the path whose block the device has
 
 
 class HostPool:
-    """Companions of one kind in host memory."""
+    """Blocks of one kind in host memory."""
 
     def __init__(self, kind: Kind, total: int, host_pages: int) -> None:
         self.kind = kind
         self.pool = PagePool(total)
         self.of: Int32s = np.full(host_pages, NONE, np.int32)  # by host page
-        self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: moves that read, or count on, its companion
-        self.used = np.zeros(host_pages, np.int64)  # by host page: when its companion was last written or read
-        self.stored = np.zeros(host_pages, np.bool_)  # by host page: storage has its companion, or is about to get it
+        self.locks: Int32s = np.zeros(host_pages, np.int32)  # by host page: operations that need its block
+        self.used = np.zeros(host_pages, np.int64)  # by host page: time of the last write or read of its block
+        self.stored = np.zeros(host_pages, np.bool_)  # by host page: whether its block is stored or being stored
         self.clock = 0
 
     @property
@@ -84,15 +85,15 @@ class HostPool:
 
     @property
     def available(self) -> int:
-        """Companions that can be had now."""
+        """Blocks that can be allocated now: free ones, and unlocked ones of host pages."""
         return self.pool.free_count + self._idle.size
 
     def has(self, count: int) -> bool:
-        """Whether so many can be had now."""
+        """Whether `count` blocks can be allocated now."""
         return self.pool.free_count >= count or self.available >= count
 
     def take(self, count: int, step: Step) -> Int32s:
-        """Room for so many; the caller saw that there is."""
+        """Allocate `count` blocks, evicting the oldest ones. The caller checks `available`. Returns: int32 [count]"""
         missing = count - self.pool.free_count
         if missing > 0:
             idle = self._idle
@@ -101,12 +102,12 @@ class HostPool:
         return self.pool.alloc(count)
 
     def touch(self, host_pages: Int32s) -> None:
-        """Companions of these pages were used just now, the first of them longest ago."""
+        """Count the blocks of these pages as used now, the first one longest ago."""
         self.used[host_pages] = self.clock + np.arange(host_pages.size)
         self.clock += host_pages.size
 
     def attach(self, host_pages: Int32s, blocks: Int32s, *, stored: bool = False) -> None:
-        """These have arrived: each is its page's, unless that has one by now. `stored`: storage has them."""
+        """Attach blocks that have arrived. One is freed if its page has another by now. `stored`: storage has them."""
         lacks = self.of[host_pages] < 0
         self.of[host_pages[lacks]] = blocks[lacks]
         if stored:
@@ -115,7 +116,7 @@ class HostPool:
         self.pool.free(blocks[~lacks])
 
     def drop(self, host_pages: Int32s) -> None:
-        """Companions of these pages are free."""
+        """Free the blocks of these pages."""
         with_one = host_pages[self.of[host_pages] >= 0]
         self.pool.free(self.of[with_one])
         self.of[with_one] = NONE
@@ -123,7 +124,7 @@ class HostPool:
 
 
 class HostBlocks:
-    """Window pages and states in host memory, beside the host's pages of one engine."""
+    """Window and state blocks in the host memory of one engine."""
 
     def __init__(self, config: SchedConfig, host_pages: int) -> None:
         self.host_pages = host_pages
@@ -136,17 +137,17 @@ class HostBlocks:
             if size:
                 self.pools[kind] = HostPool(kind, -(-host_pages * size // config.pages), host_pages)
 
-    # ------------------------------------------------------------------------------------------------------------ down
+    # ---------------------------------------------------------------------------------------------------------- writes
 
     def begin_write(
         self, hybrid: Hybrid, path: Int32s, known: Int32s, start: int, busy: NDArray[np.bool_], step: Step
     ) -> list[MovedBlocks]:
-        """Take room for the companions that are to be written of a path's pages.
+        """Allocate host room for the blocks of a path that are to be written.
 
         Args:
-            path: pages of the device, int32 [stop]; those from `start` on are being written with it.
-            known: int32 [at most start], pages that the host has of them.
-            busy: bool [as known], of these the ones of which something is being written already.
+            path: pages of the device, int32 [stop]; the pages from `start` on are written in the same operation.
+            known: pages that the host has of the path, int32 [at most start].
+            busy: bool, shape of `known`: pages with a write under way.
         """
         found = []
         for kind, pool in self.pools.items():
@@ -165,19 +166,22 @@ class HostBlocks:
         return found
 
     def arrived(self, moved: list[MovedBlocks], host_path: Int32s) -> None:
-        """A write is done: its companions are those of these pages."""
+        """Attach the blocks of a finished write to the pages of a path."""
         for one in moved:
             self.pools[one.kind].attach(host_path[one.index], one.host)
 
     def lost(self, moved: list[MovedBlocks]) -> None:
-        """A write failed, or no match could find it."""
+        """Free the blocks of a failed write, or of one that no match could find."""
         for one in moved:
             self.pools[one.kind].pool.free(one.host)
 
-    # -------------------------------------------------------------------------------------------------------------- up
+    # ----------------------------------------------------------------------------------------------------------- loads
 
     def usable_pages(self, hybrid: Hybrid, device: Int32s, host: Int32s) -> int:
-        """Ends, in pages, from which a request can go on if device and host have its prefix up to these pages."""
+        """Return the pages behind which a request can start, with the blocks of device and host together.
+
+        `device`, `host`: the pages that each has of the path.
+        """
         length = max(device.size, host.size)
         usable = np.ones(length, np.bool_)
         for kind in self.pools:
@@ -186,7 +190,7 @@ class HostBlocks:
         return int(ends[-1]) + 1 if ends.size else 0
 
     def _there(self, hybrid: Hybrid, kind: Kind, device: Int32s, host: Int32s, pages: int) -> NDArray[np.bool_]:
-        """By page of a path, whether the device or the host has its companion."""
+        """Return for each page of a path whether the device or the host has its block, bool [pages]."""
         there = np.zeros(pages, np.bool_)
         device, host = device[:pages], host[:pages]
         there[: device.size] = hybrid.blocks_of(kind, device) >= 0
@@ -194,7 +198,10 @@ class HostBlocks:
         return there
 
     def blocks_to_load(self, hybrid: Hybrid, device: Int32s, pages: int) -> list[NeededBlocks]:
-        """What a load must bring so that a request can go on behind so many pages, the first of them on the device."""
+        """Return the blocks that a load must bring so that a request can start behind `pages` pages of a path.
+
+        `device`: the pages that the device has of the path.
+        """
         coming = []
         for kind in self.pools:
             seen = np.arange(hybrid.seen_from(kind, pages), pages, dtype=np.int32)
@@ -205,18 +212,17 @@ class HostBlocks:
         return coming
 
     def has_room(self, hybrid: Hybrid, coming: list[NeededBlocks], engine: EngineView) -> bool:
-        """Whether the device has room for that, and for a request that starts behind it beside what others will
-        need."""
+        """Whether the device has room for these blocks, and for a request behind them, beside the reserve."""
         return all(hybrid.has_room(one.kind, one.lacking.size, one.there.size, engine) for one in coming)
 
     def begin_read(self, coming: list[NeededBlocks], host: Int32s) -> None:
-        """A load reads this from now on. `host`: pages of the host."""
+        """Lock the blocks that a load reads. `host`: the host pages of the path."""
         for kind, lacking, _ in coming:
             self.pools[kind].locks[host[lacking]] += 1
             self.pools[kind].touch(host[lacking])
 
     def read(self, hybrid: Hybrid, coming: list[NeededBlocks], host: Int32s, step: Step) -> list[MovedBlocks]:
-        """Take room on the device for what a load brings of these pages of the host."""
+        """Allocate room on the device for the blocks that a load reads. `host`: the host pages of the path."""
         return [
             MovedBlocks(kind, lacking, hybrid.room_for(kind, lacking.size, step), self.pools[kind].of[host[lacking]])
             for kind, lacking, _ in coming
@@ -224,14 +230,14 @@ class HostBlocks:
         ]
 
     def end_read(self, moved: list[MovedBlocks], host: Int32s) -> None:
-        """A load or a store has ended, one way or another."""
+        """Unlock the blocks that an ended load or store has read."""
         for one in moved:
             self.pools[one.kind].locks[host[one.index]] -= 1
 
     # --------------------------------------------------------------------------------------------------------- storage
 
     def to_store(self, host: Int32s) -> list[MovedBlocks]:
-        """What storage lacks of the companions of these pages of the host; a store reads it from now on."""
+        """Lock and return the blocks of these host pages that storage lacks, for a store."""
         found = []
         for kind, pool in self.pools.items():
             index = ((pool.of[host] >= 0) & ~pool.stored[host]).nonzero()[0].astype(np.int32)
@@ -242,12 +248,15 @@ class HostBlocks:
         return found
 
     def not_stored(self, moved: list[MovedBlocks], host: Int32s) -> None:
-        """A store of these has failed."""
+        """Unmark the blocks of a failed store."""
         for one in moved:
             self.pools[one.kind].stored[host[one.index]] = False
 
     def may_fetch(self, hybrid: Hybrid, under_way: list[MovedBlocks], share: float) -> bool:
-        """Whether one prefetch more may begin beside these, which may fill such a share of each pool at once."""
+        """Whether one more prefetch may begin. All prefetches may fill a `share` of each pool at once.
+
+        `under_way`: blocks of the prefetches under way.
+        """
         for kind, pool in self.pools.items():
             taken = sum(one.host.size for one in under_way if one.kind == kind)
             wanted = min(hybrid.seen(kind), pool.pool.total)
@@ -258,21 +267,18 @@ class HostBlocks:
     def to_fetch(
         self, hybrid: Hybrid, device: Int32s, host: Int32s, reach: int, keys: list[bytes], step: Step
     ) -> tuple[list[MovedBlocks], tuple[BlockFetch, ...], int]:
-        """What a prefetch of a path asks of companions, with room for what any one end lacks of each kind.
-
-        What the path has of them on the host stays there meanwhile.
+        """Allocate room for the blocks that a prefetch may bring for any one end, and lock those that the host has.
 
         Args:
             device, host: the pages that each has of the path.
-            reach: pages behind which a request could go on without it.
-            keys: of the path's pages.
-
-        Returns: what moves; `blocks` and `reached` of the order.
+            reach: pages behind which a request could start without the prefetch.
+            keys: keys of the pages of the path.
+        Returns: the moved blocks; `blocks` and `reached` of the order.
         """
         first = min(host.size, *(hybrid.seen_from(kind, reach + 1) for kind in self.pools))
         index = np.arange(first, len(keys), dtype=np.int32)
         ends = np.arange(reach + 1, len(keys) + 1)
-        moved, asked = [], []
+        moved, ordered = [], []
         for kind, pool in self.pools.items():
             there, seen = self._there(hybrid, kind, device, host, len(keys)), hybrid.seen(kind)
             counted = (pool.of[host] >= 0).nonzero()[0].astype(np.int32)
@@ -284,24 +290,24 @@ class HostBlocks:
             room = pool.take(min(most, pool.available), step)
             named = tuple(block_key(kind, key) for key in keys[first:])
             moved.append(MovedBlocks(kind, index, NO_ROWS, room, counted))
-            asked.append(BlockFetch(kind, named, tuple(there[first:].tolist()), seen, room))
-        return moved, tuple(asked), reach - first
+            ordered.append(BlockFetch(kind, named, tuple(there[first:].tolist()), seen, room))
+        return moved, tuple(ordered), reach - first
 
     def end_prefetch(self, moved: list[MovedBlocks], host: Int32s) -> None:
-        """A prefetch has ended, one way or another: what it counted on may go."""
+        """Unlock the blocks that an ended prefetch has counted on."""
         for one in moved:
             self.pools[one.kind].locks[host[one.counted]] -= 1
 
     def check_fetched(self, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], pages: int) -> None:
-        """Raises ContractError for companions that were not asked for, or of other than the path's first `pages`.
+        """Raise ContractError for blocks that were not requested, or that belong to pages beyond the first `pages`.
 
-        Whether they are all that an end needs is not checked: if not, no request goes on there.
+        Missing blocks are no error: then no request continues at that end.
         """
         wanted = {one.kind: one for one in asked}
         for one in found:
             order = wanted.pop(one.kind, None)
             if order is None:
-                raise ContractError(f"a prefetch brought {one.kind}s twice, or unasked")
+                raise ContractError(f"a prefetch brought {one.kind}s twice, or without a request")
             most = int(np.searchsorted(order.index, pages))
             rising = all(a < b for a, b in zip((-1, *one.indices), (*one.indices, most), strict=True))
             if not rising or len(one.indices) > order.host.size:
@@ -311,26 +317,26 @@ class HostBlocks:
                 )
 
     def fetched(self, asked: list[MovedBlocks], found: tuple[BlocksFound, ...], host_path: Int32s) -> None:
-        """A prefetch has brought this to the pages of a path; what else it had room for is free."""
+        """Attach the blocks that a prefetch has brought to the pages of a path, and free the unused room."""
         came = {one.kind: one.indices for one in found}
         for one in asked:
             index = one.index[list(came.get(one.kind, ()))]
             self.pools[one.kind].attach(host_path[index], one.host[: index.size], stored=True)
             self.pools[one.kind].pool.free(one.host[index.size :])
 
-    # ------------------------------------------------------------------------------------------------------ everything
+    # -------------------------------------------------------------------------------------------- eviction and snapshot
 
     def drop(self, host_pages: Int32s) -> None:
-        """These pages of the host are free, or another path's."""
+        """Free the blocks of host pages that are freed."""
         for pool in self.pools.values():
             pool.drop(host_pages)
 
     def void(self) -> None:
-        """Host memory is gone."""
+        """Free all blocks: host memory is lost."""
         self.pools = {kind: HostPool(kind, pool.pool.total, self.host_pages) for kind, pool in self.pools.items()}
 
     def dump(self) -> list[tuple[str, Any]]:
-        """The state in builtins."""
+        """Return the state in builtins."""
         return [
             (
                 kind,
@@ -344,7 +350,7 @@ class HostBlocks:
         ]
 
     def load(self, image: list[tuple[Kind, Any]]) -> None:
-        """Become what `dump` described."""
+        """Take over the state that `dump` returned."""
         for kind, of in image:
             pool = self.pools[kind]
             pool.pool, pool.clock = PagePool.load(of["pool"]), of["clock"]
@@ -390,19 +396,20 @@ class HostBlocks:
                 fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 
 
-COLUMNS = ("of", "locks", "used", "stored")  # the last if there is storage
+COLUMNS = ("of", "locks", "used", "stored")  # arrays of a snapshot; the last one only with storage
 
 
 def block_key(kind: Kind, key: bytes) -> bytes:
-    """Under which storage has the companion of the page with this key."""
+    """Return the key of the block of the page with this key."""
     return sha256(key + kind.encode()).digest()
 
 
 def in_storage(order: PrefetchFromStorage, has: Callable[[bytes], bool]) -> tuple[int, tuple[BlocksFound, ...]]:
-    """What a prefetch brings from a storage that `has` some keys: pages, and companions by index into their keys.
+    """Return what a prefetch brings from a storage that `has` some keys: pages, and blocks by index into their keys.
 
-    The same for every storage, simulated or not: the furthest end up to which it has all pages, and all companions
-    that are needed there and not there already, as far as there is room for them; nothing if that is no gain.
+    Every storage, simulated or not, uses this function. The result reaches to the last end up to which storage has all
+    pages, and all blocks that the engine lacks at that end, as far as there is room for them. It is empty if that is no
+    gain.
     """
     pages = next((index for index, key in enumerate(order.keys) if not has(key)), len(order.keys))
     if not order.blocks:

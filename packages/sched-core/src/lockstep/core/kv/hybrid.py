@@ -266,7 +266,7 @@ class Hybrid:
         return self.window.lacking(engine) if self.window is not None else 0
 
     def short_for_decode(self, engine: EngineView) -> bool:
-        """Unlock windows that the running batch does not read any more. Returns whether its next decode lacks a page."""
+        """Unlock windows that the running batch no longer reads. Returns whether its next decode lacks a page."""
         if self.window is None:
             return False
         self.window.slide(*self.window.slides(engine))
@@ -283,14 +283,14 @@ class Hybrid:
         return self.states.checkpoint_of[pages]
 
     def written(self, kind: Kind, pages: Int32s) -> Int32s:
-        """Return the blocks of computed pages; NONE where a batch in flight still writes the checkpoint. int32 [pages]"""
+        """Return the blocks of computed pages, int32 [pages]; NONE while a batch in flight writes the checkpoint."""
         blocks = self.blocks_of(kind, pages)
         if kind == "state" and self.states is not None and self.states.unwritten:
             blocks[np.isin(blocks, list(self.states.unwritten))] = NONE
         return blocks
 
     def needed_from(self, kind: Kind, blocks: Int32s) -> int:
-        """Return the first page index of a path with a block that a request needs to continue from the end of the path."""
+        """Return the first page index with a block that a request needs to continue from the end of a path."""
         if kind == "window":
             return self.seen_from(kind, blocks.size)
         there = (blocks >= 0).nonzero()[0]
@@ -379,7 +379,7 @@ class Hybrid:
             self.states.receive(request.request_id, step)
 
     def to_receive(self, request: Request, pages: Int32s) -> HybridTransfer | None:
-        """Return the blocks that a transfer writes. `pages`: the full pages that it writes, up to the end of the prompt.
+        """Return the blocks that a transfer writes. `pages`: the full pages that it writes, the last of the prompt.
 
         None: the model has full attention only.
         """

@@ -1,4 +1,4 @@
-"""The tiers of an engine that has none below the device, and the choice between both."""
+"""The tiers of an engine without any below the device, and the choice between both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.core.requests.table import Int32s, Request
 
 
 class NoTiers(Tiers):
-    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for that."""
+    """The tiers of an engine without any: nothing is copied, loaded or fetched, and no request waits for it."""
 
     present = False
 
@@ -32,41 +32,41 @@ class NoTiers(Tiers):
         self.candidates = {}
 
     def used(self, match: Match) -> None:
-        """Uses are not counted."""
+        """Do nothing: uses are not counted."""
 
     def back_up(self, node: RadixNode, pages: int, step: Step) -> None:
-        """Nothing is copied."""
+        """Do nothing: no page is copied."""
 
     def evict(self, count: int, step: Step) -> Int32s:
-        """Evict from the device."""
+        """Evict from the radix cache of the device."""
         return self.device.radix.evict(count)
 
     def forget(self, device_pages: Int32s) -> None:
-        """Nothing is remembered of them."""
+        """Do nothing: pages have no marks."""
 
     def begin_load(
         self, engine: EngineView, request: Request, device: Match, budget: PrefillBudget, step: Step
     ) -> bool:
-        """False: there is nothing to load."""
+        """Return False: there is nothing to load."""
         return False
 
     def advance(
         self, requests: Mapping[RequestId, Request], waiting: Sequence[Request], step: Step, *, admits: bool
     ) -> bool:
-        """False: no request waits for a tier."""
+        """Return False: no request waits for a tier."""
         return False
 
     def empty(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no host memory."""
 
     def void(self, generation: int, step: Step) -> None:
-        """There is nothing to lose."""
+        """Do nothing: there is no host memory."""
 
     def dump(self) -> None:
-        """No part of a snapshot."""
+        """Return None: a snapshot has no tiers."""
 
     def check(self, facts: Facts) -> None:
-        """There is nothing to check."""
+        """Check nothing: there is no host memory."""
 
 
 def tiers_of(config: SchedConfig, device: DeviceMemory) -> Tiers:

@@ -24,18 +24,18 @@ class MovedBlocks(msgspec.Struct):
     """Blocks of one kind that an operation moves between two tiers. All columns are int32 [blocks]."""
 
     kind: Kind
-    index: Int32s  # of the pages they belong to, on the operation's path; of a prefetch, those that may be needed
+    index: Int32s  # page indices on the path of the operation; of a prefetch, the pages that may be needed
     device: Int32s  # window pages or slots of the device; of a prefetch or store, none
-    host: Int32s  # of the host's pool; of a prefetch, room for what comes
-    counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose companions it counts on, since the host has them
+    host: Int32s  # blocks of the host pool; of a prefetch, room for the blocks that arrive
+    counted: Int32s = NO_ROWS  # of a prefetch: indices of pages whose blocks it counts on, since the host has them
 
     def copy(self) -> BlockCopy:
-        """What the device is told of it."""
+        """Return the copy that the device makes."""
         return BlockCopy(self.kind, self.device, self.host)
 
 
 class Operation(msgspec.Struct):
-    """Pages [start:stop) of a path on their way from one tier to another."""
+    """A move of the pages [start:stop) of a path from one tier to another."""
 
     number: int
     kind: TierKind
@@ -48,14 +48,14 @@ class Operation(msgspec.Struct):
     device_handle: RadixNode | None = None
     host_handle: RadixNode | None = None
     request_id: RequestId = NO_OPERATION
-    cancelled: bool = False  # the host was informed that no request waits for it
+    cancelled: bool = False  # the host was ordered to stop it: no request waits for it
     blocks: list[MovedBlocks] = []
-    windows_locked: Int32s = NO_ROWS  # device pages whose windows it reads or counts on
-    slots_locked: Int32s = NO_ROWS  # checkpoints on the device, the same
+    windows_locked: Int32s = NO_ROWS  # device pages whose window blocks it reads or counts on
+    slots_locked: Int32s = NO_ROWS  # checkpoints of the device that it reads or counts on
 
     @property
     def pages(self) -> int:
-        """How many it moves."""
+        """Pages that it moves."""
         return self.stop - self.start
 
 

@@ -96,7 +96,7 @@ class RadixCache:
     )
 
     def __init__(self, page_tokens: int, capacity_pages: int | None = None) -> None:
-        """Create an empty cache with pages of `page_tokens` tokens. `capacity_pages`: limit of `trim`; None: no limit."""
+        """Create an empty cache with pages of `page_tokens` tokens. `capacity_pages`: the limit of `trim`, if any."""
         self.page_tokens = page_tokens
         self.capacity_pages = capacity_pages
         self.epoch = 0  # rises with every change that can alter the result of a match
@@ -267,7 +267,7 @@ class RadixCache:
     def evict(self, count: int) -> NDArray[np.int32]:
         """Take out the `count` least recently used evictable pages, or all of them if there are fewer.
 
-        Returns: int32 [min(count, evictable_pages)], owned by the caller, in order of eviction: last page of a leaf first.
+        Returns: int32 [min(count, evictable_pages)], owned by the caller, last page of a leaf first.
         """
         short = wanted = min(max(count, 0), self.evictable_pages)
         queue, taken, reported = self._queue, [], None

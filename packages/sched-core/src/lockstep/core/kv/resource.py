@@ -1,11 +1,11 @@
-"""What a request must get before it runs, as a protocol: `Resource`.
+"""Resources: what a request must get before it runs.
 
-Admission asks every resource in one order whether a request fits (`fits`). Where all agree, each of them charges the
-extend that is planned (`reserve`), the request gets a row, and what belongs to the row is taken with it (`take`). It
-is given back when the row is free again (`release`), which is when the last launched batch that names the row has been
-collected: a resource needs no notion of batches in flight.
+Admission calls `fits` of every resource in one order. If the request fits everywhere, each resource charges the planned
+extend (`reserve`), the request gets a row, and each resource takes what belongs to the row (`take`). A resource
+releases that when the row is free (`release`), after the last launched batch that names the row is collected. So a
+resource does not depend on batches in flight.
 
-    waiting --fits: no--> Deferral, the request waits on
+    waiting --fits: no--> Deferral, the request stays in the queue
        |
        `--fits: yes, all--> reserve, take --runs, leaves its row--> deferred free --batch collected--> release
 
@@ -73,7 +73,7 @@ class AdmissionView(EngineView, Protocol):
 
 
 class ExtendShare:
-    """How a waiting request would join an extend. Resources fill it in and narrow it in the order of admission."""
+    """The share of an extend with which a waiting request would start. Resources fill and limit it in their order."""
 
     __slots__ = (
         "budget",
@@ -105,9 +105,9 @@ class ExtendShare:
         self.may_split = may_split
         self.match: Match | None = None
         self.cached_tokens = 0
-        self.locked_pages = 0  # cached pages of the match that no lock holds so far
-        self.new_tokens = 0  # still to compute, all chunks together
-        self.take = 0  # of these, in this extend
+        self.locked_pages = 0  # cached pages of the match without a lock: this request will lock them
+        self.new_tokens = 0  # tokens to compute, in all chunks
+        self.take = 0  # tokens to compute in this extend
 
 
 class Resource:
@@ -117,16 +117,16 @@ class Resource:
     """
 
     name = ""
-    """Key of `dump` in a snapshot; empty: there is nothing to store beside what `Memory` stores."""
+    """Key of `dump` in a snapshot; empty: the resource has no state beside that of `Memory`."""
 
     def __init__(self, view: AdmissionView) -> None:
-        """Built once for an engine. Settings may change while it runs: read `view.config` anew each time."""
+        """Called once per engine. Settings may change while it runs, so read `view.config` at each use."""
         self.view = view
         self.memory = view.memory
 
     @classmethod
     def exists(cls, config: SchedConfig) -> bool:
-        """Whether an engine with these settings has the resource; without it the loop of admission leaves it out."""
+        """Whether an engine with these settings has the resource. If not, admission has no such step."""
         return True
 
     def fits(self, share: ExtendShare) -> Deferral | None:
@@ -138,31 +138,31 @@ class Resource:
         return None
 
     def reserve(self, share: ExtendShare) -> None:
-        """The request is admitted: charge its share to the extend that is planned."""
+        """Charge the share of an admitted request to the planned extend."""
 
     def take(self, row: int, request: Request) -> None:
-        """The request got this row. Also called for a request whose KV was received from another engine."""
+        """Take what a request with this row needs. Also called for a request whose KV was received."""
 
     def release(self, row: int) -> None:
-        """The row is free: no launched batch names it any more."""
+        """Release what a row had. The row is free: no launched batch names it."""
 
     def void(self) -> None:
-        """The device's memory is gone, with what lies in it. Rows are released one by one before this is called."""
+        """Reset the state: the memory of the device is lost. Rows are released one by one before this call."""
 
     def dump(self) -> Any:
-        """The state in builtins, for a snapshot."""
+        """Return the state in builtins, for a snapshot."""
 
     def load(self, state: Any) -> None:
-        """Become what `dump` described."""
+        """Take over the state that `dump` returned."""
 
     def check(self, rows: Mapping[int, Request | None]) -> None:
         """Raise InvariantError unless the state follows from the rows that are not free.
 
         Args:
-            rows: the holder of each; None where only a deferred free keeps the row.
+            rows: the holder of each row that is not free; None for a row of a deferred free.
         """
 
 
 def overrides(resource: Resource, hook: str) -> bool:
-    """Whether a resource has its own version of a hook."""
+    """Whether a resource overrides a hook."""
     return getattr(type(resource), hook) is not getattr(Resource, hook)

@@ -110,7 +110,7 @@ class StatePool:
         return self._alloc(step)
 
     def _alloc(self, step: Step) -> int:
-        """Allocate a slot, evicting the least recently used page checkpoint. The caller checks that one is available."""
+        """Allocate a slot, evicting the least recently used page checkpoint. The caller checks `available`."""
         if not self.pool.free_count:
             idle = self.idle
             oldest = int(idle[self.used[idle].argmin()])

@@ -151,7 +151,7 @@ class WindowPool:
         self.mapped.append((pages, blocks))
 
     def pages_below(self, rows: Int32s, keep: Int32s) -> tuple[Int32s, Int32s, Int32s]:
-        """Return the full pages that rows lock below the page indices `keep`, with the row and index of each. int32 [n]"""
+        """Return the full pages that rows lock below the page indices `keep`, with their rows and indices. int32 [n]"""
         counts = np.maximum(keep - self.first[rows], 0)
         if not counts.any():
             return NO_ROWS, NO_ROWS, NO_ROWS
@@ -159,7 +159,7 @@ class WindowPool:
         return self.table.pages[of, at], of, at
 
     def slide(self, rows: Int32s, keep: Int32s) -> None:
-        """Unlock the blocks of rows below the page indices `keep`, which neither they nor their batches in flight read."""
+        """Unlock the blocks of rows below the page indices `keep`. No batch in flight may read them."""
         pages, of, at = self.pages_below(rows, keep)
         if not pages.size:
             return
