@@ -1,7 +1,7 @@
 """Memory of models whose layers differ: sliding windows and recurrent state, beside the pages of full attention.
 
     full attention     a page for every page of positions           `Memory`: pool, radix cache, rows
-    sliding window     a page for those that a window still sees    `WindowPool`
+    sliding window     a window page for pages that a window reads  `WindowPool`
     linear attention   one slot of state for each row, and          `StatePool`
                        checkpoints at the ends of cached pages
 

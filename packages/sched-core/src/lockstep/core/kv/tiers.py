@@ -136,9 +136,7 @@ class Tiers:
         self.device = device
         self.page_size = device.config.page_size
         self.generation = 0
-        self.copies_blocked = (
-            False  # the weights or the memory of the device are being changed: nothing is copied from it
-        )
+        self.copies_blocked = False  # weights or memory of the device are being changed: nothing is copied from it
         self.pool = PagePool(settings.host_pages)
         self.host = RadixCache(self.page_size)
         self.operations = device.operations
@@ -760,7 +758,7 @@ class Tiers:
         )
         step.decided.append(started)
 
-    # ------------------------------------------------------------------------------------------------- flush and restart
+    # ------------------------------------------------------------------------------------------------ flush and restart
 
     def empty(self) -> None:
         """Evict all pages of the host that no operation locks."""

@@ -1,4 +1,4 @@
-"""The parts of a snapshot of an engine, and how requests, batches and media are stored in it and laid out again."""
+"""The layout of a snapshot: its parts in their order, and how requests and batches are stored and restored."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from lockstep.core.scheduler.ordering import OrderingPart
 
 
 class RequestImage(msgspec.Struct, forbid_unknown_fields=True, rename={"open_prerequisites": "holds"}):
-    """A request, its row's tokens included when it has one."""
+    """A request, with the pages and outputs of its row if it has one."""
 
     request_id: int
     label: str
@@ -100,7 +100,8 @@ class RequestImage(msgspec.Struct, forbid_unknown_fields=True, rename={"open_pre
 
 
 class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
-    """What a batch in flight verifies, and where its samplers stand as far as results say."""
+    """The drafts and forced tokens of a batch in flight, and the positions of its samplers as far as results determine
+    them."""
 
     draft_tokens: int
     draft_lengths: bytes
@@ -112,7 +113,7 @@ class VerifyImage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
-    """A batch in flight. Requests are named by id; those that have ended since are dead in it and never looked at."""
+    """A batch in flight. Requests are stored by id; rows of requests that have ended are dead and never read."""
 
     batch_id: int
     mode: Mode
@@ -139,12 +140,12 @@ class BatchImage(msgspec.Struct, forbid_unknown_fields=True):
     pooled_rows: bytes = b""
     media_spans: tuple[MediaSpan, ...] = ()
     verifies: VerifyImage | None = None
-    ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # what data-parallel ranks agreed on
-    microbatch: int | msgspec.UnsetType = msgspec.UNSET  # where it is not the first
+    ranks: Ranks | msgspec.UnsetType = msgspec.UNSET  # the agreement of data-parallel ranks
+    microbatch: int | msgspec.UnsetType = msgspec.UNSET  # if it is not the first one
 
 
 class SchedulerPart(msgspec.Struct):
-    """What the scheduler itself stores in a snapshot."""
+    """The part of the scheduler itself in a snapshot."""
 
     format: int
     config: SchedConfig
@@ -165,7 +166,7 @@ class SchedulerPart(msgspec.Struct):
     timers: list[tuple[int, int]]
     tokens_discarded: int
     counts: Counts
-    host: bytes = b""  # what the host keeps beside it, opaque to the engine
+    host: bytes = b""  # bytes that the host stores with the snapshot, opaque to the engine
     expert_loads: tuple[int, int, bytes] | msgspec.UnsetType = msgspec.UNSET  # layers, reports, counts
 
 
@@ -258,7 +259,7 @@ def request_of(scheduler: SchedulerView, image: RequestImage, nodes: dict[int, R
     request.state = RequestState(image.state)
     request.handle = nodes[image.handle] if image.handle is not None else None
     request.matched = None
-    request.decodes = False  # until it is found in the cohort
+    request.decodes = False  # the running batch sets it for its members
     if request.row >= 0:
         scheduler.memory.table.load_row(request.row, request, image.row_pages, image.row_outputs)
     return request

@@ -1,18 +1,21 @@
 """Priority preemption: which requests are retracted for a more important one.
 
-A request that waits has its turn and lacks memory, a row or a place among those that run. Then requests that decode and
-are less important by more than `priority_preemption_threshold` are retracted, if that is enough for it to start; if
-not, nothing happens. Pages, rows and places that are coming back anyway are counted first, so none is retracted while
-the request waits for what others gave up before.
+If the next waiting request lacks memory, a row or a place, decoding requests that are less important by more than
+`priority_preemption_threshold` are retracted, provided that this lets it start. Otherwise nothing happens. Pages, rows
+and places that work in flight frees are counted first, so no request is retracted if that is enough.
 
-**No retraction in circles.** A victim is strictly less important than the request it made room for, so it is
-considered after it, and it never makes room for it again once that has started. So each time a request is preempted,
-one that is more important by more than the threshold starts. (Or has been passed by `bypass_limit` times meanwhile by
-still more important ones, and goes first for that reason.)
+Whether it is enough is decided by the resources of admission: they examine the request in a `Projection` of the
+scheduler, in which everything in flight is delivered and the victims have left. No rule of admission is stated twice.
 
-**Microbatches.** Any decoding request may be retracted, in any microbatch; only a place belongs to a microbatch. A
-request starts where a place is free, when that is launched. Where none is and none comes free, it gets the place of the
-least important of all decoding ones: none is retracted for a place before the microbatch of that one is launched.
+**No retraction in circles.** A victim is strictly less important than the request that it made room for. So it is
+considered after that request, and never makes room for it again once that has started. Each time a request is
+preempted, one that is more important by more than the threshold starts. (Or that one has been bypassed `bypass_limit`
+times meanwhile by still more important requests, and is urgent.)
+
+**Microbatches.** Any decoding request of any microbatch may be retracted; only a place belongs to a microbatch. A
+request starts in a microbatch with a free place, when that is launched. If no place is free or comes free, it gets the
+place of the least important decoding request: no request is retracted for a place before the microbatch of that one is
+launched.
 """
 
 from __future__ import annotations
@@ -36,11 +39,11 @@ from lockstep.core.scheduler.state import SchedulerState
 SHORTAGES: frozenset[DeferReason] = frozenset(
     {"running_limit", "microbatch", "rows", "kv_budget", "pages", "window", "state"}
 )
-"""What a request may lack that others can give it."""
+"""Deferral reasons that a retraction can remove."""
 
 
 def candidates(request: Request, running_batch: RunningBatch, config: SchedConfig) -> list[int]:
-    """Members of the cohort that may have to make room for the request: the least important first, then the newest."""
+    """Return the indices of members that may be retracted for the request: least important first, then newest."""
     least = importance(request, config) - config.priority_preemption_threshold
     ranked = [
         (rank, -member.request_id, i)
@@ -51,9 +54,10 @@ def candidates(request: Request, running_batch: RunningBatch, config: SchedConfi
 
 
 def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
-    """The shortest beginning of `ranked` that is enough, without those it can do without, the last ranked spared first.
+    """Return a minimal set of members that is enough: the shortest beginning of `ranked`, then without unneeded ones.
 
-    `enough` stays true when more are taken. Returns: [] if not even all are enough.
+    Of unneeded members the last ranked ones are spared first. `enough` stays true when members are added.
+    Returns: [] if not even all members are enough.
     """
     if not enough(ranked):
         return []
@@ -75,13 +79,14 @@ def fewest(ranked: list[int], enough: Callable[[list[int]], bool]) -> list[int]:
 def make_room(
     state: SchedulerState, request: Request, lacks: DeferReason, budget: PrefillBudget, parts: int, step: Step
 ) -> list[Request]:
-    """Retract members so that the request can start, now or once work in flight has given their pages back.
+    """Retract members so that the request can start, now or once work in flight has freed their pages.
 
-    No request is retracted when that is not enough, when what it lacks is coming back anyway, or while it waits for its
+    No request is retracted if that is not enough, if work in flight frees enough, or while the request waits for its
     adapter or for a tier.
 
     Args:
-        budget: of the extend that is being put together; it regains what comes free at once.
+        lacks: the reason for which admission has deferred the request.
+        budget: of the planned extend; it regains what is freed at once.
         parts: requests in that extend so far.
     Returns: the retracted requests; they are not in the waiting queue yet.
     """
@@ -119,9 +124,11 @@ def make_room(
 def make_room_for_chunked(
     state: SchedulerState, request: Request, take: int, budget: PrefillBudget, step: Step
 ) -> list[Request]:
-    """The same for the prompt that is split, which has all its full pages, but lacks window pages to go on with.
+    """Retract members so that the chunked request, which has its full pages, gets window pages for its next chunk.
 
-    `take`: tokens of its next chunk, as far as full pages go.
+    Args:
+        take: tokens of that chunk, as far as full pages suffice.
+    Returns: the retracted requests; they are not in the waiting queue yet.
     """
     config, hybrid = state.config, state.memory.hybrid
     if not config.enable_priority_preemption or hybrid.window is None or take <= 0:
@@ -145,24 +152,24 @@ def make_room_for_chunked(
 
 
 def waits_for_chunked(state: SchedulerState, request: Request) -> bool:
-    """Whether a waiting request would have to make room for the chunked request, for lack of window pages.
+    """Whether a waiting request must not start before the chunked request is computed.
 
-    It does not start before that is computed: it would be retracted again.
+    It would be retracted again if the chunked request, which is more important, lacks window pages.
     """
-    split, hybrid = state.prefilling, state.memory.hybrid
-    if split is None or hybrid.window is None or not state.config.enable_priority_preemption:
+    chunked, hybrid = state.prefilling, state.memory.hybrid
+    if chunked is None or hybrid.window is None or not state.config.enable_priority_preemption:
         return False
-    least = importance(split, state.config) - state.config.priority_preemption_threshold
+    least = importance(chunked, state.config) - state.config.priority_preemption_threshold
     return importance(request, state.config) < least
 
 
 def tokens_kept_free(state: SchedulerState) -> int:
-    """Tokens of the total budget that running requests take: their reserve, and what decodes in the same pass."""
+    """Return the tokens of the total budget that running requests take: their reserve, and decodes of the same pass."""
     return state.reserve_of(*state.all_running) + _tokens_along(state, state.running_batch.size)
 
 
 def _tokens_along(state: SchedulerState, members: int) -> int:
-    """Tokens of the total budget that so many take which decode in the same pass."""
+    """Return the tokens of the total budget that decodes of so many members in the same pass take."""
     config = state.config
     along = config.reserve == "ratio" and config.batching != "prefill_first"
     return members * state.tokens_per_decode if along else 0
@@ -171,12 +178,12 @@ def _tokens_along(state: SchedulerState, members: int) -> int:
 class Projection:
     """The scheduler once all batches in flight are delivered and some decoding requests have left.
 
-    Until the last of these batches is delivered, the other members decode and open pages; these are taken off what
-    comes back. Resources read a projection through `ExtendShare.view`, as they read the scheduler itself.
+    Until the last of these batches is delivered, the other members decode and open pages, which are subtracted from the
+    pages that come free. Resources read a projection through `ExtendShare.view`, as they read the scheduler itself.
     """
 
-    transfers_hold_pages = False  # the request then has the pool for itself, if no other request is active
-    sending = 0  # conservative: a request whose KV is being sent counts as one that runs
+    transfers_hold_pages = False  # pages of transfers are ignored: they end without a retraction
+    sending = 0  # conservative: a request whose KV is being sent counts as a running one
 
     def __init__(self, state: SchedulerState, match: Match, leaving: list[int]) -> None:
         """Project the present state.
@@ -205,14 +212,14 @@ class Projection:
         self.requests, self.in_flight = state.requests, ()
         self.active = state.active - back.places - len(leaving)
         self.all_running = staying, then
-        self.running_batch, self.positions = staying, then  # of the pass that is planned
+        self.running_batch, self.positions = staying, then  # members that decode in the planned pass
         if state.microbatches.several:
             mine = state.microbatches.of_current()[stay].nonzero()[0]
             self.running_batch, self.positions = staying.only(mine), then[mine]
         self.available_pages = memory.available_pages + pages
 
     def budget_from(self, budget: PrefillBudget) -> PrefillBudget:
-        """Return a copy of the budget of an extend, with what comes back until then and is not reserved any more."""
+        """Return a copy of the budget of an extend, with the tokens that come free or are not reserved any more."""
         state, later = self._state, copy(budget)
         kept_free = state.reserve_of(*self.all_running) + _tokens_along(state, self.running_batch.size)
         set_aside = state.set_aside(self.running_batch, self.positions)
@@ -220,7 +227,7 @@ class Projection:
         return later
 
     def row_available(self) -> bool:
-        """Whether a row is free, or comes back."""
+        """Whether a row is free by then."""
         return bool(self._rows) or self.memory.table.row_available()
 
     def place_available(self) -> bool:
@@ -228,7 +235,7 @@ class Projection:
         return self.microbatches.free_places(self._state.in_flight, self._leaving_requests) > 0
 
     def match(self, request: Request) -> Match:
-        """Return the cached prefix, with the pages that no lock holds by then."""
+        """Return the cached prefix, with the pages that have no lock by then."""
         return self._match
 
     def lacks_state(self, path: Int32s) -> bool:

@@ -40,10 +40,13 @@ class PrefillPlanner:
         self._decoding = decoding
 
     def plan_extend(self, running: RunningState, step: Step) -> InFlight | None:
-        """The next chunk of the split prompt, then arrivals in the policy's order, as far as the budgets go."""
+        """Plan the next chunk of the chunked request, then waiting requests in the order of the policy.
+
+        None: there is nothing to extend, or no room for it.
+        """
         state, waiting = self._state, self._ordering.waiting
         if not waiting and state.prefilling is None:
-            return None  # as before most decodes
+            return None  # the usual case of a decode
         admitting = bool(waiting) and not state.batch_is_full and state.admits
         if not admitting and state.prefilling is None:
             return None
@@ -52,7 +55,7 @@ class PrefillPlanner:
         preempted: list[Request] = []
         if self._state.prefilling is not None:
             if not self._microbatches.has_place(self._state.prefilling):
-                return None  # its next chunk goes with another microbatch
+                return None  # its next chunk is launched with another microbatch
             self._continue_chunk(self._state.prefilling, budget, parts, step)
             while not parts and self._transfers.ready and self._transfers.makes_way(step):
                 self._continue_chunk(self._state.prefilling, budget, parts, step)
@@ -62,7 +65,7 @@ class PrefillPlanner:
                 if preempted:
                     self._continue_chunk(self._state.prefilling, budget, parts, step)
             if not parts:
-                admitting = False  # no page for it now; decodes go on and give pages back
+                admitting = False  # no page for it now; decodes continue and free pages
         if admitting and not self._state.batch_is_full:
             for request in self._ordering.turn(self._state):
                 if self._state.prefilling is not None and preemption.waits_for_chunked(self._state, request):
@@ -95,15 +98,15 @@ class PrefillPlanner:
         return self._extend_batch(running, parts, step) if parts else None
 
     def plan_prebuilt(self, running: RunningState, step: Step) -> InFlight | None:
-        """Requests with KV that has come from elsewhere go on behind their first token, and the running batch with
-        them."""
+        """Plan a pass of requests whose KV was received, which start behind their first token, and of the running
+        batch. None: no such request is ready."""
         if not self._transfers.ready:
             return None
         parts = self._transfers.take_rows(step)
         return self._extend_batch(running, parts, step, "prebuilt") if parts else None
 
     def _prefill_budget(self, running: RunningState) -> PrefillBudget:
-        """What this extend may take, beside what running requests will need and what decodes along with it."""
+        """Return the budget of this extend, beside the reserve of running requests and the decodes of the same pass."""
         config = self._state.config
         reserve = (
             self._reserved() if self._ordering.waiting and (self._state.active or self._transfers.hands_over) else 0
@@ -122,17 +125,17 @@ class PrefillPlanner:
         return budget
 
     def _reserved(self) -> int:
-        """Tokens that are not for new requests: what `reserve` leaves to active ones."""
-        reserved, split = self._state.reserve_of(*self._state.all_running), self._state.prefilling
-        if split is not None and self._state.config.reserve == "full":
-            page_size = self._state.config.page_size
-            reserved += pages_to_come(np.array([split.computed]), np.array([split.reach + 1]), page_size) * page_size
+        """Return the tokens that `reserve` keeps for active requests."""
+        reserved, chunked = self._state.reserve_of(*self._state.all_running), self._state.prefilling
+        if chunked is not None and self._state.config.reserve == "full":
+            page_size, stop = self._state.config.page_size, chunked.reach + 1
+            reserved += pages_to_come(np.array([chunked.computed]), np.array([stop]), page_size) * page_size
         if self._transfers.all and self._state.config.reserve == "full":
             reserved += self._transfers.promised_pages() * self._state.config.page_size
         return reserved
 
     def _continue_chunk(self, request: Request, budget: PrefillBudget, parts: list[ExtendPart], step: Step) -> None:
-        """The next chunk of the split prompt, if there is a page for it."""
+        """Add the next chunk of the chunked request to the extend, if there is a page for it."""
         take = self._next_chunk(request, budget)
         if self._sessions.open:
             wanted = chunk_tokens(request.computed, request.extend_stop - request.computed, budget, True, True)
@@ -146,7 +149,10 @@ class PrefillPlanner:
             budget.charge(take, request.max_new_tokens if request.computed == request.extend_stop else 0)
 
     def _next_chunk(self, request: Request, budget: PrefillBudget) -> int:
-        """Its tokens: it goes first and past the total budget, since its end frees memory; it needs only pages."""
+        """Return the tokens of the next chunk of the chunked request.
+
+        It is first in the extend and not limited by the total budget, since its end frees memory. It needs only pages.
+        """
         take = self._chunk_in_full_pages(request, budget)
         return within_windows(self._state, request, request.computed, take, NO_ROWS, budget, may_split=True)
 
@@ -178,11 +184,11 @@ class PrefillPlanner:
         return answer
 
     def _examine(self, request: Request, budget: PrefillBudget, parts: int) -> ExtendShare | Deferral:
-        """Whether a waiting request may join an extend of so many parts, and how; or why not. Changes nothing."""
+        """Return the share with which a waiting request may join an extend, or why it may not. Changes nothing."""
         return self._admission.examine(self._state, request, budget, parts, self._state.prefilling is None)
 
     def _loads_first(self, request: Request, fit: ExtendShare, budget: PrefillBudget, step: Step) -> bool:
-        """Whether a request that may start waits, because a tier below has more of its prefix than the device."""
+        """Whether a request that could start waits for a load, because the host has more of its prefix."""
         tiers = self._memory.tiers
         if fit.match is None or not tiers.begin_load(self._state, request, fit.match, budget, step):
             return False
@@ -209,25 +215,25 @@ class PrefillPlanner:
         self._extend_to(request, fit.cached_tokens + fit.take, parts, step)
 
     def _defer(self, request: Request, deferral: Deferral, step: Step) -> None:
-        """Report why a request waits. After a shortage that lasts, admission pauses until something comes free."""
+        """Report why a request waits. After a lasting shortage admission pauses until something is freed."""
         if deferral.lasts and self._state.active:
             self._state.admission_ended()
         self._admission.report(request, deferral, self._state.now_us, step)
 
     def defer_first(self, step: Step) -> None:
-        """Say that the head of the line waits for prompts of other ranks, once."""
+        """Report once that the head of the queue waits for prompts of other ranks."""
         for request in self._ordering.first(self._state, 1):
             self._defer(request, Deferral("proposal_undone"), step)
 
     def _defer_behind(self, request: Request, writer: Request, step: Step) -> None:
-        """Let a request wait alone until another has computed what it is about to need; say so once."""
+        """Report once that a request waits until another one has computed the pages that it needs next."""
         if request.behind != writer.request_id:
             request.behind = writer.request_id
             deferred = AdmissionDeferred(self._state.now_us, request.request_id, "prefix", behind=writer.request_id)
             step.decided.append(deferred)
 
     def _extend_to(self, request: Request, stop: int, parts: list[ExtendPart], step: Step) -> None:
-        """Give the request pages up to `stop` and make that its part of the extend."""
+        """Allocate the pages of a request up to `stop`, and add that part to the extend."""
         start = request.computed
         self._memory.reach(request, stop, step)
         request.computed = stop
@@ -250,7 +256,7 @@ class PrefillPlanner:
         step: Step,
         kind: Literal["extend", "prebuilt"] = "extend",
     ) -> InFlight:
-        """Launch the parts, and the cohort's next token with them if batches are mixed and its pages are there."""
+        """Build the batch of an extend, with the next decode of the running batch if batches are mixed and it fits."""
         requests = [part.request for part in parts]
         request_ids = np.array([request.request_id for request in requests], np.int64)
         rows = np.array([request.row for request in requests], np.int32)

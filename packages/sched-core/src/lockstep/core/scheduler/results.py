@@ -1,4 +1,4 @@
-"""Results: what becomes of a batch's tokens, and of the requests, pages and prompts that waited for it."""
+"""Results of batches: their tokens, and the requests, pages and prompts that depend on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.core.scheduler.state import SchedulerState
 
 
 class Results:
-    """Takes in the results of one engine's batches."""
+    """Folds the results of the batches of one engine."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -29,13 +29,13 @@ class Results:
         self._media = state.media
 
     def collect(self, event: BatchFinished, step: Step) -> None:
-        """Take in a batch's tokens: record, stream, finish; publish prompts it completed; lift the fences it held."""
+        """Fold the result of a batch: store and stream its tokens, end requests, publish prompts, free what waited."""
         if event.generation > self._state.generation:
             raise ContractError(
                 f"a result of generation {event.generation}, but this is generation {self._state.generation}"
             )
         if event.generation < self._state.generation:
-            return  # from before a restart: void
+            return  # void since a restart
         batch = self._delivered(event)
         plan, samplers = batch.plan, batch.samplers
         undisturbed = not self._microbatches.several or self._microbatches.ran_undisturbed(event)
@@ -48,7 +48,7 @@ class Results:
             and undisturbed
         ):
             self._state.latency.observe(plan, event.finished_us - event.started_us)
-        for i in event.invalid:  # ends while the batch counts as in flight: its sample is no output
+        for i in event.invalid:  # they end while the batch counts as in flight, so that its sample is no output
             if samplers.requests[i].row == samplers.rows[i]:
                 self._state.finish(samplers.requests[i], "invalid", step, flush=True)
         self._state.in_flight.popleft()
@@ -79,7 +79,7 @@ class Results:
             self._state.retry_admission()
             for i, request in batch.alive():
                 if i < plan.extend_rows:
-                    self._back_up(request, int(plan.stops[i]), step)  # with what is their companions' from now on
+                    self._back_up(request, int(plan.stops[i]), step)  # with the blocks that were published just now
         if (self._memory.deferred.rows or self._memory.deferred.pages) and self._memory.release_deferred(
             plan.batch_id, step
         ):
@@ -93,12 +93,12 @@ class Results:
             grammars.collected(event, batch, self._state.in_flight, self._memory.table.outputs, step)
 
     def _back_up(self, request: Request, stop: int, step: Step) -> None:
-        """A prompt is computed and cached up to `stop`: a tier below may store it."""
+        """Let a tier below copy a prompt that is computed and cached up to `stop`."""
         if request.handle is not None:
             self._memory.tiers.back_up(request.handle, stop // self._state.config.page_size, step)
 
     def _take_tokens(self, event: BatchFinished, batch: InFlight, step: Step) -> None:
-        """Record a batch's tokens, stream what is due, and end the requests that end by them."""
+        """Store the tokens of a batch, stream those that are due, and end the requests that end by them."""
         samplers, outputs = batch.samplers, self._memory.table.outputs
         tokens = np.frombuffer(event.tokens, np.int32)
         first = batch.sampled_at - samplers.prompts
@@ -127,7 +127,7 @@ class Results:
             self._state.finish(samplers.requests[i], reason, step, outputs=produced)
 
     def _fail(self, batch: InFlight, step: Step) -> None:
-        """The device could not run the batch: its requests end with an error, the others do not notice."""
+        """End the requests of a batch that the device could not run with an error. Other requests are not affected."""
         failed = batch.plan.rows.tolist()
         memory = self._memory
         memory.deferred.withhold(rows=failed)
@@ -141,7 +141,7 @@ class Results:
                 self._state.retract(request, "prefix_failed", step)
 
     def _delivered(self, event: BatchFinished) -> InFlight:
-        """The batch in flight that a result is of. Raises ContractError, changing nothing, when they do not match."""
+        """Return the batch in flight of a result. Raises ContractError, changing nothing, if they do not match."""
         if not self._state.in_flight or self._state.in_flight[0].plan.batch_id != event.batch_id:
             expected = f"batch {self._state.in_flight[0].plan.batch_id}" if self._state.in_flight else "nothing"
             raise ContractError(f"batch {event.batch_id} finished, but {expected} is next in flight")

@@ -1,8 +1,7 @@
 """The state of one scheduler, and the verbs that change it: requests arrive, wait, run, are retracted and end.
 
-No policy is here. Which request starts, is retracted or decodes next is decided by the planners and the
-features, which call these verbs; events are dispatched, and launches ordered, by `Engine`. `memory` keeps rows and
-pages.
+This module has no policy. Planners and features decide which request starts, is retracted or decodes next, and call
+these verbs. `Engine` dispatches events and orders launches. `memory` has the rows and pages.
 """
 
 from __future__ import annotations
@@ -84,11 +83,11 @@ from lockstep.core.scheduler.latency import ExtendLatency
 from lockstep.core.scheduler.ordering import Ordering
 
 KV_STAYS_VALID: frozenset[RetractReason] = frozenset({"pages", "forced", "pause", "preempted"})
-"""Reasons of retraction after which the KV is still that of its tokens, so that it may be kept for other requests."""
+"""Reasons of retraction after which the KV is still valid, so that it may be cached for other requests."""
 
 
 class SchedulerState:
-    """Requests, memory and features of one engine, and every change of them that a decision can ask for."""
+    """Requests, memory and features of one engine, and every change of them that a decision can make."""
 
     def __init__(self, config: SchedConfig, *, digests: bool) -> None:
         self.config = config
@@ -97,11 +96,11 @@ class SchedulerState:
         self.generation = 0
         self.digest = EMPTY_DIGEST
 
-        self.page_shift = np.array(config.page_size.bit_length() - 1, np.int32)  # positions >> page_shift: their pages
-        self.page_mask = np.array(config.page_size - 1, np.int32)  # positions & page_mask: their places in these
+        self.page_shift = np.array(config.page_size.bit_length() - 1, np.int32)  # positions >> page_shift: page indices
+        self.page_mask = np.array(config.page_size - 1, np.int32)  # positions & page_mask: offsets within pages
         self.in_flight: deque[InFlight] = deque()
         self.memory = Memory(config, self.in_flight)
-        self.microbatches = Microbatches(config)  # the running batches, and which requests have places in them
+        self.microbatches = Microbatches(config)  # the running batches, and the places of requests in them
 
         self.requests: dict[RequestId, Request] = {}  # every request that has not ended
         self.ordering = Ordering(config)  # the waiting queue
@@ -110,11 +109,11 @@ class SchedulerState:
         self.active = 0  # requests PREFILLING or RUNNING
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self.latency = ExtendLatency()
-        self.batch_is_full = False  # admission ran out of memory; not tried again before something comes free
+        self.batch_is_full = False  # admission ran out of memory and pauses until something is freed
         self.ahead = max(config.decode_look_ahead, config.decode_steps_per_launch)  # decodes that must fit at once
         self.ahead_hoped = max(self.ahead, 1 + config.drafts_max)  # with drafts, which may be left out
-        self.refreshed_at = 0  # number of the next plan when cached prefixes of the queue were last counted as used
-        self.launch_found_nothing = False  # this step had a free slot and nothing to launch
+        self.refreshed_at = 0  # number of the next plan at the last refresh of the cached prefixes of the queue
+        self.launch_found_nothing = False  # the last step had a free slot and nothing to launch
         self.next_batch_id = 0
         self.last_request_id = -1
         self.timers: list[tuple[int, RequestId]] = []  # heap of deadlines
@@ -123,7 +122,7 @@ class SchedulerState:
         self.grammars = Grammars(self)
         self.jump_forward = JumpForward(self)
         self.speculation = Speculator(self, self.jump_forward)
-        self.computes_ahead = config.speculates or config.jumps  # KV may be that of tokens that never come
+        self.computes_ahead = config.speculates or config.jumps  # computed KV may be of tokens that are never output
         self.prerequisites = Prerequisites(self, self.media)
         self.sessions = Sessions(self, self.prerequisites)
         self.transfers = Transfers(config, self, self.sessions, self.prerequisites)
@@ -147,9 +146,9 @@ class SchedulerState:
         )
         self.expert_loads: ExpertLoads | None = None  # None: none were reported
         self.counts = Counts()
-        self.tokens_discarded = 0  # sampled for rows that were dead by then
+        self.tokens_discarded = 0  # sampled for dead rows
 
-    # ------------------------------------------------------------------------------------------------------- what is so
+    # ---------------------------------------------------------------------------------------------------------- queries
 
     @property
     def waiting(self) -> list[Request]:
@@ -180,12 +179,12 @@ class SchedulerState:
 
     @property
     def sending(self) -> int:
-        """Of the active requests, those whose prompt is computed and only has to be sent yet."""
+        """Active requests with a computed prompt that only has to be sent yet."""
         return self.transfers.sending
 
     @property
     def deferred(self) -> tuple[RequestId, DeferReason] | None:
-        """The request, and the reason, of the shortage that was reported last."""
+        """The request and the reason of the shortage that was reported last."""
         return self.admission.reported
 
     @property
@@ -200,12 +199,12 @@ class SchedulerState:
 
     @property
     def positions(self) -> Int32s:
-        """Per member of `running_batch`: the next position to compute."""
+        """The next position of each member of `running_batch`, int32 [members]."""
         return self.microbatches.current.positions
 
     @property
     def all_running(self) -> tuple[RunningBatch, Int32s]:
-        """All members of all running batches, and the next position of each. int32 [members]"""
+        """All members of all running batches, and the next position of each, int32 [members]."""
         return self.microbatches.together()
 
     @property
@@ -234,16 +233,16 @@ class SchedulerState:
         return self.memory.hybrid.window_room(self, request, start, take, path, budget)
 
     def has_work(self, number: int) -> bool:
-        """Whether a launch of a microbatch could find anything: a host need not offer slots to others."""
+        """Whether a microbatch may have something to launch. A host need not offer slots of other microbatches."""
         decodes = self.microbatches.states[number].batch.size > 0
         return bool(decodes or self.waiting or self.prefilling or self.transfers.ready)
 
     def launches_to_refresh(self) -> int:
-        """Launches until the cached prefixes of waiting requests are counted as used again."""
+        """Return the launches until the next refresh of the cached prefixes of waiting requests."""
         return self.refreshed_at + self.config.waiting_prefix_refresh - self.next_batch_id
 
     def reserve_of(self, running_batch: RunningBatch, positions: Int32s) -> int:
-        """Tokens that `reserve` leaves to a cohort at these positions."""
+        """Return the tokens that `reserve` keeps for a running batch at these positions."""
         config = self.config
         if not running_batch.size:
             return 0
@@ -254,7 +253,7 @@ class SchedulerState:
         return reserve_by_ratio(running_batch.limits - positions - ONE, running_batch.ignores_eos, self.ratio.value)
 
     def set_aside(self, running_batch: RunningBatch, positions: Int32s) -> int:
-        """Pages that the decodes of a cohort get before any prompt of the same pass does."""
+        """Return the pages that the decodes of a running batch take before any prompt of the same pass."""
         return (
             self.next_pages(running_batch, positions)
             if self.config.batching == "running_first" and running_batch.size
@@ -263,22 +262,22 @@ class SchedulerState:
 
     @property
     def tokens_per_decode(self) -> int:
-        """New tokens that a pass computes of each member of the cohort, at most."""
+        """The most new tokens that a pass computes for each member of the running batch."""
         return 1 + self.config.drafts_max
 
     @property
     def moves_by(self) -> int:
-        """Positions by which a launch moves each member of the cohort, at most."""
+        """The most positions by which a launch advances each member of the running batch."""
         return self.config.decode_steps_per_launch * self.tokens_per_decode
 
     def next_pages(self, running_batch: RunningBatch, positions: Int32s) -> int:
-        """Pages that a cohort at these positions decodes with, drafts included."""
+        """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
         if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
         return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped)
 
     def comes_by_transfer(self, request: Request) -> bool:
-        """Whether a transfer decides if the prompt is computed here, and when: no media are requested before that."""
+        """Whether a transfer decides if and when the prompt is computed here. No media are requested before that."""
         return self.transfers.holds(request)
 
     def waits_for_turn(self, request: Request) -> bool:
@@ -286,17 +285,17 @@ class SchedulerState:
         return self.sessions.waits_for_turn(request)
 
     def computed_of(self, request: Request) -> int:
-        """Positions of the request whose KV is launched."""
+        """Return the positions of a request with launched KV."""
         return self.microbatches.state_of(request).position_of(request) if request.decodes else request.computed
 
     def tokens_of(self, request: Request, outputs: int) -> bytes:
-        """Its prompt and so many of its outputs, packed int32."""
+        """Return the prompt and that many output tokens of a request, packed int32."""
         return self.memory.table.first_tokens(
             request.row, request.tokens, request.prompt_tokens, request.prompt_tokens + outputs
         )
 
     def outputs_of(self, request: Request) -> int:
-        """Output tokens the request has for good: delivered, not merely sampled in flight."""
+        """Return the delivered output tokens of a request. Tokens that are sampled in flight do not count."""
         if request.state is not RequestState.RUNNING:
             return request.outputs
         return self.sampled_by(request) - sum(
@@ -304,7 +303,7 @@ class SchedulerState:
         )
 
     def sampled_by(self, request: Request) -> int:
-        """Output tokens that its launched batches sample, delivered or not."""
+        """Return the output tokens that launched batches sample for a request, delivered or not."""
         if request.state is not RequestState.RUNNING or request.prefill_only:
             return request.outputs
         return self.computed_of(request) + 1 - request.prompt_tokens
@@ -312,7 +311,7 @@ class SchedulerState:
     # ------------------------------------------------------------------------------------------ arrivals and departures
 
     def enqueue(self, event: RequestArrived, step: Step) -> None:
-        """Accept a request, or all samples of one, or reject what can never run."""
+        """Accept a request or all samples of it, or reject it if it can never run."""
         if event.request_id <= self.last_request_id:
             raise ContractError(f"request id {event.request_id} does not increase after {self.last_request_id}")
         samples = sample_count(event)
@@ -328,7 +327,8 @@ class SchedulerState:
                 self.grammars.refuse(event, samples, len(self.blocked), self.config.max_queued_requests)
         except RequestRefused as refused:
             for number in range(samples):
-                if self.transfers.hands_over and event.transfer_room is not None:  # the other side waits for its half
+                if self.transfers.hands_over and event.transfer_room is not None:
+                    # The other engine waits for this half.
                     step.commands.append(CancelTransfer(event.request_id + number))
                 self.reject(event.request_id + number, refused.reason, refused.message, step)
             return
@@ -338,7 +338,7 @@ class SchedulerState:
             self._accept(sample_of(event, number), taken, event.request_id if number else NO_REQUEST, step)
 
     def _accept(self, event: RequestArrived, taken: Accepted, leader: RequestId, step: Step) -> None:
-        """Let an accepted request wait: in the line, or held first. `leader` is the first sample of its prompt."""
+        """Queue an accepted request, or add its prerequisites. `leader`: the first sample of its prompt."""
         config = self.config
         request = Request(event, taken, stop_tokens_of(event, config))
         request.stream_every = config.stream_interval if event.stream else config.force_stream_interval
@@ -376,7 +376,7 @@ class SchedulerState:
             raise RequestRefused("queue_full", f"{held} requests are held already{more} (max_queued_requests {limit})")
 
     def reject(self, request_id: RequestId, reason: RejectReason, message: str, step: Step) -> None:
-        """Answer an id with an error; end its request, if there is one already. It never ran."""
+        """Reject a request id with an error, and end its request if it exists. The request has never run."""
         rejected = RequestRejected(self.now_us, request_id, reason, message)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -392,12 +392,12 @@ class SchedulerState:
             self.prerequisites.ended(request, step)
 
     def add_prerequisite(self, request: Request) -> None:
-        """Keep a request out of the line until `join_line` was called for it as often as this."""
+        """Keep a request out of the waiting queue until this prerequisite is met, see `join_queue`."""
         request.open_prerequisites += 1
         self.blocked[request.request_id] = request
 
     def join_queue(self, request: Request) -> None:
-        """One of the things that held a request has come. After the last it waits, where its arrival puts it."""
+        """Meet one prerequisite. After the last one the request joins the waiting queue, by its time of arrival."""
         self.meet_prerequisite(request)
         if request.open_prerequisites:
             return
@@ -406,7 +406,7 @@ class SchedulerState:
         self.ordering.joins(request)
 
     def meet_prerequisite(self, request: Request) -> None:
-        """One of the things that held a request has come; after the last it is held no more."""
+        """Meet one prerequisite of a request that takes a row without waiting in the queue."""
         request.open_prerequisites -= 1
         if not request.open_prerequisites:
             del self.blocked[request.request_id]
@@ -416,13 +416,13 @@ class SchedulerState:
         self.waiting.remove(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """A waiting request ends. A request behind it may fit."""
+        """Take an ending request out of the waiting queue. A request behind it may fit."""
         if self.blocked.pop(request.request_id, None) is None:
             self.waiting.remove(request)
             self.batch_is_full = False
 
     def cancel(self, event: RequestCancelled, step: Step) -> None:
-        """End a request wherever it is. Late echoes of requests that ended are ignored."""
+        """End a request in any state. Cancellations of ended requests are ignored."""
         request = self.requests.get(event.request_id)
         if request is not None:
             self.finish(request, "cancelled", step)
@@ -430,10 +430,11 @@ class SchedulerState:
     def finish(
         self, request: Request, reason: FinishReason, step: Step, *, flush: bool = False, outputs: int | None = None
     ) -> None:
-        """End a request: free what it holds, keep its computed KV for others, close its stream.
+        """End a request: free its resources, cache its computed KV, close its stream.
 
-        With `flush`, tokens that its cadence held back are sent first; for ends that come with no new token.
-        `outputs`: how many tokens count, if not all that were delivered.
+        Args:
+            flush: send the tokens that its cadence has kept back first; for ends without a new token.
+            outputs: output tokens that count, if not all delivered ones.
         """
         if outputs is None:
             outputs = self.outputs_of(request)
@@ -456,7 +457,7 @@ class SchedulerState:
         self.prerequisites.ended(request, step)
 
     def _flush_stream(self, request: Request, outputs: int, step: Step) -> None:
-        """Send what its cadence has held back so far."""
+        """Send the tokens that the cadence of a request has kept back."""
         sent = delivery.sent_to(request, outputs)
         if sent == outputs:
             return
@@ -473,12 +474,15 @@ class SchedulerState:
         beneficiary: RequestId = -1,
         pages: tuple[int, int] = (0, 0),
     ) -> None:
-        """Take a running request's pages back. It waits again and keeps every token delivered so far.
+        """Free the pages of a running request, which waits again and keeps its delivered tokens.
 
-        A victim of preemption joins the line when the pass over it has ended. `pages` that were wanted and to be had.
+        Args:
+            reason: "preempted" requests are queued by `requeue` when the pass over the queue has ended.
+            beneficiary: the request that it makes room for, if any.
+            pages: the pages that a decode needed and those available, if it is retracted for pages.
         """
         if self.transfers.is_given(request):
-            self.finish(request, "transfer", step)  # what was sent cannot be taken back
+            self.finish(request, "transfer", step)  # KV that was sent cannot be revoked
             return
         outputs = self.outputs_of(request)
         sampled = self.sampled_by(request)
@@ -507,8 +511,7 @@ class SchedulerState:
             self.requeue(request, step)
 
     def requeue(self, request: Request, step: Step) -> None:
-        """Put a retracted request where `retracted_requeue` places it, or make it wait for media that it needs
-        again."""
+        """Queue a retracted request where `retracted_requeue` places it, unless it must wait for media again."""
         if self.prerequisites.lost_media(request):
             self.prerequisites.await_media(request, step)
             return
@@ -519,13 +522,13 @@ class SchedulerState:
             self.waiting.append(request)
 
     def cancel_all(self, requests: list[Request], step: Step) -> None:
-        """End these requests on the order of their clients or of an operator."""
+        """End these requests as cancelled, by order of their clients or of an operator."""
         self.leave_running(requests)
         for request in requests:
             self.finish(request, "cancelled", step, flush=True)
 
     def retract_all(self, reason: RetractReason, step: Step) -> None:
-        """Take the pages of all running requests back."""
+        """Retract all running requests."""
         running = [request for request in self.requests.values() if request.row >= 0]
         if self.transfers.all:
             self.transfers.give_up_all(step)
@@ -535,7 +538,7 @@ class SchedulerState:
             self.retract(request, reason, step)
 
     def leave(self, request: Request, step: Step, outputs: int, *, publish: bool) -> None:
-        """Take a request with so many outputs off its row. What work in flight still uses stays behind until then."""
+        """Take a request with that many outputs off its row, see `Memory.leave`."""
         self.leave_running([request])
         if self.prefilling is request:
             self.prefilling = None
@@ -547,10 +550,10 @@ class SchedulerState:
         self.memory.leave(request, step, publish=publish, known=known)
 
     def leave_running(self, requests: list[Request]) -> None:
-        """Take those of the requests that decode out of the cohort, all at once, noting where each stands."""
+        """Take the decoding ones of these requests out of their running batches, and store the position of each."""
         leaving = [request.row for request in requests if request.decodes]
         if not leaving:
-            return  # as always when they end by length: they left with their last launch
+            return  # the usual case of an end by length: they left with their last launch
         for running in self.microbatches.states_of(requests):
             running.remove(leaving, self.memory.table)
 
@@ -565,15 +568,15 @@ class SchedulerState:
         self.microbatches.give_place(request)
 
     def retry_admission(self) -> None:
-        """Something came free, or a limit moved: try admission again."""
+        """Try admission again: something was freed, or a limit has changed."""
         self.batch_is_full = False
 
     def admission_ended(self) -> None:
-        """Admission ran out of memory or places: not tried again before something comes free."""
+        """Pause admission, which ran out of memory or places, until something is freed."""
         self.batch_is_full = True
 
     def set_chunked_request(self, request: Request | None) -> None:
-        """Make this the chunked-prefill request; None: there is none."""
+        """Set the chunked-prefill request; None: there is none."""
         self.prefilling = request
 
     # ------------------------------------------------------------------------------------------------ batches in flight
@@ -588,21 +591,21 @@ class SchedulerState:
         self.in_flight.append(batch)
 
     def discarded(self, tokens: int) -> None:
-        """Count tokens that were sampled for rows that were dead by then."""
+        """Count tokens that were sampled for dead rows."""
         self.tokens_discarded += tokens
 
     def begin_microbatch(self, number: int) -> None:
-        """Turn to a microbatch whose launch is to be planned, with what is known of its admission."""
+        """Make a microbatch the one whose launch is planned, with the state of its admission."""
         self.batch_is_full = self.microbatches.begin_launch(number, self.batch_is_full)
 
     def end_microbatch(self) -> None:
-        """Its launch is planned: between launches `batch_is_full` means that any microbatch is full."""
+        """End the planning of that launch. Between launches `batch_is_full` means that any microbatch is full."""
         self.batch_is_full = self.microbatches.end_launch(self.batch_is_full)
 
     # ----------------------------------------------------------------------------------------------------------- timers
 
     def set_timer(self, due_us: int, request_id: RequestId) -> None:
-        """Look at this request again at `due_us`."""
+        """Examine this request again at `due_us`."""
         heappush(self.timers, (due_us, request_id))
 
     def _set_timers(self, request: Request) -> None:
@@ -616,7 +619,7 @@ class SchedulerState:
                 heappush(self.timers, (due, request.request_id))
 
     def expire(self, step: Step) -> None:
-        """End what is overdue; drop timers of requests that need them no more."""
+        """End overdue requests; drop the timers of requests that do not need them any more."""
         while self.timers:
             due, request_id = self.timers[0]
             request = self.requests.get(request_id)
@@ -642,10 +645,10 @@ class SchedulerState:
             else:
                 self.finish(request, "timeout", step, flush=True)
 
-    # ---------------------------------------------------------------------------------- what operators and hosts change
+    # ------------------------------------------------------------------------------------ changes by operators and host
 
     def turn_began(self, request: Request, step: Step) -> None:
-        """A turn of a session has its whole prompt now."""
+        """Note that a turn of a session has its whole prompt."""
         self.transfers.turn_began(request, step)
 
     def reconfigure(self, config: SchedConfig) -> None:
@@ -657,11 +660,11 @@ class SchedulerState:
         self.ratio = NewTokenRatio(self.config.schedule_conservativeness)
 
     def void_kv(self) -> None:
-        """The KV that sessions hold is void; their tokens stay."""
+        """Drop the KV that sessions hold; their tokens stay."""
         self.sessions.lose_kv()
 
     def weights_changed(self, step: Step) -> None:
-        """New weights are in place, and nothing is in flight: what depends on those before is computed again."""
+        """Drop what depends on replaced weights, so that it is computed again. Nothing is in flight."""
         for request in self.requests.values():
             if request.row < 0:
                 request.namespace = self.memory.keyed(request.namespace)
@@ -670,16 +673,16 @@ class SchedulerState:
         self.transfers.weights_changed(step)
 
     def restart(self, event: EngineRestarted, step: Step) -> None:
-        """The device state is gone: nothing is in flight or cached, and unfinished requests wait again, first.
+        """Begin a generation of the device: nothing is in flight or cached, and unfinished requests wait again, first.
 
-        Tokens delivered so far are kept; those sampled in flight are drawn again. Results of older generations are
-        void. A profile ends with the device that took it. Pause, drain, sessions and their tokens stay.
+        Delivered tokens are kept; tokens that were sampled in flight are drawn again. Results of older generations are
+        void. A profile of the old device ends. Pause, drain, sessions and their tokens stay.
         """
         if event.generation <= self.generation:
             raise ContractError(f"restart into generation {event.generation}, but this is generation {self.generation}")
         self.generation = event.generation
-        self.media.void()  # before requests end below: what that requests of the encoder does not replace what is gone
-        tiers, self.memory.tiers = self.memory.tiers, NoTiers(self.memory)  # what is freed below is worth no copy
+        self.media.void()  # before requests end below, so that no lost output counts as present
+        tiers, self.memory.tiers = self.memory.tiers, NoTiers(self.memory)  # pages that are freed below are not copied
         self.transfers.restarted(step)
         if self.ranks is not None:
             self.ranks.restarted(event.generation)
@@ -701,7 +704,7 @@ class SchedulerState:
         self.grammars.ask_again(step)
 
     def stats(self) -> Stats:
-        """How the engine stands now. The counts are a copy."""
+        """Return the present state in numbers. The counts are a copy."""
         memory, counts = self.memory, self.counts
         cached = memory.radix.evictable_pages
         free, pages = memory.pool.free_count, self.config.pages
@@ -739,7 +742,7 @@ class SchedulerState:
     # -------------------------------------------------------------------------------------------------------- snapshots
 
     def end_run(self, next_batch_id: int, time_us: int, digest: bytes) -> None:
-        """Take over what a stretch of decodes without decisions has done (decode_run.py)."""
+        """Take over the result of a stretch of decodes without decisions (decode_run.py)."""
         self.next_batch_id, self.now_us, self.digest = next_batch_id, time_us, digest
         self.launch_found_nothing = False
 

@@ -26,8 +26,8 @@ from lockstep.core.requests.table import VERSION_MARK, Request, RequestState
 from lockstep.core.requests.validation import PARTS_MARK
 from lockstep.core.scheduler.engine import Engine
 
-PAGES_SHOWN = 16  # of one row, one by one; more are shown as runs
-REQUESTS_SHOWN = 40  # columns of a debug line; above it, requests are counted
+PAGES_SHOWN = 16  # of one row, one by one; more pages are shown as runs
+REQUESTS_SHOWN = 40  # columns of a debug line; more requests are counted
 BAR_WIDTH = 8  # characters of the pages bar
 
 
@@ -124,7 +124,7 @@ def in_flight_lines(engine: Engine, names: Names) -> list[str]:
 
 
 def tree_lines(radix: RadixCache) -> list[str]:
-    """The radix tree: tokens and pages of each edge, how often it is held, one level of indent per node."""
+    """The radix tree: tokens, pages and locks of each edge, one level of indent per node."""
     if not radix.present:
         return ["tree is off"]
     lines: list[str] = []
