@@ -378,8 +378,8 @@ def test_damage_to_what_the_host_has_of_them_is_named(said: str, damage: Damage)
 
 
 FETCHED = {
-    "a prefetch brought states twice, or unasked": (BlocksFound("state", (0,)), BlocksFound("state", ())),
-    "a prefetch brought windows twice, or unasked": (BlocksFound("window", (0,)),),
+    "a prefetch brought states twice, or without a request": (BlocksFound("state", (0,)), BlocksFound("state", ())),
+    "a prefetch brought windows twice, or without a request": (BlocksFound("window", (0,)),),
     "a prefetch brought states at [0, 1]: 1 had room": (BlocksFound("state", (0, 1)),),
     "a prefetch brought states at [2]: 1 had room, ascending, below 2": (BlocksFound("state", (2,)),),
     "a prefetch brought states at [-1]": (BlocksFound("state", (-1,)),),

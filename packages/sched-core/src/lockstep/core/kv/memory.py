@@ -311,7 +311,7 @@ class Memory(DeviceMemory, Component):
     def adopt_row(self, request: Request, handle: RadixNode | None, pages: Int32s, computed: int) -> int:
         """Give the request a row with KV that was received. Returns the row.
 
-        Its first `computed` positions are the path of `handle`, whose lock the request now owns, and `pages`.
+        Its first `computed` positions are the path of `handle` and `pages`. The request owns both from now on.
         """
         row = self._row_taken(request)
         if handle is not None:

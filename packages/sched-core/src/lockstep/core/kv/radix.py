@@ -240,11 +240,11 @@ class RadixCache:
     def insert(
         self, namespace: str, tokens: bytes, pages: NDArray[np.int32], behind: RadixNode | None = None
     ) -> Inserted:
-        """Make `tokens`, whose KV is in `pages`, the most recently used prefix of the namespace.
+        """Insert `tokens` with their KV in `pages`, as the most recently used prefix of the namespace.
 
         Args:
             tokens: whole pages, at least one.
-            behind: a node of this namespace that is locked, if `tokens` are known to begin with the path to it.
+            behind: a locked node of this namespace, if `tokens` begin with the path to it.
             pages: int32 [number of pages], read only; the missing tail is copied, and its pages belong to the tree.
         Returns: Inserted. The tree had the first `already` pages before and keeps its own; the caller frees its copies,
             unless they are the same pages.

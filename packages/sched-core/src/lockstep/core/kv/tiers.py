@@ -143,9 +143,7 @@ class Tiers:
         self.next_operation = 0
         self.candidates: dict[RequestId, LoadCandidate] = {}
         self.uses: Int32s = np.zeros(device.config.pages, np.int32)  # of each cached device page, without the first
-        self.writing: Int32s = np.full(
-            device.config.pages, NO_OPERATION, np.int32
-        )  # by device page: the write under way
+        self.writing: Int32s = np.full(device.config.pages, NO_OPERATION, np.int32)  # by device page: its write
         self.loading: Int32s = np.full(settings.host_pages, NO_OPERATION, np.int32)  # by host page: the load under way
         self.fetching: dict[bytes, int] = {}  # by `_fetch_key`: the prefetch under way
         self.stored = np.zeros(settings.host_pages, np.bool_)  # host pages that are stored or being stored
