@@ -36,7 +36,7 @@ from lockstep.core.kv.radix import RadixCache
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.sim.workload.samples import with_counts
 from lockstep.sim.workload.token_runs import append_run
-from lockstep.sim.workload.turns import Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 from lockstep.sim.workload.workload import Workload, workload_digest
 from lockstep.tools.runs import Walk
 
@@ -69,19 +69,18 @@ def journal_workload(run: Path) -> Workload:
     origin_us = asked[0].arrived.time_us
     for at, one in enumerate(asked):
         event, leader = one.arrived, after[at]
-        form, number, part = label_parts(event.label or f"r{event.request_id}")
+        if leader >= 0:
+            start = TurnStart(after=leader, think_us=event.time_us - asked[leader].ended_us)
+        else:
+            start = TurnStart(event.time_us - origin_us)
         builder.append(
-            arrival_us=0 if leader >= 0 else event.time_us - origin_us,
+            start,
+            TurnLabel(*label_parts(event.label or f"r{event.request_id}")),
             prompt=prompts[at],
             prompt_tokens=sum(prompts[at][1::2]),
             output_tokens=one.output_tokens,
             output_first_token=outputs[at],
-            label_form=form,
-            label_number=number,
-            label_part=part,
             tenant=event.tenant,
-            after=leader,
-            think_us=event.time_us - asked[leader].ended_us if leader >= 0 else 0,
             grammar=event.grammar.source if event.grammar is not None else "",
         )
     turns = _on_adapters(builder.build(), [one.arrived.adapter for one in asked])
