@@ -33,17 +33,22 @@ import numpy as np
 
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestArrived, RequestId
+from lockstep.host.options import options_of, take, with_flags
 from lockstep.sim.host.arrivals import Arrivals
 from lockstep.sim.host.closed_loop import ConcurrentSessions
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.results.text import count, duration
+from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn, Turns
 from lockstep.sim.workload.workload import open_workload
 from lockstep.tools.http_stream import HttpClient, HttpError, ServerAddress
 from lockstep.tools.recorded import journal_workload
 from lockstep.tools.runs import print_json, refusals
+from lockstep.tools.sender_options import LiveOptions
 
+OF_WORKLOAD = ("rate", "time_window", "limit", "seed")
+"""Options of `lockstep simulate` that `lockstep replay --to` has, too."""
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 AHEAD_US = 1_000_000  # so long before it is due a request is put together
@@ -92,37 +97,11 @@ class Sent:
         return {name: getattr(self, name) for name in names if not name.startswith("message_")}
 
 
-@click.command(context_settings={"max_content_width": 120})
+@click.command(context_settings={"show_default": True, "max_content_width": 120})
 @click.argument("trace")
-@click.option("--to", "url", required=True, metavar="URL", help="The server, such as http://127.0.0.1:8000.")
-@click.option("--model", help="Name to ask for; by default the first that the server offers.")
-@click.option("--speed", default=1.0, help="Divides every gap and think time: 2 is twice as fast.", show_default=True)
-@click.option("--rate", type=click.FLOAT, help="Requests per second: stretches a trace.")
-@click.option("--time-window", metavar="FROM..TO", help="Keep what arrives then, in recorded time.")
-@click.option("--limit", type=click.IntRange(1), help="Keep the first so many requests.")
-@click.option("--seed", default=7, help="Of a generated workload.", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help="Limit of every answer; by default its length in the trace.")
-@click.option("--ignore-eos", is_flag=True, help="Ask for answers of exactly that length (not in OpenAI's API).")
-@click.option("--timeout", "timeout_s", default=600.0, help="Seconds that one answer may take.", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="One JSON line per request.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def live(
-    trace: str,
-    url: str,
-    model: str | None,
-    speed: float,
-    rate: float | None,
-    time_window: str | None,
-    limit: int | None,
-    seed: int,
-    max_tokens: int | None,
-    ignore_eos: bool,
-    timeout_s: float,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+@with_flags(click.option, options_of(LiveOptions).values(), kinds={"max_tokens": click.IntRange(1)})
+@with_flags(click.option, [options_of(Scenario)[name] for name in OF_WORKLOAD], kinds={"limit": click.IntRange(1)})
+def live(trace: str, **options: Any) -> None:
     """Send a workload to an OpenAI-compatible server with its own timing, and report how it was answered.
 
     TRACE is a run folder, a recorded trace, or gen:... as for `lockstep simulate`. A key goes in OPENAI_API_KEY.
@@ -133,25 +112,28 @@ def live(
     lockstep replay conversation_trace.jsonl.gz --to http://127.0.0.1:8000 --time-window 0..300
     lockstep replay gen:n=500,rate=50,input=fixed:100,output=fixed:20 --to http://127.0.0.1:8000
     """
+    given = take(LiveOptions, options)
+    out = given.out
     with refusals():
-        if not 1e-3 <= speed <= 1e3:
-            raise ConfigError(f"`--speed` must be from 0.001 to 1000, got `{speed}`\nhint: 2 halves every gap")
-        check_timeout(timeout_s)
-        if out is not None and out.exists() and not overwrite:
+        if not 1e-3 <= given.speed <= 1e3:
+            raise ConfigError(f"`--speed` must be from 0.001 to 1000, got `{given.speed}`\nhint: 2 halves every gap")
+        check_timeout(given.timeout_s)
+        if out is not None and out.exists() and not given.overwrite:
             raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
-        turns = _turns(trace, rate=rate, time_window=time_window, limit=limit, seed=seed)
-        asking = Asking(WORDS, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        turns = _sped(turns, speed)
-        sender = Sender(ServerAddress.parse(url), Arrivals(turns), turns, model, asking, timeout_s)
+        turns = _turns(trace, **options)
+        asking = Asking(WORDS, max_tokens=given.max_tokens, ignore_eos=given.ignore_eos)
+        turns = _sped(turns, given.speed)
+        address = ServerAddress.parse(given.url)
+        sender = Sender(address, Arrivals(turns), turns, given.model, asking, given.timeout_s)
         try:
             interrupted = asyncio.run(sender.run())
         except OSError as error:
-            raise ConfigError(f"`{url}` cannot be reached: {error}\nhint: is the server up?") from error
+            raise ConfigError(f"`{given.url}` cannot be reached: {error}\nhint: is the server up?") from error
     if out is not None:
         out.write_text("".join(json.dumps(one.row()) + "\n" for one in sender.sent), "utf-8")
     found = summary(sender.sent, len(turns), sender.span_us)
-    if as_json:
-        print_json({"server": url, "model": sender.model, "interrupted": interrupted, **found})
+    if given.as_json:
+        print_json({"server": given.url, "model": sender.model, "interrupted": interrupted, **found})
     else:
         for line in summary_lines(found, sender.model, interrupted):
             click.echo(line)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 
@@ -26,12 +27,13 @@ from lockstep.core.scheduler.state_text import (
     table_lines,
     tree_lines,
 )
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.tools.conditions import Condition
 from lockstep.tools.decision_text import decision_of, decisions_text, exact_text
 from lockstep.tools.drift import state_lines
 from lockstep.tools.journal import say_divergence, verify_all, verify_run
 from lockstep.tools.narration import clock
-from lockstep.tools.runs import EXIT_DIVERGED, JSON, RUN, Walk, engine_journal, print_json, refusals
+from lockstep.tools.runs import EXIT_DIVERGED, RUN, Walk, engine_journal, print_json, refusals
 from lockstep.tools.stepping import Stepper, TakenStep
 from lockstep.tools.why_step import short_plan, why_step
 
@@ -73,37 +75,41 @@ class _Replay(click.Command):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options of `lockstep replay` over a journal."""
+
+    until: Annotated[int | None, Option("stop before step N and show the state there", metavar="N")] = None
+    condition: Annotated[
+        str | None, Option("stop behind the first step in which COND holds", flag="--break", metavar="COND")
+    ] = None
+    interactive: Annotated[bool, Option("step forwards and backwards by hand; `help` says how", short="-i")] = False
+    decisions_file: Annotated[
+        Path | None,
+        Option(
+            "write every decision in words; as RUN/decisions.txt, a divergence can be told with both",
+            flag="--decisions",
+            metavar="FILE",
+        ),
+    ] = None
+    overwrite: Annotated[bool, Option("replace FILE")] = False
+    as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
+
+
+def _other_command(*declared: str, **arguments: Any) -> Any:
+    """A flag that makes another command of `replay`: it is in the help of this one, and never reaches it."""
+    return click.option(*declared, expose_value=False, **arguments)
+
+
 @click.command(cls=_Replay, context_settings={"max_content_width": 120})
 @RUN
-@click.option("--what-if", is_flag=True, help="The same requests under other settings: --what-if --help.")
-@click.option(
-    "--on-hardware", is_flag=True, help="Run its batches on this machine, and time them: --on-hardware --help."
+@_other_command("--what-if", is_flag=True, help="the same requests under other settings: --what-if --help")
+@_other_command(
+    "--on-hardware", is_flag=True, help="run its batches on this machine, and time them: --on-hardware --help"
 )
-@click.option("--to", metavar="URL", help="Send the requests to a server instead: --to URL --help.")
-@click.option("--until", type=click.IntRange(0), metavar="N", help="Stop before step N and show the state there.")
-@click.option("--break", "condition", metavar="COND", help="Stop behind the first step in which COND holds.")
-@click.option("--interactive", "-i", is_flag=True, help="Step forwards and backwards by hand; `help` says how.")
-@click.option(
-    "--decisions",
-    "decisions_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Write every decision in words; as RUN/decisions.txt, a divergence can be told with both.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
-@JSON
-def replay(
-    run: Path,
-    what_if: bool,
-    on_hardware: bool,
-    to: str | None,
-    until: int | None,
-    condition: str | None,
-    interactive: bool,
-    decisions_file: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+@_other_command("--to", metavar="URL", help="send the requests to a server instead: --to URL --help")
+@with_flags(click.option, options_of(ReplayOptions).values(), kinds={"until": click.IntRange(0)})
+def replay(run: Path, **options: Any) -> None:
     """Decide a run again and compare every digest, or go through it step by step.
 
     A divergence is shown with the event, the text of both decisions as far as available, the state before and the
@@ -117,18 +123,17 @@ def replay(
     lockstep replay runs/chat --what-if --policy lpm --html lpm.html
     lockstep replay runs/chat --on-hardware
     """
-    assert not what_if, "that is another command"
-    assert not on_hardware, "that too"
-    assert to is None, "and so is that"
-    if interactive and (as_json or decisions_file is not None):
+    given = take(ReplayOptions, options)
+    until, decisions_file, as_json = given.until, given.decisions_file, given.as_json
+    if given.interactive and (as_json or decisions_file is not None):
         raise click.UsageError("--interactive goes with neither --json nor --decisions.")
-    if condition is not None and (as_json or decisions_file is not None):
+    if given.condition is not None and (as_json or decisions_file is not None):
         raise click.UsageError("--break goes with neither --json nor --decisions.")
-    if decisions_file is not None and decisions_file.exists() and not overwrite:
+    if decisions_file is not None and decisions_file.exists() and not given.overwrite:
         raise click.UsageError(f"{decisions_file} exists\nhint: choose another file, or add --overwrite")
     with refusals():
-        if interactive or condition is not None:
-            _in_hand(run, until, condition, interactive)
+        if given.interactive or given.condition is not None:
+            _in_hand(run, until, given.condition, given.interactive)
         elif decisions_file is not None:
             _write_decisions(run, until, decisions_file, as_json)
         elif until is None:

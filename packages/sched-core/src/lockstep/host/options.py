@@ -272,6 +272,8 @@ def _arguments(
         arguments["required"] = True
     elif keep_absent:
         arguments["default"] = None
+    elif field.multiple and field.default:
+        arguments["default"] = field.default
     elif not several and field.default is not None:
         read = any(field.name.endswith(end) for end in kinds)  # then the default is text that the kind reads
         arguments["default"] = value_word(field.name, field.default) if read else field.default

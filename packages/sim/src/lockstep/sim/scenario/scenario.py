@@ -33,6 +33,7 @@ class SimOption(Option):
         stored: a stored trial of a plan has it at its default, too. Keys of trials are digests of what is stored, so an
             option that is added stays out at its default.
         of_load: the requests of the workload depend on it.
+        sent: `lockstep bench serve` has it, too.
     """
 
     _: KW_ONLY
@@ -40,6 +41,7 @@ class SimOption(Option):
     configures: bool = False
     stored: bool = False
     of_load: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +122,11 @@ class Scenario:
             commands=SIMULATE,
             stored=True,
             of_load=True,
+            sent=True,
         ),
     ] = None
     rate_scale: Annotated[
-        float, SimOption("multiplies the rate: 2 halves every gap", commands=SIMULATE, of_load=True)
+        float, SimOption("multiplies the rate: 2 halves every gap", commands=SIMULATE, of_load=True, sent=True)
     ] = 1.0
     time_window: Annotated[
         str | None,
@@ -132,18 +135,26 @@ class Scenario:
             metavar="FROM..TO",
             commands=SIMULATE,
             of_load=True,
+            sent=True,
         ),
     ] = None
     concurrency: Annotated[
         int | None,
-        SimOption("a closed loop: so many sessions at a time, whatever the clock", commands=SIMULATE, stored=True),
+        SimOption(
+            "a closed loop: so many sessions at a time, whatever the clock", commands=SIMULATE, stored=True, sent=True
+        ),
     ] = None
     warm_up: Annotated[
-        int, SimOption("the first so many requests are simulated and not measured", commands=SIMULATE, stored=True)
+        int, SimOption("the first so many requests are not measured", commands=SIMULATE, stored=True, sent=True)
     ] = 0
-    limit: Annotated[int | None, SimOption("keep the first so many requests", commands=SIMULATE, stored=True)] = None
+    limit: Annotated[
+        int | None, SimOption("keep the first so many requests", commands=SIMULATE, stored=True, sent=True)
+    ] = None
     seed: Annotated[
-        int, SimOption("of a generated workload, and of random durations", commands=SIMULATE, stored=True, of_load=True)
+        int,
+        SimOption(
+            "of a generated workload, and of random durations", commands=SIMULATE, stored=True, of_load=True, sent=True
+        ),
     ] = 7
     # The model in memory, and how its batches are timed.
     mem_fraction: Annotated[
@@ -240,7 +251,10 @@ class Scenario:
         int, SimOption("decodes between two looks at the socket, at most; 1: at every one", commands=SIMULATE)
     ] = 1
     skip_bad_rows: Annotated[
-        bool, SimOption("leave out rows that cannot be right; otherwise they are refused", stored=True, of_load=True)
+        bool,
+        SimOption(
+            "leave out rows that cannot be right; otherwise they are refused", stored=True, of_load=True, sent=True
+        ),
     ] = False
     settings: Annotated[Mapping[str, Any], SimOption("fields of SchedConfig that were given", stored=True)] = field(
         default_factory=dict
@@ -250,7 +264,9 @@ class Scenario:
     )
     slos: Annotated[
         tuple[Slo, ...],
-        SimOption("such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME", stored=True),
+        SimOption(
+            "such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME", stored=True, sent=True
+        ),
     ] = ()
 
     @property
