@@ -324,7 +324,7 @@ def test_graphs_of_a_model_depend_on_their_buffers_only(folder: Path) -> None:
 
     def tokens(recorder: Recorder | None) -> list[list[int]]:
         config = small_config(pages=80)
-        executor = make_executor(build_model(folder, random_weights_seed=3), config, HostClock())
+        executor = make_executor(build_model(folder, random_weights_seed=3), config, CpuLane(HostClock()))
         pool = executor.attention.pool  # type: ignore[attr-defined]
         executor.attention = FixedWidth(pool)
         if recorder is not None:

@@ -36,7 +36,7 @@ from lockstep.core.journal.records import JournalError, JournalHeader, UnsealedR
 from lockstep.core.journal.replay import fold, replay  # noqa: E402
 from lockstep.core.journal.writer import JournalWriter  # noqa: E402
 from lockstep.host.errors import EngineStopped  # noqa: E402
-from lockstep.host.loop import HostClock, Int32s  # noqa: E402
+from lockstep.host.loop import HostClock, Int32s, RequestServices  # noqa: E402
 from lockstep.runtime.errors import DeviceLost  # noqa: E402
 from lockstep.runtime.overlap import CpuLane  # noqa: E402
 from tests.support.small_runtime import (  # noqa: E402
@@ -466,7 +466,7 @@ def test_a_batch_under_a_grammar_samples_behind_its_mask(depth: int, run_at: Any
             run_at=run_at,
             overlap_depth=depth,
             matchers=Alternating(),
-            host_options={"compile_grammar": lambda command, answer: answer("")},
+            requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
             **settings,
         )
         grammar = Grammar("regex", "alternating", b"digest of sixteen")

@@ -31,7 +31,7 @@ from lockstep.core.contract.events import ControlRequested, ReleaseMemory, Updat
 from lockstep.core.journal.records import JournalHeader  # noqa: E402
 from lockstep.core.journal.replay import replay  # noqa: E402
 from lockstep.host.durable import HostImage  # noqa: E402
-from lockstep.host.loop import HostClock, RuntimeHost  # noqa: E402
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RuntimeHost  # noqa: E402
 from lockstep.host.startup import Keeper  # noqa: E402
 from lockstep.host.weights import Folder, Group, SharedMemory, WeightsLog, stamp_of, write_source  # noqa: E402
 from lockstep.runtime import (  # noqa: E402
@@ -367,9 +367,9 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
 
     keeper, doubles = Keeper(tmp_path, death="killed"), Doubles()
     engine, kept = keeper.begin(header)
-    options: dict[str, Any] = {"weight_loader": doubles, "weights": keeper.weights, "orders": keeper.orders}
+    device, earlier = DeviceServices(weight_loader=doubles), EarlierGeneration(keeper.weights, orders=keeper.orders)
     clock = HostClock(start_us=keeper.start_us)
-    host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, **options)
+    host = RuntimeHost(engine, SmallRuntime(clock=clock).executor, kept, clock, device=device, earlier=earlier)
     told_by_then: list[Any] = []
     asked = host.ask(UpdateWeights(4, "newer"), lambda _: told_by_then.extend(doubles.told))
     host.run(until_idle=True)
@@ -381,7 +381,7 @@ def test_an_order_that_was_not_answered_is_given_again_behind_a_restart(tmp_path
 
 
 def test_an_engine_whose_weights_are_unknown_ends() -> None:
-    runtime = SmallRuntime(host_options={"weight_loader": Doubles()})
+    runtime = SmallRuntime(device=DeviceServices(weight_loader=Doubles()))
     asked = runtime.host.ask(UpdateWeights(1, "broken"))
     with pytest.raises(RuntimeError, match="nobody knows"):
         runtime.host.run()
@@ -391,7 +391,7 @@ def test_an_engine_whose_weights_are_unknown_ends() -> None:
 def test_requests_come_and_go_while_weights_are_loaded() -> None:
     go_on, doubles = threading.Event(), Doubles()
     doubles.load_weights = lambda version, source: go_on.wait(300)  # type: ignore[method-assign,assignment,return-value]
-    runtime = SmallRuntime(host_options={"weight_loader": doubles})
+    runtime = SmallRuntime(device=DeviceServices(weight_loader=doubles))
     asked = runtime.host.ask(UpdateWeights(1, "there"))
     thread = threading.Thread(target=runtime.host.run)
     thread.start()

@@ -41,7 +41,7 @@ from lockstep.runtime import (  # noqa: E402
     attention,
     executor,
 )
-from lockstep.runtime.assembly import make_executor  # noqa: E402
+from lockstep.runtime.assembly import PassKernels, make_executor  # noqa: E402
 from lockstep.runtime.errors import EngineStopped  # noqa: E402
 from lockstep.runtime.generate import generate  # noqa: E402
 from lockstep.runtime.memory import MemoryBudget  # noqa: E402
@@ -135,7 +135,7 @@ def test_greedy_tokens_are_those_of_transformers(
 def test_a_recorded_run_needs_no_scheduler(trained: tuple[Path, Any], tmp_path: Path) -> None:
     with LLM(trained[0], journal=tmp_path, overlap_depth=1, **SMALL) as llm:
         llm.generate([prompt for prompt, _ in random_requests(10)], Params(max_new_tokens=6))
-        executor = make_executor(llm.model, llm.config, HostClock(), lane=CpuLane(HostClock(), run_at="collection"))
+        executor = make_executor(llm.model, llm.config, CpuLane(HostClock(), run_at="collection"))
     results, plans = {}, []
     for event, step in fold(tmp_path):
         plans += [plan] if (plan := step.launched()) is not None else []
@@ -720,7 +720,7 @@ def test_what_the_device_keeps_is_made_on_the_stream_that_uses_it(
         monkeypatch.setattr(assembly, name, watched)
     model = build_model(folder, None, torch.device("cpu"), random_weights_seed=3)
     config = SchedConfig(page_size=4, pages=40, context_tokens_max=64)
-    executor = make_executor(model, config, clock, debug=True, lane=lane, graph_sizes=(1, 2))
+    executor = make_executor(model, config, lane, kernels=PassKernels(graph_sizes=(1, 2)), debug=True)
     assert set(found.values()) == {True}
     assert len(found) == 6
     assert not lane.inside

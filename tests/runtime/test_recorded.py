@@ -200,7 +200,7 @@ def test_plans_of_a_simulator_run_on_a_model(tmp_path: Path) -> None:
     model = build_model(tmp_path, torch.float32, random_weights_seed=3)
     config = simulated(tmp_path / "run", CHAT.replace("n=18", "n=8"), overlap_depth=1, retract_every=6)
     assert all(reached(tmp_path / "run"))
-    executor = assembly.make_executor(model, config, HostClock(), debug=True)
+    executor = assembly.make_executor(model, config, CpuLane(HostClock()), debug=True)
     answers: list[RecordedAnswer] = []
     assert not any(result.error for _, result in run_recorded(tmp_path / "run", executor, 300, answers.append))
     assert len(answers) == 8

@@ -37,6 +37,7 @@ from lockstep.core.contract.errors import ConfigError  # noqa: E402
 from lockstep.core.contract.events import Grammar, RequestRetracted, SamplingParams  # noqa: E402
 from lockstep.core.journal.replay import fold  # noqa: E402
 from lockstep.host.batches import BatchResult, RowContext  # noqa: E402
+from lockstep.host.loop import RequestServices  # noqa: E402
 from lockstep.runtime import LLM, Params, RequestOutput  # noqa: E402
 from lockstep.runtime import ranks as ranks_module  # noqa: E402
 from lockstep.runtime.errors import DeviceLost, EngineStopped, RankLost  # noqa: E402
@@ -624,7 +625,7 @@ def test_workers_sample_under_the_masks_of_rank_0(depth: int, run_at: Any) -> No
         overlap_depth=depth,
         retract_every=3,
         matchers=Alternating(),
-        host_options={"compile_grammar": lambda command, answer: answer("")},
+        requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
     )
     group = OneThread(runtime, run_at)
     grammar = Grammar("regex", "alternating", b"digest of sixteen")
@@ -652,7 +653,7 @@ def test_workers_are_given_what_is_forced() -> None:
         overlap_depth=0,
         retract_every=5,
         matchers=Counting(),
-        host_options={"compile_grammar": lambda command, answer: answer("")},
+        requests=RequestServices(compile_grammar=lambda command, answer: answer("")),
     )
     group = OneThread(runtime, "launch")
     grammar = Grammar("regex", "alternating", b"digest of sixteen")

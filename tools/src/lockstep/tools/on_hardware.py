@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import msgspec
@@ -20,6 +20,8 @@ from lockstep.core.contract.errors import ConfigError, LockstepError
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
+from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.progress import terminal_bar
 from lockstep.sim.cost import UNCALIBRATED, Calibration, CalibrationError, CatalogueError, CostModel
@@ -64,51 +66,48 @@ class Predictor:
         return f"{self.model} on {self.gpu}, {corrected}"
 
 
+OF_ENGINE = (
+    *("device", "dtype", "kv_cache_dtype", "fp8_activations", "attention_backend", "numerics", "cuda_graphs"),
+    "cuda_graph_max_batch",
+)
+"""Options of an engine with a model (`lockstep.host.engine_options`) that plans of a journal run with."""
+
+
+_FIELD = options_of(EngineOptions)["kv_cache_dtype"]
+KV_CACHE_DTYPE = replace(_FIELD, option=replace(_FIELD.option, default="as the journal's run had it"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions:
+    """Options of `lockstep replay --on-hardware` besides those of an engine."""
+
+    model: Annotated[Path | None, Option("a Hugging Face folder", default="the demo model")] = None
+    random_weights: Annotated[int | None, Option("small random weights; only config.json is read", metavar="SEED")] = (
+        None
+    )
+    gpu: Annotated[
+        str | None,
+        Option("what the cost model takes the device for", metavar="NAME|FILE", default="the device's name"),
+    ] = None
+    calibration: Annotated[str | None, Option("corrects the cost model: docs/cost-models.md", metavar="NAME|FILE")] = (
+        None
+    )
+    batches: Annotated[int | None, Option("run the first N", metavar="N", default="all")] = None
+    out: Annotated[Path | None, Option("write every batch, for lockstep calibrate", metavar="FILE")] = None
+    overwrite: Annotated[bool, Option("replace FILE")] = False
+
+
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@click.option("--model", type=click.Path(path_type=Path), help="A Hugging Face folder; default: the demo model.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, ...")
-@click.option("--dtype", default="auto", show_default=True, help="auto, bfloat16, float16, float32")
-@click.option(
-    "--kv-cache-dtype", type=click.Choice(["auto", "fp8_e4m3"]), help="Of KV.  [default: as the journal's run had it]"
+@with_flags(
+    click.option,
+    [KV_CACHE_DTYPE if name == "kv_cache_dtype" else options_of(EngineOptions)[name] for name in OF_ENGINE],
+    keep_absent=True,
+    choice=click.Choice,
 )
-@click.option(
-    "--fp8-activations",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    show_default=True,
-    help="Round what meets fp8 weights to fp8, too.",
-)
-@click.option("--attention-backend", default="auto", show_default=True, help="auto, flashinfer, triton, reference")
-@click.option("--cuda-graphs", type=click.Choice(["auto", "on", "off", "eager"]), default="auto", show_default=True)
-@click.option("--random-weights", type=int, metavar="SEED", help="Small random weights; only config.json is read.")
-@click.option(
-    "--gpu", metavar="NAME|FILE", help="What the cost model takes the device for; default: the device's name."
-)
-@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
-@click.option("--batches", type=click.IntRange(1), metavar="N", help="Run the first N; default: all.")
-@click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Write every batch, for lockstep calibrate."
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@with_flags(click.option, options_of(HardwareOptions).values(), kinds={"batches": click.IntRange(1)})
 @JSON
-def on_hardware(
-    run: Path,
-    model: Path | None,
-    device: str,
-    dtype: str,
-    kv_cache_dtype: str | None,
-    fp8_activations: Any,
-    attention_backend: str,
-    cuda_graphs: Any,
-    random_weights: int | None,
-    gpu: str | None,
-    calibration: str | None,
-    batches: int | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-) -> int:
+def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
     """Run a journal's batches on this machine, and hold their times against the cost model.
 
     Nothing is scheduled: the plans are those of the journal, simulated or real. Ctrl-C ends it with what there is.
@@ -118,27 +117,28 @@ def on_hardware(
     lockstep calibrate --from measured.jsonl --date 2026-11-22 --out mine.json
     lockstep replay runs/other --on-hardware --calibration mine.json
     """
+    given = take(HardwareOptions, options)
+    out, gpu = given.out, given.gpu
     with _refused(), ExitStack() as stack:
         if out is not None:
-            if out.exists() and not overwrite:
+            if out.exists() and not given.overwrite:
                 raise click.UsageError(f"{out} exists\nhint: choose another file, or add --overwrite")
             check_file(out)
         runner_of = _runtime()
         journal = engine_journal(run)
-        corrected = UNCALIBRATED if calibration is None else load_calibration(calibration)
+        corrected = UNCALIBRATED if given.calibration is None else load_calibration(given.calibration)
         header = read_journal(journal).header
-        extent = _extent(journal, batches)
+        extent = _extent(journal, given.batches)
+        of_engine = {name: value for name, value in options.items() if value is not None}
+        of_engine.setdefault("kv_cache_dtype", header.host.get("kv_cache_dtype", "auto"))
+        device = of_engine.pop("device", "auto")
         runner: PlansRunner = runner_of(
             extent,
             header.config,
-            model=model,
+            RankOptions(**of_engine),
+            model=given.model,
             device=device,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype or str(header.host.get("kv_cache_dtype", "auto")),
-            fp8_activations=fp8_activations,
-            attention_backend=attention_backend,
-            cuda_graphs=cuda_graphs,
-            random_weights_seed=random_weights,
+            random_weights_seed=given.random_weights,
         )
         predictor = make_predictor(runner, gpu, corrected)
         for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth, has_intervals=False):

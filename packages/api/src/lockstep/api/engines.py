@@ -32,7 +32,7 @@ from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
-from lockstep.host.loop import HostClock, Observer, RuntimeHost
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
@@ -540,14 +540,11 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         executor,
         journal or NoJournal(),
         clock,
-        check_request=check,
-        watch_text=watch,
-        compile_grammar=None if grammars is None else grammars.compiler,
-        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
-        weights=weights,
-        adapters=cache,
-        adapters_log=None if keeper is None else keeper.adapters,
-        orders=() if keeper is None else keeper.orders,
+        requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
+        device=DeviceServices(
+            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed), adapters=cache
+        ),
+        earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
         observe=observe,
     )
 

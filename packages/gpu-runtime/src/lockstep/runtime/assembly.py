@@ -6,7 +6,7 @@ Every rank of a group does this, rank 0 in the process of `LLM` and the others i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,11 @@ from lockstep.host.batches import Int32s, RowContext
 from lockstep.host.engine_options import GraphMode, Numerics
 from lockstep.host.loop import HostClock
 from lockstep.host.quantization import Fp8Activations
-from lockstep.runtime.attention import BackendChoice, choose, make
+from lockstep.runtime.attention import AttentionBackend, Needs, choose, make
 from lockstep.runtime.canary import Canary
 from lockstep.runtime.draft_model import ModelDrafter
 from lockstep.runtime.drafting import Drafter, NgramDrafter
-from lockstep.runtime.executor import Executor, Matchers
+from lockstep.runtime.executor import Executor, LookAhead, Matchers, RunnableModel
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.graphs import (
     ROWS_MAX,
@@ -171,15 +171,13 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
             log.info("weights as stored: %s", weights_of(model))
         if slots := settings.sched.get("max_loras"):
             model.take_adapters(slots, settings.max_lora_rank)
-    pick = partial(_backend, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
+    pick = partial(_kernels, model, settings.attention_backend, settings.numerics, mode, graph_rows_max)
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
-    config, memory, choice, sizes = _sized(
-        model, device, settings.mem_fraction, settings.numerics, pick, sched, ranks, draft
-    )
+    config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
     if draft is not None:  # the same backend, which may not support its heads
-        kind = (choice.name, device, draft.dtype, draft.head_dim, config.page_size)
-        choose(*kind, numerics=settings.numerics, group=draft.heads // draft.kv_heads)
+        kind = (device, draft.dtype, draft.head_dim, config.page_size)
+        choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
     if ranks is not None:
         config = ranks.agree(config)
         memory = replace(memory, pages=config.pages)
@@ -187,20 +185,19 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     executor = make_executor(
         model,
         config,
-        clock,
-        attention_backend=choice.name,
-        numerics=settings.numerics,
+        stream_lane(device, clock),
+        kernels=kernels,
         logit_processors=enabled,
         pooling=settings.pooling,
         debug=settings.debug,
-        graph_sizes=sizes,
-        matchers=None if ranks is None else ranks.matchers,
         draft=draft,
     )
+    if ranks is not None:
+        executor.matchers = ranks.matchers
     if model.adapter_slots and device.type == "cuda":
         with executor.lane.stream(), torch.inference_mode():
             run_once(model.targets, executor.lane.upload)
-    return Assembled(model, config, memory, choice.name, enabled, executor)
+    return Assembled(model, config, memory, kernels.backend, enabled, executor)
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
@@ -234,31 +231,58 @@ def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: to
     return draft
 
 
+@dataclass(frozen=True, slots=True)
+class PassKernels:
+    """The kernels that run the passes of a model.
+
+    Args:
+        backend: of attention.
+        graph_sizes: numbers of rows, ascending, up to which decodes are padded, and for which graphs are captured on a
+            GPU; empty: no graphs.
+    """
+
+    backend: str = "reference"
+    numerics: Numerics = "fast"
+    graph_sizes: tuple[int, ...] = ()
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest graph; 0 without graphs."""
+        return max(self.graph_sizes, default=0)
+
+    def attention(self, pool: KvPool, model: Decoder, **more: Any) -> AttentionBackend:
+        """The attention backend of a model over its pool."""
+        return make(self.backend, pool, model.heads, scale=model.scale, numerics=self.numerics, **more)
+
+
+REFERENCE = PassKernels()
+
+
+def stream_lane(device: torch.device, clock: HostClock) -> StreamLane:
+    """The lane that runs passes on a device."""
+    return CudaLane(device, clock) if device.type == "cuda" else CpuLane(clock)
+
+
 def make_executor(
     model: Decoder,
     config: SchedConfig,
-    clock: HostClock,
+    lane: StreamLane,
     *,
-    attention_backend: str = "reference",
-    numerics: Numerics = "fast",
+    kernels: PassKernels = REFERENCE,
     logit_processors: Mapping[str, LogitProcessor] | None = None,
     pooling: Pooling | None = None,
     debug: bool = False,
-    lane: StreamLane | None = None,
-    graph_sizes: Sequence[int] = (),
-    matchers: Matchers | None = None,
     draft: Decoder | None = None,
 ) -> Executor:
-    """The executor of a model under these settings, with its pool, tables and sampler.
+    """Make the executor of a model under these settings, with its pool, tables and sampler, and without matchers.
 
     Args:
-        draft: the model that drafts, where the settings say that one does.
-        graph_sizes: decodes are padded up to these numbers of rows, and on a GPU captured.
+        lane: see `stream_lane`.
+        draft: the model that drafts, where the settings require one.
     """
     device = model.device
     gpu = device.type == "cuda"
-    if lane is None:
-        lane = CudaLane(device, clock) if gpu else CpuLane(clock)
+    graph_sizes = kernels.graph_sizes
     rest = explained(
         "tables, workspace and graphs beside the pool",
         device,
@@ -268,13 +292,10 @@ def make_executor(
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
             pool = make_pool(model, config.pages, config.page_size)
-        attention = make(
-            attention_backend,
+        attention = kernels.attention(
             pool,
-            model.heads,
-            scale=model.scale,
-            numerics=numerics,
-            graph_rows=max(graph_sizes, default=0),
+            model,
+            graph_rows=kernels.graph_rows,
             plans_in_flight=max(2, config.decode_steps_per_launch) * (config.overlap_depth + 1),
         )
         enabled = logit_processors or {}
@@ -294,15 +315,7 @@ def make_executor(
         if draft is not None:
             plans = (config.drafts_max + 2) * (config.overlap_depth + 1)
             pool_of_drafts = make_pool(draft, config.pages, config.page_size)
-            drafting = make(
-                attention_backend,
-                pool_of_drafts,
-                draft.heads,
-                scale=draft.scale,
-                numerics=numerics,
-                plans_in_flight=plans,
-            )
-            drafter = ModelDrafter(draft, drafting, config.pages)
+            drafter = ModelDrafter(draft, kernels.attention(pool_of_drafts, draft, plans_in_flight=plans), config.pages)
         elif config.speculates:
             drafter = NgramDrafter((config.pages + 1) * config.page_size, config.page_size, device)
         canary = None
@@ -319,20 +332,14 @@ def make_executor(
                 graphs.bytes / MIB,
             )
         sampler = TableSampler(table, Sampler(table, processors=enabled))
-        split = model.parallel.ranks > 1
         return Executor(
-            model,
-            attention,
+            RunnableModel(model, attention, graphs, split=model.parallel.ranks > 1),
             sampler,
             tables,
             lane,
-            matchers=matchers,
             canary=canary,
-            graphs=graphs,
             pooling=pooling,
-            split=split,
-            drafter=drafter,
-            jumps=config.jumps,
+            ahead=LookAhead(drafter, jumps=config.jumps),
         )
 
 
@@ -356,47 +363,48 @@ def page_bytes_of(model: Decoder, page_size: int) -> int:
     return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
 
-Picked = tuple[BackendChoice, tuple[int, ...]]
-"""The attention backend, and the numbers of rows that get graphs."""
-
-
-def _backend(
+def _kernels(
     model: Decoder,
     requested: str,
     numerics: Numerics,
     mode: GraphMode,
     graph_rows_max: int | None,
     config: SchedConfig,
-) -> Picked:
-    """An attention backend that can run in graphs, if there are to be any."""
-    kind = (requested, model.device, model.dtype, model.head_dim, config.page_size)
-    group, fp8 = model.heads // model.kv_heads, model.kv_scales is not None
-    ask = partial(choose, *kind, numerics=numerics, group=group, kv_fp8=fp8)
+) -> PassKernels:
+    """An attention backend that can run in graphs, if there are to be any, with the sizes of the graphs."""
+    needs = Needs(
+        model.device,
+        model.dtype,
+        model.head_dim,
+        config.page_size,
+        numerics=numerics,
+        group=model.heads // model.kv_heads,
+        kv_fp8=model.kv_scales is not None,
+    )
     sizes = graph_sizes(min(ROWS_MAX if graph_rows_max is None else graph_rows_max, config.max_running_requests))
     if mode == "eager":
-        return ask(), sizes
+        return PassKernels(choose(requested, needs).name, numerics, sizes)
     if mode == "off" or model.device.type != "cuda":
-        return ask(), ()
+        return PassKernels(choose(requested, needs).name, numerics)
     try:
-        return ask(graphs=True), sizes
+        return PassKernels(choose(requested, replace(needs, graphs=True)).name, numerics, sizes)
     except ConfigError as error:
         if mode == "on":
             raise
-        choice = ask()  # raises if graphs are not what is wrong
+        without = PassKernels(choose(requested, needs).name, numerics)  # raises if graphs are not what is wrong
         log.info("no CUDA graphs: %s", str(error).partition("\n")[0])
-        return choice, ()
+        return without
 
 
 def _sized(
     model: Decoder,
     device: torch.device,
     mem_fraction: float,
-    numerics: Numerics,
-    pick: Callable[[SchedConfig], Picked],
+    pick: Callable[[SchedConfig], PassKernels],
     sched: dict[str, Any],
     ranks: OtherRanks | None,
     draft: Decoder | None,
-) -> tuple[SchedConfig, MemoryBudget, BackendChoice, tuple[int, ...]]:
+) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
     """Scheduler settings, with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
@@ -433,10 +441,10 @@ def _sized(
         page_bytes += page_bytes_of(draft, page_size)
     elif without_pages.speculates:
         page_bytes += NgramDrafter.bytes_of(page_size)
-    choice, sizes = pick(without_pages)
+    kernels = pick(without_pages)
     if ranks is not None:
         rounded = f", rows in fp8, {model.activations}" if model.activations else ""
-        ranks.compare(f"{choice.name} with {len(sizes)} graphs{rounded}")
+        ranks.compare(f"{kernels.backend} with {len(kernels.graph_sizes)} graphs{rounded}")
     budget = size_pool(
         page_bytes=page_bytes,
         weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
@@ -444,21 +452,19 @@ def _sized(
         mem_fraction=mem_fraction,
         largest_pass=lambda: _run_once(
             model,
-            choice.name,
-            numerics,
+            kernels,
             largest_pass_tokens(without_pages),
             context,
             page_size,
             without_pages.max_running_requests,
-            max(sizes, default=0),
             without_pages.beside_newest_max,
         ),
-        graphs=lambda: _graph_bytes(model, choice.name, numerics, sizes, page_size, context),
+        graphs=lambda: _graph_bytes(model, kernels, page_size, context),
         pages_least=-(-context // page_size),
         pages=without_pages.pages if "pages" in given else None,
     )
     log.info("memory\n%s", budget.table())
-    return SchedConfig(**{**given, "pages": budget.pages}), budget, choice, sizes
+    return SchedConfig(**{**given, "pages": budget.pages}), budget, kernels
 
 
 def largest_pass_tokens(config: SchedConfig) -> int:
@@ -469,14 +475,12 @@ def largest_pass_tokens(config: SchedConfig) -> int:
     return min(chunk, config.max_prefill_tokens)
 
 
-def _graph_bytes(
-    model: Decoder, backend: str, numerics: Numerics, sizes: tuple[int, ...], page_size: int, context: int
-) -> int:
+def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: int) -> int:
     """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
+    sizes = kernels.graph_sizes
     if not sizes:
         return 0
-    pool = make_pool(model, 1, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=sizes[-1])
+    attention = kernels.attention(make_pool(model, 1, page_size), model, graph_rows=sizes[-1])
     tables = DeviceTables(1, 1, page_size, model.device, context_tokens=context)
     graphs = DecodeGraphs(model, attention, tables, sizes[-2:], CudaGraphs())
     return expected_bytes(graphs.prepare(CudaLane(model.device, HostClock())), len(sizes))
@@ -484,26 +488,27 @@ def _graph_bytes(
 
 def _run_once(
     model: Decoder,
-    backend: str,
-    numerics: Numerics,
+    kernels: PassKernels,
     tokens: int,
     context: int,
     page_size: int,
     samples: int,
-    graph_rows: int,
     drafts: int = 0,
 ) -> None:
-    """One extend of so many tokens, of prompts up to `context` long that share one page, and a draw for so many rows.
+    """Run one extend, whose prompts share one page, and a draw. The workspace of the largest graph is allocated, too.
 
-    The workspace of the largest graph, `graph_rows`, is there as well. Where so many drafts of each row are verified
-    they are sought first, in the longest context, and drawn behind.
+    Args:
+        tokens: of the extend.
+        context: tokens of its longest prompt.
+        samples: rows that are drawn.
+        drafts: verified for each of these rows; they are sought first, in the longest context, and drawn behind.
     """
     device = model.device
     if drafts:
         _seek_once(samples, context, page_size, drafts, device)
         samples *= 1 + drafts
     pool = make_pool(model, 1, page_size)
-    attention = make(backend, pool, model.heads, scale=model.scale, numerics=numerics, graph_rows=graph_rows)
+    attention = kernels.attention(pool, model, graph_rows=kernels.graph_rows)
     starts = np.arange(0, tokens, context)
     lengths = np.diff(np.append(starts, tokens)).astype(np.int32)
     positions = torch.arange(tokens, device=device) % context

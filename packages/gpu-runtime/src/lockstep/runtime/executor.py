@@ -147,38 +147,62 @@ class _Launched:
 # --------------------------------------------------------------------------------------------------------- the executor
 
 
+@dataclass(frozen=True, slots=True)
+class RunnableModel:
+    """A model with what its passes run on.
+
+    Args:
+        graphs: prepared; decodes that they hold are replayed.
+        split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
+    """
+
+    model: Model
+    attention: AttentionBackend
+    graphs: DecodeGraphs | None = None
+    split: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Sources of tokens beyond the next one. With either of them the tables track the position of each row.
+
+    Args:
+        drafter: of plans that verify drafts. None: such plans are refused.
+        jumps: report the tokens that grammars force.
+    """
+
+    drafter: Drafter | None = None
+    jumps: bool = False
+
+
+NO_LOOK_AHEAD = LookAhead()
+
+
 class Executor:
     """Runs plans on one device.
 
     Args:
+        matchers: of grammars. None: plans that take a row under a grammar are refused.
+        canary: verifies the tag of every KV slot before it is read; for debugging.
         pooling: of requests of kind embed; None is the mean.
-        canary: verify the tag of every KV slot before it is read; for debugging.
-        graphs: prepared; decodes that they hold are replayed.
-        drafter: of plans that verify drafts; the tables then track where rows stand. None: such plans are refused.
-        jumps: report the tokens that grammars force; the tables then track where rows stand.
-        split: the model is one rank's part. A pass that raises leaves the ranks out of step, and ends the engine.
     """
 
     def __init__(
         self,
-        model: Model,
-        attention: AttentionBackend,
+        runnable: RunnableModel,
         sampler: RowSampler,
         tables: DeviceTables,
         lane: StreamLane,
         *,
         matchers: Matchers | None = None,
         canary: Canary | None = None,
-        graphs: DecodeGraphs | None = None,
         pooling: Pooling | None = None,
-        split: bool = False,
-        drafter: Drafter | None = None,
-        jumps: bool = False,
+        ahead: LookAhead = NO_LOOK_AHEAD,
     ) -> None:
-        self.model, self.attention, self.sampler = model, attention, sampler
-        self.tables, self.lane, self.matchers, self.canary, self.graphs = tables, lane, matchers, canary, graphs
-        self.pooling, self.split, self.drafter = pooling or Pooling(), split, drafter
-        self.jumps = jumps
+        self.model, self.attention, self.sampler = runnable.model, runnable.attention, sampler
+        self.graphs, self.split = runnable.graphs, runnable.split
+        self.tables, self.lane, self.matchers, self.canary = tables, lane, matchers, canary
+        self.pooling, self.drafter, self.jumps = pooling or Pooling(), ahead.drafter, ahead.jumps
         self.forwards = 0
         self._queue: deque[_Launched] = deque()
         self._unfolded: deque[_Launched] = deque()  # begun, and not in the tables: failed, or newest

@@ -58,7 +58,7 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
-from lockstep.host.loop import HostClock, RuntimeHost
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
     Folder,
@@ -244,15 +244,13 @@ class LLM:
                 executor,
                 self._journal or NoJournal(),
                 clock,
-                check_request=self._check,
-                watch_text=self._watch if self.text is not None else None,
-                compile_grammar=None if self.grammars is None else self.grammars.compiler,
-                profiler=self._profiler,
-                weight_loader=weight_loader,
-                weights=weights,
-                adapters=self._shelf,
-                adapters_log=None if keeper is None else keeper.adapters,
-                orders=() if keeper is None else keeper.orders,
+                requests=RequestServices(
+                    check=self._check,
+                    watch_text=self._watch if self.text is not None else None,
+                    compile_grammar=None if self.grammars is None else self.grammars.compiler,
+                ),
+                device=DeviceServices(self._profiler, weight_loader, self._shelf),
+                earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
                 observe=self._bubbles.fold,
             )
             self.adapter_desk: AdapterRegistry | None = None

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import msgspec
 import torch
 
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.engine_options import KvCacheDtype
+from lockstep.host.engine_options import RankOptions
 from lockstep.host.grammar_backends import choose_backend, make_backend
 from lockstep.host.grammars import CompiledGrammars, GrammarBackend, GrammarMatchers
 from lockstep.host.loop import HostClock
-from lockstep.host.quantization import Fp8Activations
 from lockstep.runtime.assembly import Assembled, assemble, choose_device, device_name, weights_of
 from lockstep.runtime.kv_pool import KvPool
 from lockstep.runtime.llm import demo_folder, model_name
@@ -32,6 +31,7 @@ from lockstep.runtime.quantized.fp8_format import FP8
 from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
+USUAL = RankOptions()
 LORA_RANK = 16  # of adapters that a journal only names: their slots hold zeros, and take as long
 
 
@@ -66,20 +66,16 @@ class PlansRunner:
 def make_runner(
     extent: Extent,
     config: SchedConfig,
+    options: RankOptions = USUAL,
     *,
     model: Path | None = None,
     device: str = "auto",
-    dtype: str = "auto",
-    attention_backend: str = "auto",
-    cuda_graphs: Literal["auto", "on", "off", "eager"] = "auto",
     random_weights_seed: int | None = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    fp8_activations: Fp8Activations = "auto",
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
 
     Args:
-        config: of the journal. The rest is as in `LLM`.
+        config: of the journal. The rest is as in `LLM`, but for `max_lora_rank`, which is LORA_RANK.
     Raises: ConfigError if the model is too short for the journal's requests, or its pool too large for the device.
     """
     if config.shares_passes:
@@ -97,8 +93,8 @@ def make_runner(
         )
     pages = max(extent.pages, -(-min(config.request_tokens_max, settings.context_tokens) // config.page_size))
     pages = min(pages, config.pages)
-    wanted = DTYPES.get(dtype, torch.float32 if where.type == "cpu" else settings.dtype)
-    if kv_cache_dtype == "fp8_e4m3":
+    wanted = DTYPES.get(options.dtype, torch.float32 if where.type == "cpu" else settings.dtype)
+    if options.kv_cache_dtype == "fp8_e4m3":
         wanted = FP8
     page_bytes = KvPool.bytes_per_page(settings.layers, config.page_size, settings.kv_heads, settings.head_dim, wanted)
     free_bytes = free_bytes_of(where)
@@ -115,16 +111,11 @@ def make_runner(
     made = assemble(
         RankSettings(
             model=str(folder.resolve()),
-            dtype=dtype,
-            attention_backend=attention_backend,
             random_weights_seed=random_weights_seed,
-            cuda_graphs=cuda_graphs,
             pooling=choose_pooling(folder),
             debug=False,
-            max_lora_rank=LORA_RANK,
             sched=sched,
-            kv_cache_dtype=kv_cache_dtype,
-            fp8_activations=fp8_activations,
+            **msgspec.structs.asdict(msgspec.structs.replace(options, max_lora_rank=LORA_RANK)),
         ),
         where,
         clock,

@@ -242,19 +242,61 @@ class Profiler(Protocol):
         """A context around each launch."""
 
 
+@dataclass(frozen=True, slots=True)
+class RequestServices:
+    """Functions of the model and its tokenizer that requests need.
+
+    Args:
+        check: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
+        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
+        compile_grammar: without it, a request under a grammar is rejected with that reason.
+    """
+
+    check: Callable[[RequestArrived], None] | None = None
+    watch_text: Callable[[RequestArrived], TextWatch] | None = None
+    compile_grammar: GrammarCompiler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceServices:
+    """Operations on the device besides batches.
+
+    Args:
+        profiler: without one a request for a profile is logged and ignored.
+        weight_loader: changes weights and releases memory; without one such commands are refused.
+        adapters: loads adapters on the device; without it a load fails.
+    """
+
+    profiler: Profiler | None = None
+    weight_loader: WeightLoader | None = None
+    adapters: AdapterLoader | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierGeneration:
+    """State of an earlier generation of the engine, which the host continues.
+
+    Args:
+        weights: the weights log. None: a new one.
+        adapters: the adapters log. None: a new one.
+        orders: commands that are performed first: those of the engine's step at its restart.
+    """
+
+    weights: WeightsLog | None = None
+    adapters: AdaptersLog | None = None
+    orders: Sequence[Command] = ()
+
+
+NO_REQUEST_SERVICES, NO_DEVICE_SERVICES, FIRST_GENERATION = RequestServices(), DeviceServices(), EarlierGeneration()
+
+
 class RuntimeHost:
     """One engine, its executor and its journal.
 
     Args:
         clock: the clock of the executor's lane, so that all times have one origin.
-        check_request: raises ConfigError for a request that this runtime cannot serve; the message rejects it.
-        watch_text: makes the watch of a request with stop texts; without it such requests are rejected.
-        compile_grammar: without it, a request under a grammar is rejected with that reason.
-        weight_loader: changes weights and releases memory; without one such commands are refused.
-        weights: the weights log of an earlier generation of the engine; the host continues it.
-        adapters: loads adapters on the device; without it a load fails. adapters_log: as `weights`.
-        orders: commands that are performed first: those of an engine's step at its restart.
         observe: called with each event and its Step, e.g. to fold metrics.
+    Attributes:
         performed: called after the commands of an event, once its sinks have received everything, e.g. to send it.
     """
 
@@ -265,36 +307,29 @@ class RuntimeHost:
         journal: JournalSink,
         clock: HostClock,
         *,
-        check_request: Callable[[RequestArrived], None] | None = None,
-        watch_text: Callable[[RequestArrived], TextWatch] | None = None,
-        compile_grammar: GrammarCompiler | None = None,
-        profiler: Profiler | None = None,
-        weight_loader: WeightLoader | None = None,
-        weights: WeightsLog | None = None,
-        adapters: AdapterLoader | None = None,
-        adapters_log: AdaptersLog | None = None,
-        orders: Sequence[Command] = (),
+        requests: RequestServices = NO_REQUEST_SERVICES,
+        device: DeviceServices = NO_DEVICE_SERVICES,
+        earlier: EarlierGeneration = FIRST_GENERATION,
         observe: Observer | None = None,
-        performed: Callable[[], object] | None = None,
     ) -> None:
         self.engine, self.executor, self.journal, self.clock = engine, executor, journal, clock
         self.failure = ""  # why nothing is accepted any more
         self.batches = 0
         self.drafts = DraftCounts()
         self.turns = 0  # of the loop; several a second unless something does not return
-        self._check_request = check_request
-        self._watch_text = watch_text
-        self._compile_grammar = compile_grammar
-        self._profiler = profiler
-        self._weight_loader = weight_loader
+        self._check_request = requests.check
+        self._watch_text = requests.watch_text
+        self._compile_grammar = requests.compile_grammar
+        self._profiler = device.profiler
+        self._weight_loader = device.weight_loader
         self._maintaining = False
-        self.weights = WeightsLog() if weights is None else weights
-        self._adapters = adapters
-        self.adapters_log = AdaptersLog() if adapters_log is None else adapters_log
+        self.weights = WeightsLog() if earlier.weights is None else earlier.weights
+        self._adapters = device.adapters
+        self.adapters_log = AdaptersLog() if earlier.adapters is None else earlier.adapters
         self.adapters = KnownAdapters(0, self.adapters_log.entries())  # replaced, never changed: for any thread
-        self._orders = tuple(orders)
+        self._orders = tuple(earlier.orders)
         self.observe = observe
-        self.performed = performed
+        self.performed: Callable[[], object] | None = None
         self._inbox: Inbox[_Submitted | _Cancel | _ControlItem | _Fact | None] = Inbox()
         self._gate = threading.Lock()  # ids are assigned in the order of the inbox; nothing enters after the end, and
         #                                code that removes an entry of `_open` or `_answers` must answer it

@@ -37,6 +37,7 @@ from lockstep.core.journal.writer import JournalWriter
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.adapters import AdaptersLog
 from lockstep.host.durable import Content, DurableJournal, HostImage, Retention
+from lockstep.host.loop import EarlierGeneration
 from lockstep.host.recovery import Death, Recovered, Verdict, judge, recover
 from lockstep.host.weights import WeightsLog
 
@@ -153,6 +154,10 @@ class Keeper:
         journal.begin_segment(expire=False)  # clients may still ask for requests that ended
         self.journal, self.orders = journal, tuple(step.commands)
         return engine, journal
+
+    def earlier_generation(self) -> EarlierGeneration:
+        """Return the state that the host continues. Call it after `begin`."""
+        return EarlierGeneration(self.weights, self.adapters, self.orders)
 
     def settled(self) -> None:
         """Drop the requests that ended before the restart: no client asks for them any more."""

@@ -19,7 +19,7 @@ from lockstep.runtime import triton_trial
 from lockstep.runtime.attention.base import AttentionBackend
 from lockstep.runtime.kv_pool import KvPool
 
-__all__ = ["NAMES", "WRONG", "AttentionBackend", "Choice", "Numerics", "choose", "make"]
+__all__ = ["NAMES", "WRONG", "AttentionBackend", "BackendChoice", "Needs", "Numerics", "choose", "make"]
 
 NAMES = ("flashinfer", "triton", "reference")  # as `auto` prefers them, with fast numerics
 INVARIANT_NAMES = ("triton", "flashinfer", "reference")  # and with invariant ones
@@ -43,30 +43,25 @@ class BackendChoice:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Requirements for a backend."""
+    """Requirements for a backend.
+
+    Args:
+        graphs: whether it must run in CUDA graphs.
+        group: query heads that share a KV head.
+        kv_fp8: whether KV lies in fp8.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     page_size: int
-    graphs: bool
-    numerics: Numerics
-    group: int
+    graphs: bool = False
+    numerics: Numerics = "fast"
+    group: int = 1
     kv_fp8: bool = False
 
 
-def choose(
-    requested: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    *,
-    numerics: Numerics = "fast",
-    graphs: bool = False,
-    group: int = 1,
-    kv_fp8: bool = False,
-) -> BackendChoice:
+def choose(requested: str, needs: Needs) -> BackendChoice:
     """Pick the attention backend; logs the choice with its reason once.
 
     FlashInfer is tried out on the device before it is taken: that its packages are there does not prove that its
@@ -75,16 +70,13 @@ def choose(
 
     Args:
         requested: `auto`, or the name of the one to take.
-        graphs: whether it must run in CUDA graphs.
-        group: query heads that share a KV head.
-        kv_fp8: whether KV lies in fp8.
     Raises: ConfigError if the requested one cannot run here, with why, and with what can.
     """
     if requested not in ("auto", *NAMES):
         raise ConfigError(f"`attention_backend` must be one of auto, {', '.join(NAMES)}, got `{requested}`")
+    numerics = needs.numerics
     if numerics not in ("fast", "invariant"):
         raise ConfigError(f"`numerics` must be `fast` or `invariant`, got `{numerics}`")
-    needs = Needs(device, dtype, head_dim, page_size, graphs, numerics, group, kv_fp8)
     if requested != "auto":
         unavailable_because = UNAVAILABLE_BECAUSE[requested](needs)
         if unavailable_because is None:
@@ -96,7 +88,7 @@ def choose(
     unavailable: dict[str, str] = {}
     for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
         unavailable_because = UNAVAILABLE_BECAUSE[name](needs)
-        if unavailable_because is None and name == "triton" and device.type != "cuda":
+        if unavailable_because is None and name == "triton" and needs.device.type != "cuda":
             unavailable_because = "it would run in Triton's interpreter"
         if unavailable_because is not None:
             unavailable[name] = unavailable_because

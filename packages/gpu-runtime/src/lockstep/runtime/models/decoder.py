@@ -14,7 +14,7 @@ from lockstep.runtime.checkpoint import TensorSpec
 from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.slots import LoraTarget
 from lockstep.runtime.models.experts import Experts
-from lockstep.runtime.models.layers import Attention, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
+from lockstep.runtime.models.layers import Attention, AttentionSizes, Maker, Mlp, RmsNorm, Rotation, VocabEmbedding
 from lockstep.runtime.models.rope import Rotary
 from lockstep.runtime.models.settings import ModelSettings
 from lockstep.runtime.quantized.activations import choose_activations
@@ -33,12 +33,14 @@ class Layer(nn.Module):
         self.attention = Attention(
             make.within(f"{prefix}.self_attn"),
             layer,
-            hidden=settings.hidden,
-            heads=settings.heads,
-            kv_heads=settings.kv_heads,
-            head_dim=settings.head_dim,
-            bias=settings.attention_bias,
-            output_bias=settings.output_bias,
+            AttentionSizes(
+                hidden=settings.hidden,
+                heads=settings.heads,
+                kv_heads=settings.kv_heads,
+                head_dim=settings.head_dim,
+                bias=settings.attention_bias,
+                output_bias=settings.output_bias,
+            ),
             norm_eps=settings.norm_eps if qk_norm else None,
         )
         self.mlp_norm = RmsNorm(make, settings.hidden, settings.norm_eps)

@@ -26,7 +26,7 @@ from lockstep.runtime.forward import ForwardBatch
 from lockstep.runtime.lora.batch import AdapterBatch
 from lockstep.runtime.lora.slots import LoraSlots, LoraTarget
 from lockstep.runtime.models.elementwise import add_rms_norm, norm_and_turn, silu_and_mul
-from lockstep.runtime.quantized.fp8 import Fp8Matrices
+from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding
 from lockstep.runtime.quantized.int4 import Int4Matrices
 from lockstep.runtime.quantized.matrices import Quantized, StoredMatrix
 
@@ -88,7 +88,7 @@ class Maker:
                 place = (parts, groups, self.parallel.rank, ranks, self.dtype, self.device, self.stored)
                 if self.stored.layout != "fp8":
                     return Int4Matrices(*place)
-                return Fp8Matrices(*place, self.activations, self.fp8_activations == "on")
+                return Fp8Matrices(*place, RowRounding(self.activations, required=self.fp8_activations == "on"))
             if len(kept) < len(called):
                 other = next(name for name in called if name not in kept)
                 raise ConfigError(
@@ -283,31 +283,37 @@ class Mlp(nn.Module):
         yield from self.down.tensors(prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """Sizes of the projections of attention, and which of them add a bias.
+
+    Args:
+        bias: of query, key and value.
+        output_bias: of the output.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    output_bias: bool = False
+
+
 class Attention(nn.Module):
     """Projections, optional norms of query and key by head, rotary positions; attending is the backend's."""
 
-    def __init__(
-        self,
-        make: Maker,
-        layer: int,
-        *,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        bias: bool = False,
-        output_bias: bool = False,
-        norm_eps: float | None = None,
-    ) -> None:
+    def __init__(self, make: Maker, layer: int, sizes: AttentionSizes, norm_eps: float | None = None) -> None:
         super().__init__()
+        heads, kv_heads, head_dim = sizes.heads, sizes.kv_heads, sizes.head_dim
         self.layer, self.head_dim = layer, head_dim
         parts = [
             MatrixPart("q_proj", heads * head_dim, heads),
             MatrixPart("k_proj", kv_heads * head_dim, kv_heads, replicate=True),
             MatrixPart("v_proj", kv_heads * head_dim, kv_heads, replicate=True),
         ]
-        self.qkv = ColumnLinear(make, hidden, parts, bias)
-        self.output = RowLinear(make, "o_proj", heads * head_dim, hidden, heads, output_bias)
+        self.qkv = ColumnLinear(make, sizes.hidden, parts, sizes.bias)
+        self.output = RowLinear(make, "o_proj", heads * head_dim, sizes.hidden, heads, sizes.output_bias)
         self.query_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
         self.key_norm = RmsNorm(make, head_dim, norm_eps) if norm_eps is not None else None
 

@@ -80,13 +80,15 @@ def _tried(index: int) -> str | None:
 
 def try_out(device: torch.device) -> bool:
     """Multiply by blocks and by one scale, as few rows and as many; whether all results equal the reference."""
-    from lockstep.runtime.quantized.fp8 import Fp8Matrices, to_fp8
+    from lockstep.runtime.quantized.fp8 import Fp8Matrices, RowRounding, to_fp8
     from lockstep.runtime.quantized.matrices import StoredMatrix
 
     generator = torch.Generator().manual_seed(1)
     for block in ((128, 128), None):
         stored = WeightFormat(method="fp8", layout="fp8", block=block)
-        one = Fp8Matrices([StoredMatrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, "dynamic")
+        one = Fp8Matrices(
+            [StoredMatrix("trial", 128, 256)], 0, 0, 1, torch.bfloat16, device, stored, RowRounding("dynamic")
+        )
         one.weight.data.copy_(to_fp8(torch.randn(one.weight.shape, generator=generator) * 64))
         one.scale.data.copy_(torch.rand(one.scale.shape, generator=generator) * 0.01 + 0.001)
         for count in (3, 300):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import gcd
@@ -40,14 +41,29 @@ STORED = ("F8_E4M3",)
 RANDOM_INPUT_SCALE = 8 / FP8_MAX  # with random weights: what follows a norm is hardly above 8
 
 
+@dataclass(frozen=True, slots=True)
+class RowRounding:
+    """How rows that meet fp8 weights are rounded to fp8.
+
+    Args:
+        activations: dynamic, static, or "" for not at all.
+        required: raise an error if a GPU cannot round them; otherwise they are then not rounded.
+    """
+
+    activations: Activations = ""
+    required: bool = False
+
+
+NOT_ROUNDED = RowRounding()
+
+
 class Fp8Matrices(Quantized):
     """Parameters: `weight` e4m3 [groups?, outputs, inputs], `scale` float32 [groups?, outputs / y, inputs / x].
 
     Args:
-        activations: how rows are rounded to fp8; static takes a parameter more, `input_scale` float32 [groups?, parts],
-            of which the largest is every row's: parts and groups share their rows.
-        must: they are; else, where a GPU cannot, they are not.
-    Raises: ConfigError where they must be, and a GPU cannot.
+        rounding: of rows; static adds a parameter, `input_scale` float32 [groups?, parts]. Its largest value is the
+            scale of every row, because parts and groups share their rows.
+    Raises: ConfigError where rounding is required, and a GPU cannot round.
     """
 
     def __init__(
@@ -59,11 +75,10 @@ class Fp8Matrices(Quantized):
         dtype: torch.dtype,
         device: torch.device,
         stored: WeightFormat,
-        activations: Activations = "",
-        must: bool = False,
+        rounding: RowRounding = NOT_ROUNDED,
     ) -> None:
         super().__init__(parts, groups, rank, ranks, dtype, device)
-        self.stored, self.activations = stored, activations
+        self.stored, self.activations = stored, rounding.activations
         # 0: one scale for all; every size divides it.
         self.each = stored.block or ((1, 0) if stored.by_output else (0, 0))
         down, across = self.each
@@ -74,11 +89,11 @@ class Fp8Matrices(Quantized):
         )
         self.weight = self.empty(self.outputs, self.inputs, dtype=FP8)
         self.scale = self.empty(self.outputs // self.block[0], self.inputs // self.block[1], dtype=torch.float32)
-        self.activations = activations = self._gpu_rounds(must)
+        self.activations = activations = self._gpu_rounds(rounding.required)
         self.run = self.block[1] if activations == "dynamic" else self.inputs  # numbers of a row that share a scale
         self.input_scale = self.empty(len(parts), dtype=torch.float32) if activations == "static" else None
 
-    def _gpu_rounds(self, must: bool) -> Activations:
+    def _gpu_rounds(self, required: bool) -> Activations:
         """As requested, or not at all where a step of the product would cross a border of scales."""
         if not self.activations or self.device.type != "cuda":
             return self.activations
@@ -88,7 +103,7 @@ class Fp8Matrices(Quantized):
             f"on this rank {self.block[1]} inputs of `{self.parts[0].name}` share a scale, and a GPU multiplies fp8 by "
             f"multiples of {STEP_LEAST}"
         )
-        if must:
+        if required:
             raise ConfigError(f"`fp8_activations` is on, but {why}\nhint: fewer ranks, or leave it out")
         log.info("rows that meet `%s` are not rounded to fp8: %s", self.parts[0].name, why)
         return ""
