@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import CORE_VERSION
 from lockstep.core.journal.replay import fold
 from lockstep.host.engine_options import EngineOptions, RankOptions
+from lockstep.host.host_header import HostHeader
 from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
 from lockstep.sim.cli.progress import terminal_bar
@@ -73,8 +74,7 @@ OF_ENGINE = (
 """Options of an engine with a model (`lockstep.host.engine_options`) that plans of a journal run with."""
 
 
-_FIELD = options_of(EngineOptions)["kv_cache_dtype"]
-KV_CACHE_DTYPE = replace(_FIELD, option=replace(_FIELD.option, default="as the journal's run had it"))
+KV_CACHE_DTYPE = options_of(EngineOptions)["kv_cache_dtype"].absent("as the journal's run had it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
         header = read_journal(journal).header
         extent = _extent(journal, given.batches)
         of_engine = {name: value for name, value in options.items() if value is not None}
-        of_engine.setdefault("kv_cache_dtype", header.host.get("kv_cache_dtype", "auto"))
+        of_engine.setdefault("kv_cache_dtype", HostHeader.of(header).kv_cache_dtype or "auto")
         device = of_engine.pop("device", "auto")
         runner: PlansRunner = runner_of(
             extent,

@@ -15,21 +15,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import msgspec
 import numpy as np
 
-from lockstep.core.cluster.router import RequestRouted, RouterConfig
+from lockstep.core.cluster.router import RequestRouted, RouterConfig, policy_settings
 from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
-from lockstep.core.journal.records import JournalHeader
+from lockstep.host.host_header import HostHeader
+from lockstep.host.options import Option, options_of, take, with_flags
 from lockstep.host.router_journal import Route
-from lockstep.sim.cli.cluster_options import ROUTER_OPTIONS
+from lockstep.sim.cli.cluster_options import router_flag
 from lockstep.sim.cli.errors import refusals
 from lockstep.sim.cli.run_output import progress_bar
 from lockstep.sim.cli.stored_command import requested_by_command
@@ -60,6 +61,14 @@ from lockstep.tools.recorded_waits import RecordedWaits, SimulatedWaits
 from lockstep.tools.runs import RUN, divergences
 from lockstep.tools.waits import Waited, WaitFold
 
+OF_SCENARIO = ("model", "gpu", "tp", "calibration", "profile")
+OF_CLUSTER = ("replicas",)
+AS_IT_WAS = "as in the run"
+CHANGED = (
+    *(options_of(Scenario)[name].absent(AS_IT_WAS) for name in OF_SCENARIO),
+    *(options_of(ClusterScenario)[name].absent(AS_IT_WAS) for name in OF_CLUSTER),
+)
+"""Options of `lockstep simulate` that may be given another value. Those not given are as in the run."""
 REQUESTS_SHOWN = 3  # requests that lost most, and as many that won
 PARTS_SHOWN = 4  # of the change, the largest
 
@@ -110,30 +119,25 @@ class Felt:
         return self.ttft_us[1] - self.ttft_us[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WhatIfOptions:
+    """Options of `lockstep replay RUN --what-if` besides those of `lockstep simulate`."""
+
+    rate_scale: Annotated[float, Option("divides gaps between arrivals; think times stay")] = 1.0
+    policy: Annotated[str | None, Option("short for --schedule-policy", metavar="POLICY")] = None
+    html_file: Annotated[Path | None, Option("write a page", flag="--html", metavar="FILE")] = None
+    out: Annotated[Path | None, Option("keep the simulated run", metavar="DIR")] = None
+    overwrite: Annotated[bool, Option("replace FILE and the run in DIR")] = False
+    as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
+
+
 @click.command(context_settings={"max_content_width": 120})
 @RUN
-@click.option("--model", help="Catalogue name or path; by default what the run says.")
-@click.option("--gpu", help="Catalogue name or path; by default what the run says.")
-@click.option("--tp", type=click.INT, help="GPUs that share one copy of the model.")
-@click.option("--replicas", type=click.INT, help="Engines behind a router.")
-@click.option("--router", help="Policy of the router: round_robin, prefix_affinity, ...; with --replicas.")
-@click.option("--rate-scale", default=1.0, help="Divides gaps between arrivals; think times stay.", show_default=True)
-@click.option("--calibration", metavar="NAME|FILE", help="Corrects the cost model: docs/cost-models.md.")
-@click.option("--profile", help="Scheduler settings of another engine: sglang or vllm.")
-@click.option("--policy", "policy", metavar="POLICY", help="Short for --schedule-policy.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="Write a page.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Keep the simulated run.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE and the run in DIR.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@with_flags(click.option, CHANGED, keep_absent=True)
+@router_flag(AS_IT_WAS)
+@with_flags(click.option, options_of(WhatIfOptions).values())
 @scheduler_options
-def what_if(
-    run: Path,
-    html_file: Path | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def what_if(run: Path, **options: Any) -> None:
     """Simulate the same requests under other settings, and show which requests won, which lost and why.
 
     Takes every scheduler setting of `lockstep simulate`. Arrivals, prompts and lengths of answers are those of the run;
@@ -144,15 +148,16 @@ def what_if(
     lockstep replay runs/chat --what-if --gpu b200 --html b200.html
     lockstep replay runs/chat --what-if --replicas 2 --router prefix_affinity
     """
+    asks = take(WhatIfOptions, options)
+    html_file, out = asks.html_file, asks.out
     with refusals(), divergences(), ExitStack() as stack:
         if html_file is not None:
-            if html_file.exists() and not overwrite:
+            if html_file.exists() and not asks.overwrite:
                 raise click.UsageError(f"{html_file} exists\nhint: choose another file, or add --overwrite")
             check_file(html_file, "--html")
         changed = given_settings(options)
-        if policy := options.pop("policy"):
-            changed["schedule_policy"] = policy
-        rate_scale = options.pop("rate_scale")
+        if asks.policy:
+            changed["schedule_policy"] = asks.policy
         given = {name: value for name, value in options.items() if value is not None}
         base = read_base(run, given)
         for note in (*base.notes, *base.workload.notes):
@@ -163,8 +168,8 @@ def what_if(
         if out is not None:
             if out.resolve() == run.resolve():
                 raise ConfigError(f"`--out` {out} is the run that is asked about\nhint: keep B in a folder of its own")
-            prepare_folder(out, overwrite=overwrite)
-        asked = at_rate(changed_base(base, given, changed), rate_scale)
+            prepare_folder(out, overwrite=asks.overwrite)
+        asked = at_rate(changed_base(base, given, changed), asks.rate_scale)
         for note in asked.notes[len(base.notes) :]:
             click.echo(f"note: {note}", err=True)
         if base.simulated:
@@ -182,7 +187,7 @@ def what_if(
         losers, winners = felt(before, after, waits_of_first, waits)
         if html_file is not None:
             write_comparison(html_file, found, [why_html(losers, winners, (before.name, after.name))])
-        if as_json:
+        if asks.as_json:
             click.echo(json.dumps({**found.describe(), **_described(losers, winners)}, indent=2, allow_nan=False))
         else:
             for line in (*comparison_lines(found), *why_lines(losers, winners)):
@@ -253,17 +258,18 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
                 f"`{run}` is a journal without metrics.json, and its `{name}` is set: {value}\n"
                 "hint: simulate it with --out, and ask that folder as it was written"
             )
-    model, gpu = (_named(header, given, name) for name in ("model", "gpu"))
+    host = HostHeader.of(header)
+    model, gpu = _named("model", given, host.model), _named("gpu", given, host.gpu)
     given_there = msgspec.structs.asdict(config)  # all of them: what is left out would be the profile's
     settings = {name: value for name, value in given_there.items() if value is not msgspec.UNSET}
     del settings["schedule_policy_version"]
     workload = journal_workload(run)
-    layout: dict[str, Any] = {name: header.host[name] for name in BESIDES_TP if name in header.host}
+    layout: dict[str, Any] = {name: host.layout[name] for name in BESIDES_TP if name in host.layout}
     scenario = Scenario(
         model=model,
         gpu=gpu,
         workload=str(run),
-        tp=int(given.get("tp", header.host.get("tp", 1))),
+        tp=int(given.get("tp", 1 if host.tp is None else host.tp)),
         **layout,
         seed=header.seed,
         settings=settings,
@@ -274,8 +280,8 @@ def _base_of_journal(run: Path, given: dict[str, Any]) -> Base:
     return Base(scenario, workload, (note,), simulated=False)
 
 
-def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
-    value = given.get(name, header.host.get(name))
+def _named(name: str, given: dict[str, Any], recorded: str | None) -> str:
+    value = given.get(name, recorded)
     if not value:
         raise ConfigError(f"the journal does not say which {name} it is of\nhint: give --{name}, as to `simulate`")
     return str(value)
@@ -284,7 +290,6 @@ def _named(header: JournalHeader, given: dict[str, Any], name: str) -> str:
 def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) -> Base:
     """The options with the requested changes. Raises ConfigError if there are none."""
     scenario = base.scenario
-    names = ("model", "gpu", "tp", "calibration", "profile")
     kept = dict(scenario.settings)
     moved = [name for name in ("model", "gpu", "tp") if name in given and given[name] != getattr(scenario, name)]
     named = profile_settings(given["profile"]) if "profile" in given else {}
@@ -297,7 +302,7 @@ def changed_base(base: Base, given: dict[str, Any], settings: dict[str, Any]) ->
         scenario = replace(scenario, acceptance=None, acceptance_spread=0.0, draft_model=None)
     scenario = replace(
         scenario,
-        **{name: given[name] for name in names if name in given},
+        **{name: given[name] for name in OF_SCENARIO if name in given},
         settings={**kept, **settings},
     )
     cluster, notes = base.cluster, list(base.notes)
@@ -358,7 +363,7 @@ def _changed_engines(
 def _with_policy(cluster: ClusterScenario, policy: Any, notes: list[str]) -> ClusterScenario:
     """The same under another policy of the router. What only the old one looks at is left out, and noted."""
     usual = RouterConfig(policy=policy)
-    others = {name: getattr(usual, name) for name, of_policy, *_ in ROUTER_OPTIONS if of_policy != policy}
+    others = {name: getattr(usual, name) for name, one in policy_settings().items() if one.policy != policy}
     reports: dict[str, Any] = dict.fromkeys(() if policy in REPORTING else ("report_interval_us", "report_delay_us"), 0)
     lost = [name for name, value in others.items() if getattr(cluster.router, name) != value]
     lost += [name.removesuffix("_us") for name, value in reports.items() if getattr(cluster, name) != value]

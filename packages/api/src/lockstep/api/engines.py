@@ -32,6 +32,7 @@ from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
+from lockstep.host.host_header import EMULATED, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
@@ -501,9 +502,8 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
     journal: DurableJournal | None = None
     engine = Engine(config) if keeper is None else None
     if keeper is not None:
-        told: dict[str, str | int | float] = {"kind": "emulated", "model": model.name, "gpu": gpu.name}
-        told |= {"tp": settings.tp, "speed": settings.speed}
-        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=told))
+        host = HostHeader(kind=EMULATED, model=model.name, gpu=gpu.name, tp=settings.tp, speed=settings.speed)
+        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=host.entries()))
     assert engine is not None
 
     def check(request: RequestArrived) -> None:

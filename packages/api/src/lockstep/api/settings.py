@@ -17,9 +17,10 @@ import msgspec
 from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
-from lockstep.core.cluster.router import RouterConfig, RouterPolicy
+from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.options import Option, options_of
@@ -47,10 +48,15 @@ AT_MOST = {
     "answer_tokens": 2**31 - 1,
     "max_lora_rank": 512,
 }
-ROUTER_SETTINGS = (
-    *("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max"),
-    "admission",
-)
+ROUTER_SETTINGS = ("router", *(f"router_{name}" for name in policy_settings()), "admission")
+"""Options of a server with several engines."""
+USUAL_ROUTER = RouterConfig()
+
+
+def router_option(name: str) -> Option:
+    """The option of a setting of the router, by its name in RouterConfig."""
+    setting = policy_settings()[name]
+    return Option(f"Under {setting.policy}: {setting.help}.")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,15 +113,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     # several engines, and which of them takes a request: docs/routing.md
     dp: Annotated[int, Option("Engines behind a router, each with a journal and, on GPUs, --tp of its own.")] = 1
-    router: Annotated[RouterPolicy, Option("Which engine takes a request: docs/routing.md.")] = "least_requests"
-    router_load_bound: Annotated[float, Option("prefix_affinity: an engine's load over the mean, at most.")] = 1.25
-    router_load_floor: Annotated[
-        int, Option("prefix_affinity: open requests up to which no engine counts as loaded.")
-    ] = 8
-    router_block_tokens: Annotated[
-        int, Option("prefix_affinity: prompts are compared in blocks of so many tokens.")
-    ] = 256
-    router_sessions_max: Annotated[int, Option("Sessions that the router remembers.")] = 100_000
+    router: Annotated[RouterPolicy, Option("Which engine takes a request: docs/routing.md.")] = USUAL_ROUTER.policy
+    router_load_bound: Annotated[float, router_option("load_bound")] = USUAL_ROUTER.load_bound
+    router_load_floor: Annotated[int, router_option("load_floor")] = USUAL_ROUTER.load_floor
+    router_block_tokens: Annotated[int, router_option("block_tokens")] = USUAL_ROUTER.block_tokens
+    router_sessions_max: Annotated[int, router_option("sessions_max")] = USUAL_ROUTER.sessions_max
     admission: Annotated[
         str | None, Option("Requests wait at the router: open=64,share.a=2; docs/routing.md.", metavar="SPEC")
     ] = None
@@ -344,11 +346,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         """How requests are spread over engines. Raises ConfigError."""
         try:
             return RouterConfig(
-                policy=self.router,
-                load_bound=self.router_load_bound,
-                load_floor=self.router_load_floor,
-                block_tokens=self.router_block_tokens,
-                sessions_max=self.router_sessions_max,
+                policy=self.router, **{name: getattr(self, f"router_{name}") for name in policy_settings()}
             )
         except ConfigError as error:  # which names fields of RouterConfig
             raise ConfigError(re.sub(r"^`(?!router)", "`router_", str(error))) from error
@@ -386,7 +384,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
 def _check_kind(name: str, value: Any) -> None:
     """Refuse what is no yes or no, or no list, where the scheduler requires one. Raises ConfigError."""
-    kind = next(one.type for one in msgspec.structs.fields(SchedConfig) if one.name == name)
+    kind = setting_fields(SchedConfig)[name].type
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must be true or false, got `{value}`")
     if get_origin(kind) is tuple:

@@ -58,6 +58,7 @@ from lockstep.host.errors import EngineStopped
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import make_compilers
 from lockstep.host.grammars import make_grammar
+from lockstep.host.host_header import RUNTIME, HostHeader
 from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, RequestServices, RuntimeHost
 from lockstep.host.text import Message, StopTexts, Text
 from lockstep.host.weights import (
@@ -215,15 +216,16 @@ class LLM:
             weight_loader = self._live if self.group is None else LeadModel(self._live, self.group)
             engine = Engine(self.config)
             if journal is not None or keeper is not None:
-                host: dict[str, str | int | float] = {"kind": "runtime", "model": model_name(folder)}
-                host |= {"gpu": device_name(where), "tp": tensor_parallel}
-                if packages:
-                    host["logit_processors"] = packages
-                if config.kv_cache_dtype != "auto":
-                    host["kv_cache_dtype"] = config.kv_cache_dtype
-                if self.model.activations:
-                    host["fp8_activations"] = self.model.activations
-                header = JournalHeader(config=self.config, seed=seed, host=host)
+                host = HostHeader(
+                    kind=RUNTIME,
+                    model=model_name(folder),
+                    gpu=device_name(where),
+                    tp=tensor_parallel,
+                    logit_processors=packages or None,
+                    kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+                    fp8_activations=self.model.activations or None,
+                )
+                header = JournalHeader(config=self.config, seed=seed, host=host.entries())
                 if keeper is not None:
                     engine, self._journal = keeper.begin(header)
                 else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -88,6 +88,10 @@ class OptionField:
     def flag(self) -> str:
         """`page_size` is `--page-size`, and `waiting_timeout_us`, whose value carries its unit, `--waiting-timeout`."""
         return self.option.flag or option_of(self.name)
+
+    def absent(self, meaning: str) -> OptionField:
+        """Return the option without its default: not given, it arrives as None, and help shows this meaning."""
+        return replace(self, default=None, option=replace(self.option, default=meaning))
 
     def takes(self, command: str) -> bool:
         """Whether a command has this option."""

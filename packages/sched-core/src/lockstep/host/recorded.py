@@ -44,9 +44,8 @@ from lockstep.core.journal.replay import fold
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.scheduler.engine import Engine
 from lockstep.host.batches import BatchExecutor, BatchResult, Int32s, RowContext
+from lockstep.host.host_header import SIMULATOR, HostHeader
 from lockstep.host.loop import row_context
-
-SIMULATOR = "simulator"  # `kind` in the header's `host`
 
 
 @dataclass(slots=True)
@@ -85,7 +84,7 @@ def run_recorded(
         Divergence, JournalError.
     """
     header = read_journal(folder).header
-    run = _Recorded(Engine(header.config), executor, vocab, simulated=header.host.get("kind") == SIMULATOR)
+    run = _Recorded(Engine(header.config), executor, vocab, simulated=HostHeader.of(header).kind == SIMULATOR)
     for event, step in fold(folder, lambda _: run.engine):
         match event:
             case RequestArrived():

@@ -7,11 +7,12 @@ here, so that no two places compute it differently.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
 """The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
@@ -127,141 +128,239 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All settings of one engine's scheduler. Raises ConfigError when settings contradict each other."""
 
     # memory
-    page_size: int = 16  # tokens per KV page; a power of two
-    pages: int = 4096  # KV pages in the pool
-    radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
-    same_step_sharing: bool = False  # share a prompt's KV with requests launched after it, before it is computed
-    waiting_prefix_refresh: int = 0  # launches until cached prefixes of waiting requests count as used again; 0: never
-    radix_capacity_pages: int | None = None  # most unreferenced pages that the radix cache keeps
+    page_size: Annotated[int, Setting("tokens per KV page, a power of two")] = 16
+    pages: Annotated[int, Setting("KV pages in the pool", default="what fits beside the weights")] = 4096
+    radix_cache: Annotated[bool, Setting("keep the KV of finished prompts for later requests with the same prefix")] = (
+        True
+    )
+    same_step_sharing: Annotated[
+        bool, Setting("share a prompt's KV with requests launched after it, before it is computed")
+    ] = False
+    waiting_prefix_refresh: Annotated[
+        int, Setting("launches until cached prefixes of waiting requests count as used again; 0: never")
+    ] = 0
+    radix_capacity_pages: Annotated[int | None, Setting("unreferenced pages that the radix cache keeps, at most")] = (
+        None
+    )
 
     # limits
-    context_tokens_max: int = 32768  # prompt and output together, per request
-    max_running_requests: int = 256  # requests that hold a row and are not finished
-    request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
-    max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
-    waiting_timeout_us: int | None = None  # a request never admitted by then is rejected
-    running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
+    context_tokens_max: Annotated[
+        int, Setting("prompt and output together, per request", default="the model's context")
+    ] = 32768
+    max_running_requests: Annotated[int, Setting("requests that hold a row and are not finished")] = 256
+    request_rows: Annotated[
+        int | None, Setting("rows of the request table; none: max-running-requests x (overlap-depth + 1)")
+    ] = None
+    max_queued_requests: Annotated[int | None, Setting("waiting requests beyond this are rejected; none: no limit")] = (
+        None
+    )
+    waiting_timeout_us: Annotated[int | None, Setting("a request not admitted by then is rejected, e.g. 30s")] = None
+    running_timeout_us: Annotated[
+        int | None, Setting("a request not finished this long after its arrival is ended, e.g. 10min")
+    ] = None
 
     # admission
-    schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
-    schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
-    chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
-    max_prefill_tokens: int = 16384  # new tokens one extend may take in all
-    chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
-    chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
-    retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    retracted_kv: RetractedKv = (
-        "free"  # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
+    schedule_policy: Annotated[
+        str, Setting("order of the waiting queue: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md")
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float, Setting("scales the share of their output limit that running requests reserve")
+    ] = 1.0
+    chunk_target_us: Annotated[
+        int | None, Setting("shorten chunks so that a pass stays under this, as fitted, e.g. 20ms; none: never")
+    ] = None
+    max_prefill_tokens: Annotated[int, Setting("new tokens one extend may take in all")] = 16384
+    chunked_prefill_size: Annotated[
+        int | None, Setting("new tokens of one extend before a prompt is split; none: never split")
+    ] = 8192
+    chunk_unit: Annotated[
+        ChunkUnit, Setting("unit of both limits of new tokens, and where a prompt may be split: page or token")
+    ] = "page"
+    retracted_requeue: Annotated[Requeue, Setting("where a retracted request waits: tail (SGLang) or front (vLLM)")] = (
+        "tail"
     )
-    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with running requests first
-    reserve: Reserve = "ratio"  # what admission leaves for running requests: see budget.py
-    retraction_policy: RetractionPolicy = "length"  # the order of victims: see retraction.py
-    prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
+    retracted_kv: Annotated[
+        RetractedKv, Setting("KV of a request retracted for pages: free (SGLang), or cache (left to the radix cache)")
+    ] = "free"
+    batching: Annotated[
+        Batching, Setting("prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)")
+    ] = "prefill_first"
+    reserve: Annotated[Reserve, Setting("room left for running requests: ratio, on_demand or full")] = "ratio"
+    retraction_policy: Annotated[
+        RetractionPolicy, Setting("order of victims: length (fewest outputs), newest or priority")
+    ] = "length"
+    prefill_max_requests: Annotated[int | None, Setting("requests that one extend may take in; none: no limit")] = None
     # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
     # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
-    truncation_align_size: int | None = None
-    decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
-    prefill_decode_interval: int = 0  # decodes launched between two extends while requests decode, at least
-    retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
+    truncation_align_size: Annotated[
+        int | None, Setting("prompts are split at multiples of this position; none: at any page")
+    ] = None
+    decode_look_ahead: Annotated[
+        int, Setting("tokens of every running request that must fit before a decode is launched")
+    ] = 1
+    prefill_decode_interval: Annotated[int, Setting("decodes between two extends while requests decode, at least")] = 0
+    retract_every: Annotated[int, Setting("force one retraction every so many decodes, for testing; 0: never")] = 0
 
     # overlap and output
-    overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
-    decode_steps_per_launch: int = (
-        1  # decodes in one launch (multi-step scheduling): ends and page shortages are seen later
-    )
-    overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
-    stream_interval: int = 1  # tokens between two messages of a streaming request
-    force_stream_interval: int = 50  # the same for a request that does not stream
-    eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
+    overlap_depth: Annotated[int, Setting("batches launched beyond the one running: 0, 1 or 2")] = 1
+    decode_steps_per_launch: Annotated[
+        int, Setting("decodes in one launch (multi-step scheduling); ends and page shortages are seen later")
+    ] = 1
+    overlap_consecutive_prefills: Annotated[
+        bool, Setting("launch an extend behind an extend in flight; no: wait for its result")
+    ] = True
+    stream_interval: Annotated[int, Setting("tokens between two messages of a streaming request")] = 1
+    force_stream_interval: Annotated[int, Setting("tokens between two messages of a request that does not stream")] = 50
+    eos_token_ids: Annotated[
+        tuple[int, ...], Setting("the model's end tokens, ignored by requests with ignore_eos; may be repeated")
+    ] = ()
 
     # order of the waiting queue
-    schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
-    schedule_seed: int = 0  # shuffles the waiting queue under policy random
-    schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
-    default_priority_value: int | None = None  # priority of requests without one; None: after all others
-    prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
-    bypass_limit: int | None = (
-        256  # aging limit: later requests that may be admitted before one; None: any number (SGLang)
-    )
+    schedule_policy_version: Annotated[
+        str, Setting("version that a policy of an installed package must have", default="the installed one")
+    ] = ""
+    schedule_seed: Annotated[int, Setting("shuffles the waiting queue under policy random")] = 0
+    schedule_low_priority_values_first: Annotated[bool, Setting("under policy priority, 0 goes before 1")] = False
+    default_priority_value: Annotated[
+        int | None, Setting("priority of requests without one; none: after all others")
+    ] = None
+    prefix_deduplication: Annotated[
+        PrefixDeduplication, Setting("requests whose prefix another request computes: off, last or defer")
+    ] = "off"
+    bypass_limit: Annotated[
+        int | None, Setting("aging limit: later requests that may be admitted before one; none: any number (SGLang)")
+    ] = 256
     # sessions
-    session_kv: SessionKv = (
-        "hold"  # KV of a session between turns: held until pages are short, or evictable as any other
-    )
-    max_sessions: int = 1024  # sessions open at once
+    session_kv: Annotated[
+        SessionKv, Setting("KV of a session between turns: hold (until pages are short) or evictable")
+    ] = "hold"
+    max_sessions: Annotated[int, Setting("sessions open at once")] = 1024
 
     # structured output
-    grammar_timeout_us: int | None = (
-        None  # longest compilation of a request's grammar, before it is rejected; None: no limit
-    )
+    grammar_timeout_us: Annotated[
+        int | None, Setting("a request whose grammar is not compiled by then is rejected; none: no limit")
+    ] = None
 
     # inputs
-    max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
-    truncate_input: TruncateInput = "no"  # the end of a longer prompt that is cut off; "no": it is rejected
-    isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
-    encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
+    max_input_tokens: Annotated[int | None, Setting("longest prompt; none: what the context and the pool hold")] = None
+    truncate_input: Annotated[
+        TruncateInput, Setting("end of a longer prompt that is cut off: left, right, or no (it is rejected)")
+    ] = "no"
+    isolate_tenants: Annotated[bool, Setting("no tenant ever hits a prefix of another one")] = False
+    encoder_cache_tokens: Annotated[
+        int | None, Setting("encoder output of media kept at once, in tokens; none: no limit")
+    ] = 16384
 
     # preemption
-    enable_priority_preemption: bool = False  # less important requests make room for more important ones
-    priority_preemption_threshold: int = 10  # and are less important by more than this
+    enable_priority_preemption: Annotated[bool, Setting("more important requests displace less important ones")] = False
+    priority_preemption_threshold: Annotated[
+        int, Setting("difference of priorities beyond which a request is displaced")
+    ] = 10
 
     # drafts: see speculation.py; unset: none, and left out of journals
-    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # the source of drafts
-    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
-    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
-    speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
+    speculative_method: Annotated[
+        SpeculativeMethod | msgspec.UnsetType,
+        Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
+    ] = msgspec.UNSET
+    num_speculative_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+    ] = msgspec.UNSET
+    speculative_min_chance: Annotated[
+        float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
+    ] = msgspec.UNSET
+    speculative_max_batch_size: Annotated[
+        int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
     # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
-    jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    jump_forward_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens that a grammar forces, computed in one launch, at most", default="none"),
+    ] = msgspec.UNSET
 
     # adapters
-    max_loras: int | None = (
-        None  # adapters on the device, and in one batch, where the base model counts as one; None: no LoRA
-    )
+    max_loras: Annotated[
+        int | None,
+        Setting("adapters on the device, and in one batch, where the base model counts as one; 0, none: no LoRA"),
+    ] = None
 
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
-    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
-    transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
-    transfer_failure: TransferFailure | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # without its KV a request ends, or computes it here
-    num_reserved_decode_tokens: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # reserved for each running request when pages are allocated
-    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
-    bootstrap_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # without a message of the other half; None: never
-    transfer_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # from pages or last part to the end; None: never
+    role: Annotated[
+        Role | msgspec.UnsetType, Setting("prefill or decode, of engines in a cluster; or mixed", default="mixed")
+    ] = msgspec.UNSET
+    transfer_allocation: Annotated[
+        TransferAllocation | msgspec.UnsetType,
+        Setting("when a decode engine allocates pages: early or prefill_complete", default="early"),
+    ] = msgspec.UNSET
+    transfer_failure: Annotated[
+        TransferFailure | msgspec.UnsetType,
+        Setting("a request whose KV does not arrive: fail or recompute", default="fail"),
+    ] = msgspec.UNSET
+    num_reserved_decode_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens reserved for each running request when pages are allocated", default="512"),
+    ] = msgspec.UNSET
+    transfer_slots: Annotated[
+        int | msgspec.UnsetType | None, Setting("metadata slots of transfers", default="twice max-running-requests")
+    ] = msgspec.UNSET
+    bootstrap_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails after this long without a message of the other engine; none: never", default="300s"),
+    ] = msgspec.UNSET
+    transfer_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails if not ended this long after its pages or last part; none: never", default="300s"),
+    ] = msgspec.UNSET
     # data-parallel attention: docs/distributed.md; unset: one rank, and left out of journals
     dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
     dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
-    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has prompts
-    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
-    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
-    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # and not while a rank with prompts uses less of its KV pool than this share; None: no such rule
-    prefill_delayer_slots: bool | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until as many requests can start at once as in recent extends
-    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until this many requests wait for each running one; unset: no such rule
-    prefill_full_skip_passes: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
+    prefill_delayer: Annotated[
+        bool | msgspec.UnsetType, Setting("of ranks: prompts wait until every rank has prompts", default="no")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_passes: Annotated[
+        int | msgspec.UnsetType, Setting("passes that prompts wait for other ranks, at most", default="30")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_us: Annotated[
+        int | msgspec.UnsetType, Setting("time that prompts wait for other ranks, at most", default="5s")
+    ] = msgspec.UNSET
+    prefill_delayer_token_usage_low_watermark: Annotated[
+        float | msgspec.UnsetType | None,
+        Setting("no delay while a rank with prompts uses less of its KV than this share", default="none"),
+    ] = msgspec.UNSET
+    prefill_delayer_slots: Annotated[
+        bool | msgspec.UnsetType,
+        Setting("delay also until as many requests can start at once as in recent extends", default="no"),
+    ] = msgspec.UNSET
+    prefill_delayer_queue_min_ratio: Annotated[
+        float | msgspec.UnsetType,
+        Setting("delay also until this many requests wait for each running one", default="none"),
+    ] = msgspec.UNSET
+    prefill_full_skip_passes: Annotated[
+        int | msgspec.UnsetType,
+        Setting("passes that prompts wait while some ranks are full and others are not", default="0"),
+    ] = msgspec.UNSET
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
     # the encoder of media; unset: no limit, and left out of journals
-    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
+    encoder_budget_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("encoder tokens of media in the making at once", default="no limit")
+    ] = msgspec.UNSET
     # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
-    pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
-    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and this many more, for results that are under way
-    pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
-    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
+    pp_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("as --pp: stages, and as many microbatches of the running batch", default="one running batch"),
+    ] = msgspec.UNSET
+    pp_async_batch_depth: Annotated[
+        int | msgspec.UnsetType, Setting("further microbatches, for results that are in flight", default="0")
+    ] = msgspec.UNSET
+    pp_max_micro_batch_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("requests in each microbatch", default="max-running-requests shared out over stages"),
+    ] = msgspec.UNSET
+    pp_dynamic_chunking: Annotated[
+        bool | msgspec.UnsetType, Setting("chunks of a prompt that take as long as its first", default="no")
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _require_positive(self)

@@ -213,6 +213,7 @@ def journal(run: Path, **options: Any) -> None:
     """
     given, target = take(JournalFit, options), take(CalibrationFile, options)
     with refusals():
+        from lockstep.host.host_header import RUNTIME, HostHeader
         from lockstep.sim.calibrate.calibrate import calibration_of_batches, held_out, sha256_of, timed_batches
         from lockstep.sim.catalogue import load_gpu, load_model
         from lockstep.sim.cost import CalibrationError, Parallelism
@@ -236,12 +237,13 @@ def journal(run: Path, **options: Any) -> None:
             notes += measured.notes
         else:
             header = _journal_header(run)
-            said = {**header.host, "engine_version": header.core_version}
-            if said.get("kind") == "runtime" and "fp8_activations" not in said:  # rows met fp8 weights as they were
+            host = HostHeader.of(header)
+            said = {**host.entries(), "engine_version": header.core_version}
+            if host.kind == RUNTIME and host.fp8_activations is None:  # rows met fp8 weights as they were
                 fp8_activations = "off"
-            if said.get("speed", 1.0) != 1.0:
+            if host.speed is not None and host.speed != 1.0:
                 raise CalibrationError(
-                    f"{run} was emulated {said['speed']:g} times as fast as its cost model says: no device is\n"
+                    f"{run} was emulated {host.speed:g} times as fast as its cost model says: no device is\n"
                     "hint: serve with --speed 1"
                 )
             times, file = None, run / "journal" if (run / "journal").is_dir() else run
