@@ -20,6 +20,7 @@ HEAD = """# Options
 
 Each option is declared once, at the field that holds its value; flags, command lines that a run folder keeps, trials of
 a plan and these tables follow from that. What settings of the scheduler do: [scheduling.md](scheduling.md).
+`LLM` and a file of `serve --config` have the options of an engine by the names of their flags, with _ for -.
 `python -m tests.test_options_page` writes this page.
 """
 

@@ -46,6 +46,17 @@ def test_every_setting_of_the_router_is_one_of_the_server() -> None:
         assert options[f"router_{name}"].default == getattr(router, name)
 
 
+def test_an_option_of_an_engine_has_one_name_in_programs_and_settings() -> None:
+    pytest.importorskip("torch", reason="needs the runtime")
+    from lockstep.runtime.engine_config import EngineConfig
+
+    programs, served = options_of(EngineConfig), options_of(ServeSettings)
+    by_flag = {field.flag: name for name, field in programs.items()}
+    assert {name for name, field in served.items() if by_flag.get(field.flag, name) != name} == set()
+    assert {"tp", "random_weights"} <= set(programs) & set(served)
+    assert "lora" in set(EngineConfig.__struct_fields__) & set(ServeSettings.__struct_fields__)
+
+
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(

@@ -391,7 +391,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_one_that_reports_something_
         ({"speculative_method": "draft_model"}, "no `draft_model` is given"),
         ({"speculative_method": "eagle"}, "is eagle, but this runtime drafts by ngram or draft_model only"),
         ({"speculative_method": "ngram", "draft_model": "x"}, "`draft_model` is x, but `speculative_method` is ngram"),
-        ({"draft_model": "x", "tensor_parallel": 2}, "`draft_model` is x, but `tensor_parallel` is 2"),
+        ({"draft_model": "x", "tp": 2}, "`draft_model` is x, but `tp` is 2"),
     ],
 )
 def test_who_cannot_draft_is_one_error(settings: dict[str, Any], message: str) -> None:

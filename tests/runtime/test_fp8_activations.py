@@ -291,7 +291,7 @@ def test_an_engine_with_rows_in_fp8(tmp_path: Path) -> None:
     [
         ({"fp8_activations": "yes"}, "`fp8_activations` must be auto, on, off, got `yes`"),
         ({"fp8_activations": "on"}, "`fp8_activations` is on, but weights are not quantised"),
-        ({"fp8_activations": "on", "tensor_parallel": 2}, "`fp8_activations` is on, but weights are not quantised"),
+        ({"fp8_activations": "on", "tp": 2}, "`fp8_activations` is on, but weights are not quantised"),
     ],
 )
 def test_what_cannot_be_is_one_error(settings: Any, said: str) -> None:

@@ -48,7 +48,7 @@ ASKED = [
 
 
 def said(journal: Path | None = None, **settings: Any) -> tuple[list[RequestOutput], LlmStats]:
-    with LLM(device="cpu", random_weights_seed=3, numerics="invariant", journal=journal, **settings) as llm:
+    with LLM(device="cpu", random_weights=3, numerics="invariant", journal=journal, **settings) as llm:
         answers = llm.generate([f"Answer {number}: " for number in range(len(ASKED))], ASKED)
         return answers, llm.stats()
 

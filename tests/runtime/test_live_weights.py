@@ -442,7 +442,7 @@ def test_either_all_ranks_change_or_none() -> None:
 
 
 def test_two_ranks_take_the_same_weights(folders: list[Path], judges: list[LLM], tmp_path: Path) -> None:
-    with LLM(**CPU, tensor_parallel=2) as llm:
+    with LLM(**CPU, tp=2) as llm:
         llm.update_weights(folders[1])
         judge(judges, llm.generate(PROMPTS, GREEDY), lambda version: version)
         bad = shutil.copytree(folders[2], tmp_path / "bad")

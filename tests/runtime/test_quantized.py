@@ -99,7 +99,7 @@ def test_ranks_together_give_what_one_gives(
 
 def test_ranks_that_cut_a_group_are_refused(dense: Path, tmp_path: Path) -> None:
     write(dense, "gptq, symmetric", tmp_path / "stored")  # groups of 32, and 64 / 4 inputs on a rank
-    with pytest.raises(ConfigError, match=r"`tensor_parallel` 4 cuts `o_proj`: .* `quantization_config.group_size` 32"):
+    with pytest.raises(ConfigError, match=r"`tp` 4 cuts `o_proj`: .* `quantization_config.group_size` 32"):
         build_model(tmp_path / "stored", torch.float32, parallel=Ranks(4).parallel(0))
 
 

@@ -103,7 +103,7 @@ import os, signal, sys, time
 from lockstep.runtime import LLM, Params, llm, ranks
 from lockstep.runtime.errors import EngineStopped
 llm.GRACE_S = ranks.GRACE_S = 1.0
-engine = LLM(tensor_parallel=2, device="cpu")
+engine = LLM(tp=2, device="cpu")
 (worker,) = engine.group._workers
 def hold(*_, **__):
     os.kill(worker.process.pid, signal.SIGKILL)
@@ -261,7 +261,7 @@ class Engines:
     def __call__(self, name: str) -> LLM:
         if name not in self.made:
             journal = self.journals / str(len(self.made))
-            self.made[name] = LLM(tensor_parallel=2, rank_timeout_s=300, journal=journal, **self.options(name))
+            self.made[name] = LLM(tp=2, rank_timeout_s=300, journal=journal, **self.options(name))
         return self.made[name]
 
 
@@ -458,14 +458,14 @@ def test_a_worker_that_cannot_begin_reports_why(engines: Engines, experts: Path)
     with pytest.raises(
         RankLost, match=r"rank 1 \(process \d+\) failed while loading the model: OSError: planted"
     ) as said:
-        LLM(experts, tensor_parallel=2, random_weights_seed=CANNOT_BEGIN, **SMALL)
+        LLM(experts, tp=2, random_weights=CANNOT_BEGIN, **SMALL)
     assert "\n" not in str(said.value)
 
 
 def test_ranks_that_chose_different_backends_end_before_any_pass(engines: Engines, experts: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match="came to reference with 0 graphs on rank 0 and to triton with 2 graphs on"):
-        LLM(experts, tensor_parallel=2, device="cpu", random_weights_seed=CHOOSES_OTHERWISE, **SMALL)
+        LLM(experts, tp=2, device="cpu", random_weights=CHOOSES_OTHERWISE, **SMALL)
     assert time.monotonic() - began < 300  # a worker of it would take an hour
 
 
@@ -482,7 +482,7 @@ def test_ranks_that_do_not_divide_a_model_are_one_error(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MOE | {"intermediate_size": 50} | changed))
     with pytest.raises(ConfigError) as said:
-        LLM(tmp_path, tensor_parallel=ranks)
+        LLM(tmp_path, tp=ranks)
     assert all(name in str(said.value) for name in names)
 
 
@@ -491,7 +491,7 @@ def test_each_rank_has_the_gpu_behind_the_one_before(monkeypatch: pytest.MonkeyP
     first = torch.device("cuda", 1)
     assert [str(rank_device(first, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert str(rank_device(torch.device("cuda"), 0, 4)) == "cuda:0"
-    with pytest.raises(ConfigError, match="`tensor_parallel` 4 from cuda:1 on needs 5 GPUs, but torch sees 4"):
+    with pytest.raises(ConfigError, match="`tp` 4 from cuda:1 on needs 5 GPUs, but torch sees 4"):
         rank_device(first, 0, 4)
     assert rank_device(torch.device("cpu"), 7, 8).type == "cpu"
 

@@ -68,7 +68,16 @@ class Predictor:
 
 
 OF_ENGINE = (
-    *("device", "dtype", "kv_cache_dtype", "fp8_activations", "attention_backend", "numerics", "cuda_graphs"),
+    *(
+        "device",
+        "random_weights",
+        "dtype",
+        "kv_cache_dtype",
+        "fp8_activations",
+        "attention_backend",
+        "numerics",
+        "cuda_graphs",
+    ),
     "cuda_graph_max_batch",
 )
 """Options of an engine with a model (`lockstep.host.engine_options`) that plans of a journal run with."""
@@ -82,9 +91,6 @@ class HardwareOptions:
     """Options of `lockstep replay --on-hardware` besides those of an engine."""
 
     model: Annotated[Path | None, Option("a Hugging Face folder", default="the demo model")] = None
-    random_weights: Annotated[int | None, Option("small random weights; only config.json is read", metavar="SEED")] = (
-        None
-    )
     gpu: Annotated[
         str | None,
         Option("what the cost model takes the device for", metavar="NAME|FILE", default="the device's name"),
@@ -131,14 +137,14 @@ def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
         extent = _extent(journal, given.batches)
         of_engine = {name: value for name, value in options.items() if value is not None}
         of_engine.setdefault("kv_cache_dtype", HostHeader.of(header).kv_cache_dtype or "auto")
-        device = of_engine.pop("device", "auto")
+        device, random_weights = of_engine.pop("device", "auto"), of_engine.pop("random_weights", None)
         runner: PlansRunner = runner_of(
             extent,
             header.config,
             RankOptions(**of_engine),
             model=given.model,
             device=device,
-            random_weights_seed=given.random_weights,
+            random_weights=random_weights,
         )
         predictor = make_predictor(runner, gpu, corrected)
         for doubt in corrected.doubts(predictor.model, predictor.gpu, header.config.overlap_depth, has_intervals=False):

@@ -260,9 +260,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     config = EngineConfig(
         **{name: getattr(settings, name) for name in options_of(EngineOptions)},
         text=text,
-        random_weights_seed=settings.random_weights,
-        tensor_parallel=settings.tp,
-        adapters=settings.lora,
+        lora=settings.lora,
         grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,

@@ -27,6 +27,7 @@ from lockstep.host.options import Option, options_of
 
 LOOPBACK = ("localhost",)
 EMULATED_TOO = (
+    "tp",
     "kv_cache_dtype",
     "fp8_activations",
     "mem_fraction",
@@ -35,8 +36,7 @@ EMULATED_TOO = (
     "grammar_backend",
     "batch_timeout_s",
 )
-MODEL_OPTIONS = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
-OF_A_MODEL = (*MODEL_OPTIONS, "random_weights")
+OF_A_MODEL = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
 """Options that an emulated engine does not have."""
 AT_MOST = {
     "port": 65535,
@@ -123,10 +123,6 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
     ] = None
 
     # the model
-    tp: Annotated[int, Option("GPUs, or on the CPU processes, that the model is split over.")] = 1
-    random_weights: Annotated[int | None, Option("Small random weights; only config.json is read.", metavar="SEED")] = (
-        None
-    )
     grammar_compile_s: Annotated[float, Option("CPU time that one grammar may take to compile.")] = 2.0
     grammar_compile_mb: Annotated[int, Option("Memory that it may take to do so.")] = 512
     lora: dict[str, str] = msgspec.field(default_factory=dict)  # LoRA adapters: folders as PEFT writes them, by name

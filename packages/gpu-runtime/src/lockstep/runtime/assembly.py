@@ -213,7 +213,7 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
         raise ConfigError(f"`draft_model` is {folder}, but `speculative_method` is {method}\nhint: drop one of the two")
     if folder is not None and ranks > 1:
         raise ConfigError(
-            f"`draft_model` is {folder}, but `tensor_parallel` is {ranks}: a draft model is not split\n"
+            f"`draft_model` is {folder}, but `tp` is {ranks}: a draft model is not split\n"
             "hint: speculative_method ngram needs no model"
         )
 

@@ -156,7 +156,7 @@ def generate(source: IO[bytes] | None, **options: Any) -> int:
     engine = {name: value for name, value in options.items() if value not in (None, ())}
     click.get_current_context().with_resource(_logged(given.quiet or (given.prints and not given.verbose)))
     try:
-        config = EngineConfig(adapters=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
+        config = EngineConfig(lora=named_folders(given.lora), cuda_graphs="off" if given.no_cuda_graphs else "auto")
         llm = LLM(given.model, config, **engine, **_sched(given.settings))
         with llm, ExitStack() as at_end:
             if given.profile is not None:

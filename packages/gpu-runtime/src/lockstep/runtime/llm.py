@@ -142,7 +142,7 @@ class LLM:
         config = (EngineConfig() if config is None else config).with_options(options)
         config.check()
         keeper, journal, text, seed = config.keeper, config.journal, config.text, config.seed
-        tensor_parallel, draft_model = config.tensor_parallel, config.draft_model
+        tp, draft_model = config.tp, config.draft_model
         fp8_activations = config.fp8_activations
         sched = dict(config.sched)
         packages = processors.versions(config.logit_processors)
@@ -154,14 +154,14 @@ class LLM:
         self.pooling = choose_pooling(folder, config.pooling, config.normalize)
         if not 1 <= config.max_lora_rank <= LORA_RANK_MAX:
             raise ConfigError(f"`max_lora_rank` must be 1 to {LORA_RANK_MAX}, got `{config.max_lora_rank}`")
-        if config.adapters:
+        if config.lora:
             sched.setdefault("max_loras", LORAS)
-        sources = {name: source_of(path) for name, path in config.adapters.items()}
+        sources = {name: source_of(path) for name, path in config.lora.items()}
         if keeper is not None and keeper.config is not None:
             sched = keeper.settings(sched)
         if sources and not sched["max_loras"]:
-            raise ConfigError("`adapters` are named, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
-        check_draft_model(draft_model, sched.get("speculative_method"), tensor_parallel)
+            raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: leave it out")
+        check_draft_model(draft_model, sched.get("speculative_method"), tp)
         weights = WeightsLog() if keeper is None else keeper.weights
         if weights.version:
             check_lasting(weights.version, read_source(weights.source))
@@ -171,7 +171,7 @@ class LLM:
         }
         settings = RankSettings(
             model=str(folder.resolve()),
-            random_weights_seed=config.random_weights_seed,
+            random_weights_seed=config.random_weights,
             pooling=self.pooling,
             debug=config.debug,
             sched=sched,
@@ -187,10 +187,10 @@ class LLM:
         with ExitStack() as undo:
             if fp8_activations == "on":  # before ranks are started
                 choose_activations(fp8_activations, read_settings(folder).quantization, where)
-            if tensor_parallel != 1:
-                check_split(read_settings(folder), tensor_parallel)
-                read_settings(folder, tensor_parallel)
-                self.group = RankGroup(tensor_parallel, where, settings, timeout_s=config.rank_timeout_s)
+            if tp != 1:
+                check_split(read_settings(folder), tp)
+                read_settings(folder, tp)
+                self.group = RankGroup(tp, where, settings, timeout_s=config.rank_timeout_s)
                 undo.callback(self.group.close)
                 where = self.group.device
             made = assemble(settings, where, clock, self.group)
@@ -220,7 +220,7 @@ class LLM:
                     kind=RUNTIME,
                     model=model_name(folder),
                     gpu=device_name(where),
-                    tp=tensor_parallel,
+                    tp=tp,
                     logit_processors=packages or None,
                     kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
                     fp8_activations=self.model.activations or None,

@@ -110,7 +110,7 @@ POLL_S = 0.2
 def check_split(model: ModelSettings, ranks: int) -> None:
     """Raise ConfigError, naming the fields of config.json, if so many ranks cannot share a model."""
     if ranks < 1:
-        raise ConfigError(f"`tensor_parallel` must be at least 1, got `{ranks}`")
+        raise ConfigError(f"`tp` must be at least 1, got `{ranks}`")
     shared = {"num_attention_heads": model.heads}
     if model.experts is None or model.experts.dense_layers:
         shared["intermediate_size"] = model.intermediate
@@ -123,8 +123,7 @@ def check_split(model: ModelSettings, ranks: int) -> None:
         sizes = [size for size in range(1, model.heads + 1) if not any(n % size for n in shared.values())]
         fitting = [size for size in sizes if not (model.kv_heads % size and size % model.kv_heads)]
         raise ConfigError(
-            f"`tensor_parallel` {ranks} does not fit this model: {'; '.join(wrong)}\n"
-            f"hint: it can be {', '.join(map(str, fitting))}"
+            f"`tp` {ranks} does not fit this model: {'; '.join(wrong)}\nhint: it can be {', '.join(map(str, fitting))}"
         )
 
 
@@ -135,8 +134,8 @@ def rank_device(first: torch.device, rank: int, ranks: int) -> torch.device:
     index, count = first.index or 0, torch.cuda.device_count()
     if index + ranks > count:
         raise ConfigError(
-            f"`tensor_parallel` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
-            "hint: a smaller tensor_parallel, or CUDA_VISIBLE_DEVICES"
+            f"`tp` {ranks} from cuda:{index} on needs {index + ranks} GPUs, but torch sees {count}\n"
+            "hint: a smaller tp, or CUDA_VISIBLE_DEVICES"
         )
     return torch.device("cuda", index + rank)
 

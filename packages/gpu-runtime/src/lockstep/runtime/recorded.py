@@ -70,7 +70,7 @@ def make_runner(
     *,
     model: Path | None = None,
     device: str = "auto",
-    random_weights_seed: int | None = None,
+    random_weights: int | None = None,
 ) -> PlansRunner:
     """Load the model, make its pool, and run a few requests, so that no batch waits for what happens once.
 
@@ -111,7 +111,7 @@ def make_runner(
     made = assemble(
         RankSettings(
             model=str(folder.resolve()),
-            random_weights_seed=random_weights_seed,
+            random_weights_seed=random_weights,
             pooling=choose_pooling(folder),
             debug=False,
             sched=sched,

@@ -64,6 +64,10 @@ class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_field
     """The engine around a model."""
 
     device: Annotated[str, Option("auto, cpu, cuda, cuda:1, ...")] = "auto"
+    tp: Annotated[int, Option("GPUs, or on the CPU processes, that share one copy of the model.")] = 1
+    random_weights: Annotated[int | None, Option("Small random weights; only config.json is read.", metavar="SEED")] = (
+        None
+    )
     seed: Annotated[int, Option("Of requests without one of their own.")] = 0
     grammar_backend: Annotated[BackendName, Option("Library that keeps answers to grammars.")] = "auto"
     batch_timeout_s: Annotated[

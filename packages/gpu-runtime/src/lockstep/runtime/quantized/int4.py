@@ -138,7 +138,7 @@ def _check(part: StoredMatrix, outputs: int, inputs: int, group: int, ranks: int
         elif group and across % group:
             why = f"its {across:,} inputs are no multiple of `{FIELD}.group_size` {group}"
         if why and on > 1:
-            raise ConfigError(f"`tensor_parallel` {ranks} cuts `{part.name}`: on a rank {why}\nhint: fewer ranks")
+            raise ConfigError(f"`tp` {ranks} cuts `{part.name}`: on a rank {why}\nhint: fewer ranks")
         if why:
             raise ConfigError(f"`{part.name}` cannot be stored in 4 bits: {why}")
 
