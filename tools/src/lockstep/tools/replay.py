@@ -96,7 +96,7 @@ class ReplayOptions:
     as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
 
 
-def _other_command(*declared: str, **arguments: Any) -> Any:
+def _other_command(*declared: str, **arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A flag that makes another command of `replay`: it is in the help of this one, and never reaches it."""
     return click.option(*declared, expose_value=False, **arguments)
 

@@ -10,6 +10,7 @@ host that writes a further entry declares it here; other hosts, such as those of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -65,5 +66,5 @@ class HostHeader(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, header: JournalHeader) -> HostHeader:
         """Return the entries of a journal's header; those that are not declared are in `layout`."""
-        known = {name: value for name, value in header.host.items() if name in cls.__struct_fields__}
+        known: dict[str, Any] = {name: value for name, value in header.host.items() if name in cls.__struct_fields__}
         return cls(**known, layout={name: value for name, value in header.host.items() if name not in known})

@@ -57,7 +57,7 @@ def cluster_options(command: str) -> Callable[[Callable[..., Any]], Callable[...
     """Give a command, by its name, the options of a cluster that it takes, and those of the router's policy."""
     fields = {field.name: field for field in sim_options(command, struct=ClusterScenario)}
     engines = [fields.pop(one) for one in ("replicas", "engines") if one in fields]
-    decorators = [with_flags(click.option, engines, keep_absent=True, kinds=KINDS)]
+    decorators: list[Callable[..., Any]] = [with_flags(click.option, engines, keep_absent=True, kinds=KINDS)]
     if engines:
         decorators += [
             click.option("--prefill-engines", type=click.INT, help="engines that compute prompts: docs/distributed.md"),
