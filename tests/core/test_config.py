@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from lockstep.core.cluster.router import ROUTER_POLICIES, RouterConfig, policy_settings
-from lockstep.core.contract.config import PROFILES, SchedConfig, profile_settings, refuse_simulated_only
+from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import PROFILES, profile_settings
 from lockstep.core.contract.setting import setting_fields
 
 NO_OPTIONS = {

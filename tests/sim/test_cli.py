@@ -18,7 +18,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EndRecord
 from lockstep.core.journal.replay import replay

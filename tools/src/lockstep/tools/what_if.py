@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 
 from lockstep.core.cluster.router import RequestRouted, RouterConfig, policy_settings
-from lockstep.core.contract.config import DRAFT_SETTINGS, profile_settings
+from lockstep.core.contract.config import DRAFT_SETTINGS
 from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.events import RequestId
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.contract.text import shown
 from lockstep.core.journal.reader import read_journal
 from lockstep.host.host_header import HostHeader

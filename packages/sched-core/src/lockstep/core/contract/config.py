@@ -75,7 +75,7 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`tiers.{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         if not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
@@ -375,7 +375,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_stages(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         _settle_policy(self)
         if not 0 <= self.schedule_seed < 2**63:
             raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
@@ -596,44 +596,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "truncate_input": get_args(TruncateInput),
 }
 
-PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget for prompts and decodes, so that no burst delays decodes: docs/profiles.md
-        "batching": "mixed",
-        "reserve": "on_demand",
-        "chunked_prefill_size": 2048,
-    },
-    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
-        "page_size": 1,
-        "batching": "prefill_first",
-        "reserve": "ratio",
-        "retraction_policy": "length",
-        "retracted_requeue": "tail",
-        "prefix_deduplication": "last",
-        "waiting_prefix_refresh": 32,
-        "bypass_limit": None,
-        "chunked_prefill_size": 8192,
-        "max_prefill_tokens": 16384,
-        "overlap_depth": 1,
-    },
-    "vllm": {  # V1 0.33: one token budget, running requests first; allocate on demand, preempt the newest, to the front
-        "page_size": 16,
-        "same_step_sharing": True,
-        "prefix_deduplication": "defer",  # a request that shares a prefix reads it in the next launch, not in the same
-        "batching": "running_first",
-        "reserve": "on_demand",
-        "retraction_policy": "newest",
-        "retracted_requeue": "front",
-        "retracted_kv": "cache",
-        "chunk_unit": "token",
-        "bypass_limit": None,
-        "chunked_prefill_size": 2048,
-        "max_prefill_tokens": 2048,
-        "max_running_requests": 128,
-        "overlap_depth": 1,
-    },
-}
-"""Families of settings, as named policy values. Settings that a profile does not name have SchedConfig's default."""
-
 
 def simulated_only(name: str) -> str:
     """The reason why no runtime supports a setting yet, with a hint; empty if one does."""
@@ -671,14 +633,8 @@ def refuse_simulated_only(name: str) -> None:
         raise ConfigError(why)
 
 
-def profile_settings(name: str) -> dict[str, Any]:
-    """The settings of a profile. Raises ConfigError for a name that is none."""
-    if name not in PROFILES:
-        raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
-    return dict(PROFILES[name])
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
+def one_of(choices: tuple[str, ...]) -> str:
+    """Return the choices as a message lists them: `a, b or c`."""
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
@@ -745,7 +701,7 @@ def _settle_drafts(config: SchedConfig) -> None:
                 )
         return
     if method not in get_args(SpeculativeMethod):
-        raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
+        raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
     if drafts is msgspec.UNSET:
         msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
     elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
@@ -806,7 +762,7 @@ def _settle_role(config: SchedConfig) -> None:
         ("transfer_failure", get_args(TransferFailure)),
     ):
         if getattr(config, name) not in choices:
-            raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(config, name)}`")
+            raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(config, name)}`")
     for name, least in (
         ("num_reserved_decode_tokens", 0),
         ("transfer_slots", 1),
