@@ -17,7 +17,9 @@ class ServerOptions:
     """The server that requests are sent to."""
 
     url: Annotated[str, Option("the server, such as http://127.0.0.1:8000", flag="--to", metavar="URL")]
-    model: Annotated[str | None, Option("name to ask for", default="the first that the server offers")] = None
+    model: Annotated[
+        str | None, Option("name of the model in requests", default="the first that the server offers")
+    ] = None
     timeout_s: Annotated[float, Option("seconds that one answer may take", flag="--timeout")] = 600.0
 
 
@@ -27,7 +29,7 @@ class LiveOptions(ServerOptions):
 
     speed: Annotated[float, Option("divides every gap and think time: 2 is twice as fast")] = 1.0
     max_tokens: Annotated[int | None, Option("limit of every answer", default="its length in the trace")] = None
-    ignore_eos: Annotated[bool, Option("ask for answers of exactly that length (not in OpenAI's API)")] = False
+    ignore_eos: Annotated[bool, Option("request answers of exactly that length (not in OpenAI's API)")] = False
     out: Annotated[Path | None, Option("one JSON line per request", metavar="FILE")] = None
     overwrite: Annotated[bool, Option("replace FILE")] = False
     as_json: Annotated[bool, Option("one JSON object instead of text", flag="--json")] = False
@@ -41,12 +43,12 @@ class BenchOptions(ServerOptions):
         Literal["auto", "ids", "words"],
         Option("token ids, exactly as long as in the workload, or words; auto: ids where the vocabulary is known"),
     ] = "auto"
-    vocab: Annotated[int | None, Option("tokens of the model, for ids", default="what the server says")] = None
-    chat: Annotated[bool, Option("ask /v1/chat/completions, each prompt as one message of words")] = False
+    vocab: Annotated[int | None, Option("tokens of the model, for ids", default="as the server reports")] = None
+    chat: Annotated[bool, Option("send to /v1/chat/completions, each prompt as one message of words")] = False
     ignore_eos: Annotated[
         bool,
         Option(
-            "ask for answers exactly as long as in the workload (vLLM, SGLang and lockstep know the field; OpenAI not)",
+            "request answers exactly as long as in the workload (a field of vLLM, SGLang and lockstep, not of OpenAI)",
             negatable=True,
         ),
     ] = True

@@ -225,7 +225,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int | None, Setting("priority of requests without one; none: after all others")
     ] = None
     prefix_deduplication: Annotated[
-        PrefixDeduplication, Setting("requests whose prefix another request computes: off, last or defer")
+        PrefixDeduplication, Setting("requests with a prefix that another request computes: off, last or defer")
     ] = "off"
     bypass_limit: Annotated[
         int | None, Setting("aging limit: later requests that may be admitted before one; none: any number (SGLang)")
@@ -238,7 +238,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # structured output
     grammar_timeout_us: Annotated[
-        int | None, Setting("a request whose grammar is not compiled by then is rejected; none: no limit")
+        int | None, Setting("a request with a grammar not compiled by then is rejected; none: no limit")
     ] = None
 
     # inputs
@@ -293,7 +293,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = msgspec.UNSET
     transfer_failure: Annotated[
         TransferFailure | msgspec.UnsetType,
-        Setting("a request whose KV does not arrive: fail or recompute", default="fail"),
+        Setting("a request without its KV after a transfer: fail or recompute", default="fail"),
     ] = msgspec.UNSET
     num_reserved_decode_tokens: Annotated[
         int | msgspec.UnsetType,

@@ -20,7 +20,7 @@ USUAL = {field.name: field.default for field in msgspec.structs.fields(RouterCon
 
 
 def router_flag(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the flag `--router`, whose help shows this default; not given, it arrives as None."""
+    """Return the flag `--router`. Its help shows this default; not given, it arrives as None."""
     return click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {default}]")
 
 
