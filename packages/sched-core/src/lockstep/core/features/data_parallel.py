@@ -10,7 +10,7 @@ the plans. A rank without a plan joins with an idle batch if any rank has one.
 **A proposal binds.** Its plan counts as in flight from then on. A request that leaves in between is dead in it, as in
 any launched plan, and the proposed counts stay valid. Nothing is ever undone. Whether prompts go ahead is therefore
 decided *before* anything is planned: a rank that could extend, and may have to wait, proposes nothing and reports that
-it could (`Wish`). All ranks fold the same wishes into the same verdict, plan accordingly in the Step of that
+it could (`Wish`). All ranks fold the same reports into the same verdict, plan accordingly in the Step of that
 RanksAgreed, and propose again. A round takes two exchanges if a rank could extend, and otherwise one.
 
 **The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. A rank
@@ -134,7 +134,7 @@ class Delay(NamedTuple):
 def situation_of(
     config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
 ) -> DelaySituation:
-    """Return the situation of the ranks, from the counts of their plans and their wishes, one per rank each."""
+    """Return the situation of the ranks, from the counts of their plans and their `Wish` reports, one each per rank."""
     waited_us = wishes[0].time_us - delay.since_us if delay.passes else 0
     skips, full = config.prefill_full_skip_passes, sum(wish.full for wish in wishes)
     passes_max, us_max = config.prefill_delayer_max_delay_passes, config.prefill_delayer_max_delay_us
@@ -264,7 +264,7 @@ class Rounds:
         self.rules_delay = config.prefill_delayer is True or bool(config.prefill_full_skip_passes)
         self.round = 0  # number of the round that is proposed, or to be proposed next
         self.proposed: Counts | None = None  # the proposal of this rank that no RanksAgreed has answered yet
-        self.wish: Wish | None = None  # the wish of that proposal
+        self.wish: Wish | None = None  # the `Wish` of that proposal
         self.held: InFlight | None = None  # the proposed plan, maybe from an earlier exchange; last in `in_flight`
         self.awaits_results = False  # all ranks wait until nothing launched is in flight
         self.decided = False  # whether the ranks decided about prompts in the exchange before this one
