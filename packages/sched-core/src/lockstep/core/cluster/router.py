@@ -371,7 +371,7 @@ class Router:
         return chosen
 
     def _least(self, load: list[int], more: int, among: list[int] | None = None) -> int:
-        """Return the engine with the least load per weight after adding `more`; of equals, the least recently chosen."""
+        """Return the engine with the least load per weight, `more` added; of equals, the one chosen longest ago."""
         engines, chosen = self.engines, self._last_chosen
         return min(
             self._up if among is None else among,
