@@ -1,8 +1,8 @@
 """Events: facts observed by the host, and facts that the core decided from them. Past tense, noun first.
 
-*Observed* events are the truth. They come from the host, are written to the journal in full, and replaying them gives
-the *decided* events again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host time since
-the journal began, in whole microseconds, never decreasing.
+*Observed* events are the source of truth. The host sends them, the journal contains them in full, and a replay derives
+the *decided* events from them again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host
+time since the journal began, in whole microseconds, never decreasing.
 
 Wire rules (they keep old journals readable): records are msgpack arrays tagged with the type's name; fields are only
 ever added at the end, with a default; a field is never renamed, reordered or given another meaning. Arrays of numbers

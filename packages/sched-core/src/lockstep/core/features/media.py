@@ -77,9 +77,9 @@ class EncoderCache:
         self.budget_tokens = budget_tokens  # tokens encoded at once, except a larger single content; None: no limit
         self.encodings: dict[bytes, EncoderEntry] = {}  # by digest, least recently used first
         self.pins: dict[RequestId, dict[bytes, int]] = {}  # requests with room: tokens by digest
-        self.line: dict[RequestId, dict[bytes, int]] = {}  # requests that wait for room, first come: tokens by digest
+        self.line: dict[RequestId, dict[bytes, int]] = {}  # requests that wait for room, oldest first: tokens by digest
         self.deferred: list[tuple[BatchId, list[bytes]]] = []  # digests that batches in flight read for left requests
-        self.queued: dict[bytes, None] = {}  # digests with room that wait for the encoder, first come
+        self.queued: dict[bytes, None] = {}  # digests with room that wait for the encoder, oldest first
         self.dropping: list[bytes] = []  # dropped digests that the next EncodeMedia reports to the host
 
     def ask(self, request_id: RequestId, media: dict[bytes, int]) -> None:

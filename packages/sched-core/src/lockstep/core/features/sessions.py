@@ -206,7 +206,7 @@ class Sessions:
         self._look_ahead()
 
     def start_turns(self, step: Step) -> None:
-        """Let the next turn of every session that is free join the line. Called at the end of a step."""
+        """Let the next turn of every free session join the waiting queue. Called at the end of a step."""
         while self.free:
             session = self.open.get(self.free.pop(0))
             if session is None or session.turn is not None or not session.queue:
