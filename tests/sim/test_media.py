@@ -178,7 +178,7 @@ def test_media_that_cannot_be_read_are_refused_with_an_example(text: str, proble
 
 @pytest.mark.parametrize("text", ["image=0.5:64x64;recorded", "recorded;recorded", "recorded; audio=0.1:2s"])
 def test_recorded_media_stand_alone(text: str) -> None:
-    problem = f"`media` cannot be `{text}`: recorded stands alone, for all media that the workload has\nhint: --media"
+    problem = f"`media` cannot be `{text}`: recorded excludes other media, as it means all media of the workload"
     with pytest.raises(ConfigError, match=problem):
         parse_media(text)
     assert parse_media("recorded") == ()

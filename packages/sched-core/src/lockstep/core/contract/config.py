@@ -239,6 +239,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = msgspec.UNSET
     # passes for which prompts wait while some ranks are full and others are not; 0: they do not wait
     prefill_full_skip_passes: int | msgspec.UnsetType = msgspec.UNSET
+    # set by hosts with an executor that extends page tables but cannot change an entry; unset: entries may change
+    tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
@@ -350,6 +352,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
         if self.hybrid is not msgspec.UNSET:
             _check_hybrid(self, self.hybrid)
+
+    @property
+    def keeps_duplicates(self) -> bool:
+        """Whether a running request keeps its own pages if the radix cache has the same KV in other pages."""
+        return self.tables_append_only is True
 
     @property
     def pool_tokens(self) -> int:
