@@ -104,7 +104,7 @@ def test_a_video_is_pairs_of_frames_and_a_sound_a_token_for_40_ms() -> None:
     assert heard.sound(30).tokens == 750
     assert heard.sound(12).tokens == 300
     assert heard.positions(heard.sound(1)) == 1500, "whatever its length, it is padded to 30 s"
-    with pytest.raises(CatalogueError, match=rf"hears sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
+    with pytest.raises(CatalogueError, match=rf"takes sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
         heard.sound(31)
     with pytest.raises(CatalogueError, match="qwen2-audio-7b takes no image, but audio"):
         heard.image(64, 64)
