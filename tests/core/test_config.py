@@ -12,7 +12,13 @@ from lockstep.core.contract.profiles import PROFILES, profile_settings
 from lockstep.core.contract.setting import setting_fields
 
 NO_OPTIONS = {
-    SchedConfig: {"tiers", "hybrid", "dp_ranks", "dp_rank"},  # options of their own, or what follows from others
+    SchedConfig: {
+        "tiers",
+        "hybrid",
+        "dp_ranks",
+        "dp_rank",
+        "tables_append_only",
+    },  # options of their own, or what follows from others
     RouterConfig: {"policy"},  # `--router`
 }
 

@@ -16,7 +16,7 @@ import msgspec
 
 from lockstep.core.journal.records import JournalHeader
 
-SIMULATOR, RUNTIME, EMULATED = "simulator", "runtime", "emulated"
+SIMULATOR, RUNTIME, EMULATED, VLLM = "simulator", "runtime", "emulated", "vllm"
 """Values of `kind`."""
 
 Entry = str | int | float
@@ -51,6 +51,11 @@ class HostHeader(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str | None = None  # None: that of the model
     fp8_activations: str | None = None  # how rows that meet fp8 weights are rounded; None: they are not
     speed: float | None = None  # of an emulated engine: times faster than its cost model
+
+    # of vLLM with this scheduler
+    vllm: str | None = None  # its version
+    profile: str | None = None
+    tokens: str | None = None  # "kept", or "pseudonyms" in place of token ids
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries of the journal's header."""

@@ -1,8 +1,8 @@
 """Scheduler settings: validated on construction, immutable, recorded in the journal's header.
 
-Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment has another
-(docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
-here, so that no two places compute it differently.
+Field names are those of SGLang and vLLM if they have the setting. Defaults are SGLang's unless the comment names
+another (docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a
+property here, so that it is computed in one place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
-"""The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
+"""The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
 
 TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
@@ -53,16 +53,16 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host_pages: int  # KV pages of host memory
     write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
-    write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
-    load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
-    load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
+    write_uses: int = 2  # under write_through_selective: uses of a page, incl. its computation, until it is copied
+    load_tokens_min: int = 10  # if only the host has fewer tokens than this, they are computed again, not loaded
+    load_pages_max: int | None = None  # pages being loaded to the device at once, or one load; None: no limit
     load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
     storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
     prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
     prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
-    prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens requested
-    prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
+    prefetch_timeout_us: int = 1_000_000  # under policy timeout: the wait of a request, in us ...
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and the additional wait for each 1,024 requested tokens
+    prefetch_share: float = 0.5  # largest share of the host's pages that prefetches may fill at once
 
     def __post_init__(self) -> None:
         for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
@@ -86,14 +86,14 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory of layers without full attention (docs/hybrid.md). At least one of the two kinds.
+    """Memory of layers without full attention (docs/hybrid.md): sliding windows, linear attention, or both.
 
     The interval of checkpoints is SGLang's `mamba_track_interval`.
     """
 
-    window_tokens: int = 0  # positions that a sliding layer sees, the token's own among them; 0: no such layers
+    window_tokens: int = 0  # positions that a sliding layer sees, including the token's own; 0: no such layers
     window_pages: int = 0  # pages of the sliding layers' pool
-    state_slots: int = 0  # of linear attention: one for each request that runs, and checkpoints; 0: no such layers
+    state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
     checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
 
     def __post_init__(self) -> None:
@@ -118,8 +118,10 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def row_pages_max(self, page_size: int, ahead: int) -> int:
-        """Window pages that a decode may hold: those of its window, the one it writes, and those of `ahead` positions
-        that are in flight or written in the same launch (`SchedConfig.positions_ahead`).
+        """Return the most window pages that a decode may hold.
+
+        These are the pages of its window, the page that it writes, and those of `ahead` positions that are in flight or
+        written in the same launch (`SchedConfig.positions_ahead`).
         """
         return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
@@ -154,7 +156,9 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_queued_requests: Annotated[int | None, Setting("waiting requests beyond this are rejected; none: no limit")] = (
         None
     )
-    waiting_timeout_us: Annotated[int | None, Setting("a request not admitted by then is rejected, e.g. 30s")] = None
+    waiting_timeout_us: Annotated[
+        int | None, Setting("a request not admitted this long after its arrival is rejected, e.g. 30s")
+    ] = None
     running_timeout_us: Annotated[
         int | None, Setting("a request not finished this long after its arrival is ended, e.g. 10min")
     ] = None
@@ -169,7 +173,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     chunk_target_us: Annotated[
         int | None, Setting("shorten chunks so that a pass stays under this, as fitted, e.g. 20ms; none: never")
     ] = None
-    max_prefill_tokens: Annotated[int, Setting("new tokens one extend may take in all")] = 16384
+    max_prefill_tokens: Annotated[int, Setting("new tokens that one extend may take")] = 16384
     chunked_prefill_size: Annotated[
         int | None, Setting("new tokens of one extend before a prompt is split; none: never split")
     ] = 8192
@@ -190,8 +194,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         RetractionPolicy, Setting("order of victims: length (fewest outputs), newest or priority")
     ] = "length"
     prefill_max_requests: Annotated[int | None, Setting("requests that one extend may take in; none: no limit")] = None
-    # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
-    # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
+    # Prompts are split at positions that are multiples of this, however much is cached. So the kernels sum a token's
+    # attention in an order that depends on its position only. SGLang aligns lengths of chunks.
     truncation_align_size: Annotated[
         int | None, Setting("prompts are split at multiples of this position; none: at any page")
     ] = None
@@ -199,10 +203,12 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Setting("tokens of every running request that must fit before a decode is launched")
     ] = 1
     prefill_decode_interval: Annotated[int, Setting("decodes between two extends while requests decode, at least")] = 0
-    retract_every: Annotated[int, Setting("force one retraction every so many decodes, for testing; 0: never")] = 0
+    retract_every: Annotated[
+        int, Setting("decode launches between two forced retractions, for testing; 0: none is forced")
+    ] = 0
 
     # overlap and output
-    overlap_depth: Annotated[int, Setting("batches launched beyond the one running: 0, 1 or 2")] = 1
+    overlap_depth: Annotated[int, Setting("batches launched beyond the running one: 0, 1 or 2")] = 1
     decode_steps_per_launch: Annotated[
         int, Setting("decodes in one launch (multi-step scheduling); ends and page shortages are seen later")
     ] = 1
@@ -246,7 +252,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     truncate_input: Annotated[
         TruncateInput, Setting("end of a longer prompt that is cut off: left, right, or no (it is rejected)")
     ] = "no"
-    isolate_tenants: Annotated[bool, Setting("no tenant ever hits a prefix of another one")] = False
+    isolate_tenants: Annotated[bool, Setting("prefixes are never shared between tenants")] = False
     encoder_cache_tokens: Annotated[
         int | None, Setting("encoder output of media kept at once, in tokens; none: no limit")
     ] = 16384
@@ -257,7 +263,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, Setting("difference of priorities beyond which a request is displaced")
     ] = 10
 
-    # drafts: see speculation.py; unset: none, and left out of journals
+    # drafts: see speculation.py; unset: no drafts, and left out of journals
     speculative_method: Annotated[
         SpeculativeMethod | msgspec.UnsetType,
         Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
@@ -338,13 +344,16 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int | msgspec.UnsetType,
         Setting("passes that prompts wait while some ranks are full and others are not", default="0"),
     ] = msgspec.UNSET
+    # set by hosts with an executor that extends page tables but cannot change an entry; unset: entries may change
+    tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
     # the encoder of media; unset: no limit, and left out of journals
     encoder_budget_tokens: Annotated[
-        int | msgspec.UnsetType, Setting("encoder tokens of media in the making at once", default="no limit")
+        int | msgspec.UnsetType,
+        Setting("encoder tokens of media that are encoded at once, at most", default="no limit"),
     ] = msgspec.UNSET
     # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
     pp_size: Annotated[
@@ -392,7 +401,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.enable_priority_preemption and self.retraction_policy != "priority":
             raise ConfigError(
                 f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: at a page "
-                "shortage more important requests would be retracted, and come back by preemption\n"
+                "shortage more important requests would be retracted, and admitted again by preemption\n"
                 "hint: take retraction_policy priority"
             )
         if self.enable_priority_preemption and self.bypass_limit == 0:
@@ -463,6 +472,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _check_hybrid(self, self.hybrid)
 
     @property
+    def keeps_duplicates(self) -> bool:
+        """Whether a running request keeps its own pages if the radix cache has the same KV in other pages."""
+        return self.tables_append_only is True
+
+    @property
     def pool_tokens(self) -> int:
         """KV positions in the whole pool."""
         return self.pages * self.page_size
@@ -474,7 +488,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def drafts_max(self) -> int:
-        """Drafts that one launch verifies of a request, at most."""
+        """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
 
     @property
@@ -484,27 +498,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def forced_max(self) -> int:
-        """Forced tokens that one launch computes of a request, at most."""
+        """The most forced tokens of a request that one launch computes."""
         return self.jump_forward_tokens if self.jump_forward_tokens is not msgspec.UNSET else 0
 
     @property
     def beside_newest_max(self) -> int:
-        """Tokens, drafts or forced, that one launch computes beside the newest one of a request, at most."""
+        """The most drafts or forced tokens that one launch computes beside the newest token of a request."""
         return max(self.drafts_max, self.forced_max)
 
     @property
     def positions_per_decode(self) -> int:
-        """Positions by which one launch moves a request that decodes, at most."""
+        """The most positions by which one launch moves a request that decodes."""
         return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
 
     @property
     def positions_ahead(self) -> int:
-        """Positions beyond the first that is not delivered which decodes may be launched for."""
+        """The most positions behind the first undelivered one for which decodes may be launched."""
         return (self.overlap_depth + 1) * self.positions_per_decode - 1
 
     @property
     def states_per_row(self) -> int:
-        """States of linear attention that a running request holds: one after each token that may be its last."""
+        """States of linear attention that a running request holds: one behind each token that may be its newest."""
         return 1 + self.drafts_max
 
     @property
@@ -514,27 +528,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def split_tokens(self) -> int:
-        """A prompt is split at positions that are multiples of this."""
+        """The number of tokens at multiples of which a prompt may be split."""
         return self.truncation_align_size or self.chunk_unit_tokens
 
     @property
     def hands_over(self) -> bool:
-        """Whether prompts and outputs of its requests run on different engines: its role is prefill or decode."""
+        """Whether prompts and outputs run on different engines: the role is prefill or decode."""
         return self.role is not msgspec.UNSET
 
     @property
     def shares_passes(self) -> bool:
-        """Whether it is one of several data-parallel ranks, which run every pass together."""
+        """Whether the engine is one of several data-parallel ranks, which run every pass together."""
         return self.dp_ranks is not msgspec.UNSET
 
     @property
     def encoder_budget(self) -> int | None:
-        """Encoder tokens in the making at once; None: no limit."""
+        """The most encoder tokens that are encoded at once; None: no limit."""
         return None if self.encoder_budget_tokens is msgspec.UNSET else self.encoder_budget_tokens
 
     @property
     def ranks_draft_together(self) -> bool:
-        """Whether drafts come from passes that all ranks run together; drafts from text alone are made by each rank."""
+        """Whether drafts come from passes that all ranks run together. N-gram drafts need no such pass."""
         return self.shares_passes and self.speculates and self.speculative_method != "ngram"
 
     @property
@@ -545,19 +559,19 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def pipelines(self) -> bool:
-        """Whether it has a running batch for each of several pipeline stages."""
+        """Whether the engine has a running batch for each of several pipeline stages."""
         return self.pp_size is not msgspec.UNSET
 
     @property
     def microbatches(self) -> int:
-        """Running batches."""
+        """The number of running batches."""
         if self.pp_size is msgspec.UNSET or self.pp_async_batch_depth is msgspec.UNSET:
             return 1
         return self.pp_size + self.pp_async_batch_depth
 
     @property
     def launches_max(self) -> int:
-        """Batches that may be in flight at once."""
+        """The most batches that may be in flight at once."""
         return self.microbatches * (self.overlap_depth + 1)
 
     @property
@@ -567,7 +581,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rows_max(self) -> int:
-        """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
+        """Rows of the request table: above the running limit, since a finished request in flight keeps its row."""
         return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
 
     @property
@@ -579,7 +593,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return min(self.context_tokens_max, self.pool_tokens + 1)
 
     def prompt_tokens_max(self, with_output: bool) -> int:
-        """The longest prompt: one token of output must fit after it, unless the request has no output."""
+        """Return the length of the longest prompt. One token of output must fit behind it if `with_output`."""
         room = self.request_tokens_max - 1 if with_output else min(self.context_tokens_max, self.pool_tokens)
         return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
 
@@ -598,7 +612,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def simulated_only(name: str) -> str:
-    """The reason why no runtime supports a setting yet, with a hint; empty if one does."""
+    """Return why no runtime supports a setting yet, with a hint; "" if a runtime does."""
     if name == "tiers":
         return (
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
@@ -685,8 +699,7 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
 
 
 def _settle_drafts(config: SchedConfig) -> None:
-    """Fill in the number of drafts where a method is set; without a method unset both, so that journals have
-    neither."""
+    """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
         method = msgspec.UNSET
@@ -718,7 +731,7 @@ def _settle_drafts(config: SchedConfig) -> None:
 
 
 def _settle_jumps(config: SchedConfig) -> None:
-    """Check `jump_forward_tokens`; 0 is unset, so that journals do not have it."""
+    """Check `jump_forward_tokens`. 0 becomes unset, so that journals do not contain it."""
     most = config.jump_forward_tokens
     if most is msgspec.UNSET:
         return
@@ -743,7 +756,7 @@ TRANSFER_SETTINGS: dict[str, Any] = {
 
 
 def _settle_role(config: SchedConfig) -> None:
-    """Fill in each transfer setting where a role is set; without a role all of them stay unset."""
+    """Fill in each transfer setting if a role is set; without a role all of them stay unset."""
     if config.role == "mixed":
         msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
     for name, usual in TRANSFER_SETTINGS.items():
@@ -789,11 +802,11 @@ DELAYER_SETTINGS: dict[str, Any] = {
 """Defaults of a prefill delayer: SGLang's values."""
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
-"""Rules by which a prefill delayer waits for more prompts where every rank has prompts. Unset: no such rule."""
+"""Rules by which a prefill delayer waits for more prompts although every rank has prompts. Unset: no such rule."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:
-    """Fill in each setting of data-parallel ranks where there are several; with one rank all of them stay unset."""
+    """Fill in each setting of data-parallel ranks if there are several; with one rank all of them stay unset."""
     ranks = config.dp_ranks
     if ranks == 1:
         msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
@@ -853,7 +866,7 @@ def _settle_ranks(config: SchedConfig) -> None:
 
 
 MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that only concern requests with media."""
+"""Settings that concern only requests with media."""
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
@@ -862,7 +875,7 @@ PP_SIZE_MAX = 64
 
 
 def _settle_stages(config: SchedConfig) -> None:
-    """Fill in each setting of pipeline stages where there are several; with one stage all of them stay unset."""
+    """Fill in each setting of pipeline stages if there are several; with one stage all of them stay unset."""
     if config.pp_size == 1:
         msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
     why, hint = "there is one stage", "take pp_size 2 or more"

@@ -8,7 +8,7 @@ from lockstep.core.contract.config import one_of
 from lockstep.core.contract.errors import ConfigError
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget for prompts and decodes, so that no burst delays decodes: docs/profiles.md
+    "lockstep": {  # one budget for prompts and decodes, so that a burst of prompts delays no decode: docs/profiles.md
         "batching": "mixed",
         "reserve": "on_demand",
         "chunked_prefill_size": 2048,
@@ -43,11 +43,11 @@ PROFILES: dict[str, dict[str, Any]] = {
         "overlap_depth": 1,
     },
 }
-"""Families of settings, as named policy values. Settings that a profile does not name have SchedConfig's default."""
+"""Named families of settings. Settings that a profile does not contain have SchedConfig's default."""
 
 
 def profile_settings(name: str) -> dict[str, Any]:
-    """The settings of a profile. Raises ConfigError for a name that is none."""
+    """Return the settings of a profile. Raises ConfigError for an unknown name."""
     if name not in PROFILES:
         raise ConfigError(f"`profile` must be {one_of(tuple(PROFILES))}, got `{name}`")
     return dict(PROFILES[name])

@@ -1,4 +1,4 @@
-"""`lockstep calibrate`: argument parsing only. What is done with the arguments is in calibrate.py."""
+"""`lockstep calibrate`: argument parsing only. The work is done by lockstep.sim.calibrate."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from lockstep.sim.cost import Calibration
     from lockstep.sim.cost.models import Fp8Activations
 
-OF_RUN = "what RUN says"
+OF_RUN = "as RUN states"
 OPERATORS = Option("calibrate the cost model measured by these operator tables", metavar="DIR", default="the roofline")
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class _Calibrate(click.Group):
-    """`calibrate --from RUN ...` is `calibrate journal RUN ...`, with the options of that."""
+    """Group in which `calibrate --from RUN ...` runs `calibrate journal RUN ...`, with the options of `journal`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -78,21 +78,21 @@ class PointsFit:
 
     engine: Annotated[str, Option("engine of the rows: vllm, sglang or trtllm")]
     gpu: Annotated[str | None, Option("only rows of this GPU", default="all, which must be of one")] = None
-    suspect: Annotated[bool, Option("use rows that the column `suspect` warns of")] = False
+    suspect: Annotated[bool, Option("use rows that are marked in the column `suspect`")] = False
     experts: Annotated[
-        bool, Option("lay experts out as the column `ep` says, or as tp alone", flag="--ep", negatable=True)
+        bool, Option("lay experts out by the column `ep`, or by tp alone", flag="--ep", negatable=True)
     ] = True
     operators: Annotated[Path | None, OPERATORS] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JournalFit(StoredTypes):
-    """Options of `calibrate journal` about the run; each states what the run itself leaves open, or states wrongly."""
+    """Options of `calibrate journal` about the run, for values that it does not state, or states wrongly."""
 
     model: Annotated[str | None, Option("what ran", default=OF_RUN)] = None
     gpu: Annotated[str | None, Option("where it ran", default=OF_RUN)] = None
     tp: Annotated[int | None, Option("on so many GPUs", default=OF_RUN)] = None
-    ep: Annotated[int | None, Option("groups that shared out the experts", default=OF_RUN)] = None
+    ep: Annotated[int | None, Option("groups over which experts were divided", default=OF_RUN)] = None
     attention_dp: Annotated[int | None, Option("shards with rows of their own", default=OF_RUN)] = None
     engine: Annotated[str, Option("what ran it")] = "lockstep"
     engine_version: Annotated[str | None, Option("of the engine", default="of the core that wrote it")] = None
@@ -124,7 +124,7 @@ def _checked_date(date: str) -> str:
 
 
 def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
-    """Why nothing is left, and what there would be."""
+    """Return an error text: why no row is left, and which engine, file or GPU has rows."""
     text = f"{file} has no rows of engine `{engine}`" + (f" on `{gpu}`" if gpu else "")
     if left_out:
         text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
@@ -133,7 +133,7 @@ def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_
 
 
 def _write(calibration: Calibration, out: Path) -> None:
-    """Write the file and say what is in it."""
+    """Write the calibration file and print a summary of it."""
     calibration.save(out)
     c = calibration.correction
     click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
@@ -160,9 +160,9 @@ def _write(calibration: Calibration, out: Path) -> None:
 @with_flags(click.option, options_of(PointsFit).values())
 @FILE
 def points(file: Path, **options: Any) -> None:
-    """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
+    """Calibrate with published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
 
-    Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
+    Each point is simulated once, in about a second. Columns: docs/cost-models.md, section 6.
     """
     given, target = take(PointsFit, options), take(CalibrationFile, options)
     with refusals():
@@ -294,12 +294,12 @@ def journal(run: Path, **options: Any) -> None:
 
 @calibrate.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="for machines")
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
 def acceptance(run: Path, as_json: bool) -> None:
-    """How many drafts of a run were right, beside what the simulator says of the same verifications.
+    """Compare the accepted drafts of a run with those that the simulator predicts for the same verifications.
 
     RUN is the folder of a run that verified drafts, such as one of `lockstep serve --set speculative_method=ngram
-    --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
+    --journal RUN`. Prints the value for `lockstep simulate --acceptance`; writes nothing.
     """
     with refusals():
         from lockstep.sim.calibrate.acceptance import describe
@@ -338,7 +338,7 @@ def _journal_header(run: Path) -> JournalHeader:
 
 
 def _say_held_out(held: HeldOut) -> None:
-    """How far off predictions were for batches that the fit had not seen."""
+    """Print the errors of predictions for batches that the fit had not seen."""
     click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
     for before, after in held.rows():
         click.echo(
