@@ -16,7 +16,7 @@ def demo_model(folder: Path, train: bool) -> None:
     """Write a small model in the Hugging Face layout to DIR, without any download.
 
     DIR then holds config, weights in bfloat16, and a tokenizer with a chat template; transformers loads it too. Without
-    --train it is a copy of the one that comes with Lockstep. What DIR holds already is not made again.
+    --train it is a copy of the model that is part of Lockstep. An equal model in DIR is kept.
     """
     if not train:
         made = copy_demo_model(folder)
