@@ -148,7 +148,7 @@ def test_a_forced_backend_that_cannot_run_reports_why_and_what_can(machine, chan
     with pytest.raises(ConfigError, match=f"`attention_backend` flashinfer cannot run here: {why}") as failed:
         choose("flashinfer", CUDA, torch.bfloat16, 128, 16)
     others = "`reference`" if "capability" in change else "`triton`, `reference`"
-    assert str(failed.value).endswith(f"hint: of those that can: {others}")
+    assert str(failed.value).endswith(f"hint: these can: {others}")
 
 
 def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(machine):
@@ -424,7 +424,7 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
     with pytest.raises(ConfigError) as refused:
         choose("flashinfer", CUDA, torch.float16, 128, 16, group=4)
     assert str(refused.value) == (
-        f"`attention_backend` flashinfer cannot run here: {why}\nhint: of those that can: `triton`, `reference`"
+        f"`attention_backend` flashinfer cannot run here: {why}\nhint: these can: `triton`, `reference`"
     )
 
 

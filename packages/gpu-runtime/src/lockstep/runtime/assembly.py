@@ -213,7 +213,7 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
     if method in ("eagle", "mtp"):
         raise ConfigError(
             f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
-            "hint: take one of these; `lockstep simulate` says what others would bring"
+            "hint: take one of these; `lockstep simulate` estimates the gain of the others"
         )
     if folder is None and method == "draft_model":
         raise ConfigError("`speculative_method` is draft_model, but no `draft_model` is given\nhint: give its folder")

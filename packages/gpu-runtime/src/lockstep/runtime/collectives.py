@@ -111,4 +111,6 @@ class Collectives:
                 work.wait()
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
-            raise CollectiveFailed(f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {reason}") from error
+            raise CollectiveFailed(
+                f"a {what} of the {self.ranks} ranks failed on rank {self.rank}: {reason}"
+            ) from error

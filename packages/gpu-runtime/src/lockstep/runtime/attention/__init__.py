@@ -92,7 +92,7 @@ def choose(
         able = [name for name in NAMES if name != requested and UNAVAILABLE_BECAUSE[name](needs) is None]
         others = ", ".join(f"`{name}`" for name in able) or "none without another setting"
         why = f"`attention_backend` {requested} cannot run here: {unavailable_because}"
-        raise ConfigError(f"{why}\nhint: of those that can: {others}")
+        raise ConfigError(f"{why}\nhint: these can: {others}")
     unavailable: dict[str, str] = {}
     for name in INVARIANT_NAMES if numerics == "invariant" else NAMES:
         unavailable_because = UNAVAILABLE_BECAUSE[name](needs)
