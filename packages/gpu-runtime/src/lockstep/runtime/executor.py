@@ -561,7 +561,9 @@ class Executor:
         if self.matchers is None or not self.tables.under_grammar[rows].any():
             return None
         if plan.steps > 1:
-            raise PlanError(f"batch {plan.batch_id} decodes {plan.steps} times under a grammar, which must take each token")
+            raise PlanError(
+                f"batch {plan.batch_id} decodes {plan.steps} times under a grammar, which must take each token"
+            )
         return self.matchers.allowed(rows)
 
     def _result(self, launched: _Launched, arrays: dict[str, NDArray[Any]]) -> BatchResult:

@@ -279,8 +279,12 @@ def _room(what: str) -> Iterator[None]:
     try:
         yield
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-        raise ConfigError(f"there is no memory for {what} now\nhint: free memory in the processes that use it first") from error
+        raise ConfigError(
+            f"there is no memory for {what} now\nhint: free memory in the processes that use it first"
+        ) from error
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
-        raise ConfigError(f"there is no memory for {what} now\nhint: free memory in the processes that use it first") from error
+        raise ConfigError(
+            f"there is no memory for {what} now\nhint: free memory in the processes that use it first"
+        ) from error

@@ -55,7 +55,9 @@ def _read(folder: Path) -> Pooling:
     modules = _modules(folder)
     unknown = [kind for kind, _ in modules if kind not in ("Transformer", "Pooling", "Normalize")]
     if unknown:
-        raise ConfigError(f"{folder / MODULES} has a module `{unknown[0]}`, which is not supported here\n{NOT_DONE_HINT}")
+        raise ConfigError(
+            f"{folder / MODULES} has a module `{unknown[0]}`, which is not supported here\n{NOT_DONE_HINT}"
+        )
     paths = [folder / path / "config.json" for kind, path in modules if kind == "Pooling"]
     if not modules and (folder / CONFIG).is_file():
         paths = [folder / CONFIG]
