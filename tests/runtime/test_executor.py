@@ -157,7 +157,7 @@ def test_of_two_entries_for_one_place_the_later_wins() -> None:
 WRONG: dict[str, tuple[BatchPlan, str]] = {
     "nobody": (
         plan(1, "decode", [(2, 2, 6, 7)]),
-        "batch 1 runs r2 in row 2, which nobody holds",
+        "batch 1 runs r2 in row 2, which no request holds",
     ),
     "another": (
         plan(1, "decode", [(3, 2, 6, 7)]),
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[BatchPlan, str]] = {
     ),
     "a table of nobody": (
         plan(1, "decode", [(3, 0, 5, 6)], deltas=deltas((5, 2, [6]))),
-        "batch 1 changes the page table of row 5, which nobody holds",
+        "batch 1 changes the page table of row 5, which no request holds",
     ),
     "no page": (
         plan(1, "decode", [(3, 0, 8, 9)]),
