@@ -98,7 +98,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
-    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_logged_choices", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
     monkeypatch.setattr(triton_trial, "unavailable_because", lambda device: here.triton_unavailable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
