@@ -45,11 +45,11 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
         int, Option("GPUs, or processes on the CPU, that share one copy of the model.", flag="--tp")
     ] = 1
     rank_timeout_s: Annotated[
-        float, Option("With --tp: seconds in which a batch must come back from every rank.", flag="--rank-timeout")
+        float, Option("With --tp: seconds within which every rank must return a batch.", flag="--rank-timeout")
     ] = TIMEOUT_S
     random_weights_seed: Annotated[
         int | None,
-        Option("Small random weights; only config.json is read.", flag="--random-weights", metavar="SEED"),
+        Option("Use small random weights; only config.json is read.", flag="--random-weights", metavar="SEED"),
     ] = None
     journal: Annotated[str | Path | None, Option("A run folder for all facts and decisions.", metavar="DIR")] = None
     warm_up: Annotated[

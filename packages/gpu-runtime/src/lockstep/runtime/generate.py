@@ -90,29 +90,31 @@ class GenerateOptions:
     """Options of `lockstep generate` besides those of the engine."""
 
     prompts: Annotated[tuple[str, ...], Option("A prompt, instead of INPUT; may be repeated.", flag="--prompt")] = ()
-    chat: Annotated[bool, Option("Each --prompt is a user's message, put into the model's chat template.")] = False
-    out: Annotated[Path | None, Option("Where the answers go, as JSONL.", short="-o", default="stdout")] = None
+    chat: Annotated[bool, Option("Format each --prompt as a user's message by the model's chat template.")] = False
+    out: Annotated[Path | None, Option("The file for the answers, as JSONL.", short="-o", default="stdout")] = None
     model: Annotated[Path | None, Option("A Hugging Face folder.", default="the demo model")] = None
     no_cuda_graphs: Annotated[bool, Option("Launch the kernels of every decode one by one.")] = False
-    max_new_tokens: Annotated[int, Option("Output tokens, at most.")] = Params.max_new_tokens
+    max_new_tokens: Annotated[int, Option("Most output tokens of an answer.")] = Params.max_new_tokens
     temperature: Annotated[float, Option("0 is greedy.")] = Params.temperature
-    top_p: Annotated[float, Option("Share of the probability that is drawn from.")] = Params.top_p
-    top_k: Annotated[int, Option("Likeliest tokens that are drawn from; 0: all tokens.")] = Params.top_k
-    stop: Annotated[tuple[str, ...], Option("A text at which an answer ends; may be repeated.")] = ()
-    ignore_eos: Annotated[bool, Option("Go on behind the model's end tokens.")] = False
+    top_p: Annotated[float, Option("Share of the probability from which tokens are drawn.")] = Params.top_p
+    top_k: Annotated[int, Option("Number of likeliest tokens from which tokens are drawn; 0: all.")] = Params.top_k
+    stop: Annotated[tuple[str, ...], Option("A text that ends an answer; may be repeated.")] = ()
+    ignore_eos: Annotated[bool, Option("Continue after the model's end tokens.")] = False
     lora: Annotated[tuple[str, ...], Option("A LoRA adapter; lines of INPUT may name it.", metavar="NAME=PATH")] = ()
-    adapter: Annotated[str, Option("The adapter of prompts that name none.", metavar="NAME")] = ""
+    adapter: Annotated[str, Option("The adapter of prompts without their own.", metavar="NAME")] = ""
     settings: Annotated[tuple[str, ...], Option("A setting of the scheduler.", flag="--set", metavar="NAME=VALUE")] = ()
-    profile: Annotated[Path | None, Option("Write traces of CPU and GPU there.", metavar="DIR")] = None
-    profile_start_step: Annotated[int, Option("Launches before the first recorded.")] = 0
-    profile_steps: Annotated[int, Option("Launches recorded; 0: all that follow.")] = 10
-    profile_activity: Annotated[tuple[str, ...], Option("May be repeated.", default="all", choices=("cpu", "gpu"))] = ()
-    profile_shapes: Annotated[bool, Option("With the shapes of the operators' inputs. Slower.")] = False
-    profile_stacks: Annotated[bool, Option("With the Python lines that called them. Much slower.")] = False
-    profile_by_stage: Annotated[bool, Option("Extends and decodes in files of their own.")] = False
-    show_token_ids: Annotated[bool, Option("Answers have their token ids as well.")] = False
-    quiet: Annotated[bool, Option("No log, summary and progress bar.")] = False
-    verbose: Annotated[bool, Option("The log with a single --prompt, too: backend, memory, time to start.")] = False
+    profile: Annotated[Path | None, Option("Write traces of CPU and GPU to this folder.", metavar="DIR")] = None
+    profile_start_step: Annotated[int, Option("Launches before the first that is recorded.")] = 0
+    profile_steps: Annotated[int, Option("Launches to record; 0: all that follow.")] = 10
+    profile_activity: Annotated[
+        tuple[str, ...], Option("A processor to record; may be repeated.", default="all", choices=("cpu", "gpu"))
+    ] = ()
+    profile_shapes: Annotated[bool, Option("Record the shapes of the operators' inputs. Slower.")] = False
+    profile_stacks: Annotated[bool, Option("Record the Python lines that called the operators. Much slower.")] = False
+    profile_by_stage: Annotated[bool, Option("Write extends and decodes to separate files.")] = False
+    show_token_ids: Annotated[bool, Option("Add the token ids to the answers.")] = False
+    quiet: Annotated[bool, Option("Show no log, summary or progress bar.")] = False
+    verbose: Annotated[bool, Option("Show the log for a single --prompt, too: backend, memory, time to start.")] = False
 
     @property
     def prints(self) -> bool:

@@ -150,8 +150,8 @@ class FlashInferAttention:
         counts = -(-lengths // self.pool.page_size)
         indptr = np.concatenate([[0], np.cumsum(counts)])
         last = (lengths - 1) % self.pool.page_size + 1
-        # For each page: its row and its index in that row, flat over the page table. The host knows all but the table's
-        # rows.
+        # For each page: its row and its index in that row, flat over the page table. Only the rows of the table are not
+        # on the host.
         total = int(indptr[-1])
         lengths_there = batch.lengths[first:stop]
         counts_there = (lengths_there + (self.pool.page_size - 1)) // self.pool.page_size

@@ -11,7 +11,7 @@ from lockstep.runtime.demo_model import copy_demo_model
 
 @click.command("demo-model")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--train", is_flag=True, help="Make it anew from this Python's documentation; takes a few minutes.")
+@click.option("--train", is_flag=True, help="Train the model from this Python's documentation; takes a few minutes.")
 def demo_model(folder: Path, train: bool) -> None:
     """Write a small model in the Hugging Face layout to DIR, without any download.
 
