@@ -50,7 +50,7 @@ class CheckpointError(ConfigError):
         super().__init__(text + (f"\nhint: {hint}" if hint else ""))
 
 
-# ------------------------------------------------------------------------------------------------ what a model needs
+# --------------------------------------------------------------------------------------------------- tensors to read
 
 
 @dataclass(frozen=True, slots=True)

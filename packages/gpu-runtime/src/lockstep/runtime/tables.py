@@ -12,7 +12,7 @@ so that a table changes only behind the batches that read its previous content.
              |<----------- used as int64, converted in one launch --->|<----- used as int32 ----------->|
 
 While a batch that verifies drafts is in flight, only the device has the position of a row's newest token (`stands`). A
-plan gives the least and the most it can be, and the fold computes positions, slots and lengths from the actual one.
+plan has its least and its largest value, and the fold computes positions, slots and lengths from the actual one.
 
 The request of each row is stored on the CPU as well (`holders`). With `debug`, each plan is checked against that and a
 copy of the page tables before it is launched, and an impossible one is refused with a PlanError that names the place.

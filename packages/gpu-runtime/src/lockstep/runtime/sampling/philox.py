@@ -1,6 +1,6 @@
 """Randomness as a function of request seed, position and token id only.
 
-Philox-4x32-10 is a block cipher of ten cheap rounds: a key and a counter give four words of 32 bits, without any state.
+Philox-4x32-10 is a block cipher of ten cheap rounds: a key and a counter yield four words of 32 bits, without any state.
 Here
 
     key      = the request's seed, 64 bits: (low word, high word)
