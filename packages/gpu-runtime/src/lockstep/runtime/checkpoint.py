@@ -50,7 +50,7 @@ class CheckpointError(ConfigError):
         super().__init__(text + (f"\nhint: {hint}" if hint else ""))
 
 
-# --------------------------------------------------------------------------------------------------- tensors to read
+# ------------------------------------------------------------------------------------------------------ tensors to read
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ MODES = frozenset({"extend", "decode", "mixed", "verify"})
 JUDGED_AT_ONCE = 256  # prompt positions per chunk of logits: [256, vocabulary] float32
 
 
-# ------------------------------------------------------------------------------------------------------------- interfaces
+# ----------------------------------------------------------------------------------------------------------- interfaces
 
 
 class Model(Protocol):

@@ -338,7 +338,7 @@ class RankGroup:
         if wrong := next(filter(None, errors), ""):
             raise ConfigError(wrong)
 
-    def compare_drawn(self, result: BatchResult) -> None:
+    def drew(self, result: BatchResult) -> None:
         """Compare rank 0's digest of a batch with those of the workers, now or when they arrive."""
         batch_id, drawn = result.plan.batch_id, drawn_digest(result)
         with self._lock:
@@ -609,7 +609,7 @@ class LeadExecutor:
         self.group.tell(Collect())
         with self._explained():
             result = self.executor.collect()
-        self.group.compare_drawn(result)
+        self.group.drew(result)
         return result
 
     @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Randomness as a function of request seed, position and token id only.
 
-Philox-4x32-10 is a block cipher of ten cheap rounds: a key and a counter yield four words of 32 bits, without any state.
-Here
+Philox-4x32-10 is a block cipher of ten cheap rounds: a key and a counter yield four words of 32 bits, without
+any state. Here
 
     key      = the request's seed, 64 bits: (low word, high word)
     counter  = (token id // 4, position low word, position high word, stream)
