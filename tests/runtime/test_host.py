@@ -308,7 +308,7 @@ def test_orders_that_this_host_has_no_hands_for_are_answered() -> None:
     assert "cannot change its weights" in answers[0].message
     assert spoken.reason == "error"
     assert isinstance(bound.end, RejectRequest)
-    assert "without a grammar compiler" in bound.end.message
+    assert "has no grammar compiler" in bound.end.message
     assert isinstance(stops.end, RejectRequest)
     assert "need a tokenizer" in stops.end.message
 
