@@ -90,7 +90,7 @@ def sender_and_number(origin: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How much of a journal is kept.
+    """The limits within which segments and snapshots of a journal are kept.
 
     Args:
         snapshot_s: least seconds between two snapshots.

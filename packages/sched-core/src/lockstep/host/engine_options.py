@@ -27,7 +27,7 @@ BATCH_TIMEOUT_S = 300.0  # the first batch may compile kernels
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a model is loaded."""
+    """Options for loading a model."""
 
     dtype: Annotated[str, Option("Number type of weights and KV: auto, bfloat16, float16, float32.")] = "auto"
     kv_cache_dtype: Annotated[KvCacheDtype, Option("Number type of KV: auto (as `dtype`) or fp8_e4m3.")] = "auto"
@@ -40,7 +40,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How every rank of an engine runs its part of the model."""
+    """Options with which every rank of an engine runs its part of the model."""
 
     attention_backend: Annotated[str, Option("Attention kernels: auto, flashinfer, triton, reference.")] = "auto"
     numerics: Annotated[Numerics, Option("Whether a batch may change the results of its requests.")] = "fast"
@@ -60,7 +60,7 @@ class RankOptions(ModelOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EngineOptions(RankOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The engine around a model."""
+    """Options of the engine around a model."""
 
     device: Annotated[str, Option("Device of the engine: auto, cpu, cuda, cuda:1, ...")] = "auto"
     seed: Annotated[int, Option("Seed of requests without a seed.")] = 0
