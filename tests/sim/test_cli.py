@@ -274,7 +274,7 @@ def test_a_malformed_environment_variable_is_refused(variable: str, value: str) 
 
 def test_an_override_by_the_environment_is_reported_and_bounded() -> None:
     assert "LOCKSTEP_OVERLAP must be 0, 1 or 2, got `3`" in refused(*SMALL, env={"LOCKSTEP_OVERLAP": "3"})
-    assert "overlap_depth is 2, as the environment says" in run(*SMALL, env={"LOCKSTEP_OVERLAP": "2"}).stderr
+    assert "overlap_depth is 2, from the environment" in run(*SMALL, env={"LOCKSTEP_OVERLAP": "2"}).stderr
 
 
 def test_a_seed_that_no_journal_can_hold_is_refused(tmp_path: Path) -> None:

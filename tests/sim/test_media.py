@@ -104,7 +104,7 @@ def test_a_video_is_pairs_of_frames_and_a_sound_a_token_for_40_ms() -> None:
     assert heard.sound(30).tokens == 750
     assert heard.sound(12).tokens == 300
     assert heard.positions(heard.sound(1)) == 1500, "whatever its length, it is padded to 30 s"
-    with pytest.raises(CatalogueError, match=rf"hears sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
+    with pytest.raises(CatalogueError, match=rf"takes sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
         heard.sound(31)
     with pytest.raises(CatalogueError, match="qwen2-audio-7b takes no image, but audio"):
         heard.image(64, 64)
@@ -178,7 +178,7 @@ def test_media_that_cannot_be_read_are_refused_with_an_example(text: str, proble
 
 @pytest.mark.parametrize("text", ["image=0.5:64x64;recorded", "recorded;recorded", "recorded; audio=0.1:2s"])
 def test_recorded_media_stand_alone(text: str) -> None:
-    problem = f"`media` cannot be `{text}`: recorded stands alone, for all media that the workload has\nhint: --media"
+    problem = f"`media` cannot be `{text}`: recorded excludes other media, as it means all media of the workload"
     with pytest.raises(ConfigError, match=problem):
         parse_media(text)
     assert parse_media("recorded") == ()

@@ -251,6 +251,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill_full_skip_passes: int | msgspec.UnsetType = (
         msgspec.UNSET
     )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
+    # of hosts whose executor can extend a request's page table and not change it; unset: any entry may change
+    tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
@@ -362,6 +364,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
         if self.hybrid is not msgspec.UNSET:
             _check_hybrid(self, self.hybrid)
+
+    @property
+    def keeps_duplicates(self) -> bool:
+        """Whether a running request keeps its own pages where the radix cache has the same KV in others."""
+        return self.tables_append_only is True
 
     @property
     def pool_tokens(self) -> int:

@@ -451,7 +451,8 @@ class Memory:
             known = self.path_of(radix.match(request.namespace, tokens, pages))
             if not self.hybrid.may_share(mine[request.protected_pages : known.size], known[request.protected_pages :]):
                 return  # once it is computed
-        if row in self.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
+        keeps = self.config.keeps_duplicates or row in self.lent
+        if keeps and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
             return  # it would hold its own pages, which are read from elsewhere, and the tree's: shared when it leaves
         inserted = radix.insert(request.namespace, tokens, mine, behind=request.handle)
         node, already = inserted.node, inserted.already

@@ -1,4 +1,4 @@
-"""`lockstep calibrate`: argument parsing only. What is done with the arguments is in calibrate.py."""
+"""`lockstep calibrate`: argument parsing only. The work is done by lockstep.sim.calibrate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 class _Calibrate(click.Group):
-    """`calibrate --from RUN ...` is `calibrate journal RUN ...`, with the options of that."""
+    """Group in which `calibrate --from RUN ...` runs `calibrate journal RUN ...`, with the options of `journal`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -47,7 +47,7 @@ def calibrate(source: str | None) -> None:
 
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of every source."""
+    """Add the options that every source has."""
     for option in (
         click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="where to write it"),
         click.option(
@@ -74,7 +74,7 @@ def _checked_date(date: str) -> str:
 
 
 def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_out: Mapping[str, list[int]]) -> str:
-    """Why nothing is left, and what there would be."""
+    """Return an error text: why no row is left, and which engine, file or GPU has rows."""
     text = f"{file} has no rows of engine `{engine}`" + (f" on `{gpu}`" if gpu else "")
     if left_out:
         text += "; left out: " + "; ".join(f"{len(rows)} ({reason})" for reason, rows in left_out.items())
@@ -83,7 +83,7 @@ def _no_rows(file: Path, engine: str, gpu: str | None, engines: list[str], left_
 
 
 def _write(calibration: Calibration, out: Path) -> None:
-    """Write the file and say what is in it."""
+    """Write the calibration file and print a summary of it."""
     calibration.save(out)
     c = calibration.correction
     click.echo(f"{calibration.title}: {', '.join(calibration.models)}")
@@ -109,13 +109,13 @@ def _write(calibration: Calibration, out: Path) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--engine", required=True, help="engine of the rows: vllm, sglang or trtllm")
 @click.option("--gpu", help="only rows of this GPU  [default: all, which must be of one]")
-@click.option("--suspect", is_flag=True, help="use rows that the column `suspect` warns of")
+@click.option("--suspect", is_flag=True, help="use rows that are marked in the column `suspect`")
 @click.option(
     "--ep/--no-ep",
     "experts",
     default=True,
     show_default=True,
-    help="lay experts out as the column `ep` says, or as tp alone",
+    help="lay experts out by the column `ep`, or by tp alone",
 )
 @_operators
 @_common
@@ -129,9 +129,9 @@ def points(
     date: str,
     out: Path,
 ) -> None:
-    """From published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
+    """Calibrate with published serving points: a CSV with TTFT and TPOT at fixed concurrencies.
 
-    Every point is simulated once, which takes about a second each. Columns: docs/cost-models.md, section 6.
+    Each point is simulated once, in about a second. Columns: docs/cost-models.md, section 6.
     """
     with refusals():
         from lockstep.sim.calibrate.calibrate import POINTS_MIN, PointTrials, calibration_of_points, sha256_of
@@ -283,12 +283,12 @@ def journal(
 
 @calibrate.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="for machines")
+@click.option("--json", "as_json", is_flag=True, help="print JSON")
 def acceptance(run: Path, as_json: bool) -> None:
-    """How many drafts of a run were right, beside what the simulator says of the same verifications.
+    """Compare the accepted drafts of a run with those that the simulator predicts for the same verifications.
 
     RUN is the folder of a run that verified drafts, such as one of `lockstep serve --set speculative_method=ngram
-    --journal RUN`. Prints what to give to `lockstep simulate --acceptance`; writes nothing.
+    --journal RUN`. Prints the value for `lockstep simulate --acceptance`; writes nothing.
     """
     with refusals():
         from lockstep.sim.calibrate.acceptance import describe
@@ -327,7 +327,7 @@ def _journal_header(run: Path) -> JournalHeader:
 
 
 def _say_held_out(held: HeldOut) -> None:
-    """How far off predictions were for batches that the fit had not seen."""
+    """Print the errors of predictions for batches that the fit had not seen."""
     click.echo("error of batches that the fit had not seen, each tenth of the run by the other nine: before -> after")
     for before, after in held.rows():
         click.echo(

@@ -1,4 +1,4 @@
-"""Options of a cluster and of its router, as the commands have them."""
+"""Command-line options of a cluster and of its router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUTER_OPTIONS: tuple[tuple[str, str, ParamType, str], ...] = (
 
 
 def check_router_options(given: Mapping[str, Any], policies: Sequence[str]) -> None:
-    """Raise ConfigError if a setting was given that none of the policies looks at."""
+    """Raise ConfigError if a given setting is read by none of the policies."""
     for name, policy, _, _ in ROUTER_OPTIONS:
         if name in given and policy not in policies:
             raise ConfigError(
@@ -36,25 +36,25 @@ def check_router_options(given: Mapping[str, Any], policies: Sequence[str]) -> N
 
 
 SHARED_OUT = ("prefill_engines", "decode_engines")
-"""Options of `simulate` that stand for groups of engines with roles."""
+"""Options of `simulate` that define groups of engines with a role."""
 
 
 def router_given(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the settings of the router's policy out of a command's options, leaving out what was not given."""
+    """Remove the settings of the router's policy from a command's options, and return those that were given."""
     names = {"router": "policy"} | {f"router_{name}": name for name, *_ in ROUTER_OPTIONS}
     given = {short: options.pop(name) for name, short in names.items()}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def cluster_given(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of a cluster, its router's policy aside, out of a command's; leaving out what was not given."""
+    """Remove the options of a cluster, except its router's, from a command's options; return those that were given."""
     names = [*options_of(ClusterScenario), *SHARED_OUT]
     given = {name: options.pop(name) for name in names if name in options}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def cluster_options(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give the command of this name the options of a cluster that it takes, and those of the router's policy."""
+    """Add the options of a cluster that the named command takes, and those of the router's policy."""
     usual = {field.name: field.default for field in msgspec.structs.fields(RouterConfig)}
     fields = {field.name: field for field in sim_options(name, struct=ClusterScenario)}
     engines = [fields.pop(one) for one in ("replicas", "engines") if one in fields]
@@ -62,7 +62,7 @@ def cluster_options(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
     if engines:
         decorators += [
             click.option("--prefill-engines", type=click.INT, help="engines that compute prompts: docs/distributed.md"),
-            click.option("--decode-engines", type=click.INT, help="engines that go on from there"),
+            click.option("--decode-engines", type=click.INT, help="engines that decode after the prefill engines"),
         ]
     decorators.append(click.option("--router", help=f"{', '.join(ROUTER_POLICIES)}  [default: {usual['policy']}]"))
     decorators.append(with_flags(click.option, fields.values(), keep_absent=True, kinds=KINDS))

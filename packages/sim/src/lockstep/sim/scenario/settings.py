@@ -1,6 +1,6 @@
-"""Settings of the scheduler, and of memory beside and below the pages, as command lines have them.
+"""Command-line forms of the scheduler's settings, and of memory beside and below the pages.
 
-Each is an option of its own, or NAME=VALUE in one word, as `--engines` and `--search` have them.
+Each setting is an option of its own, or NAME=VALUE within one word, as in `--engines` and `--search`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ SCHEDULER_OPTIONS: tuple[tuple[str, ParamType, str], ...] = (
 
 
 def scheduler_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command one option per scheduler setting. Those not on the command line arrive as None or ()."""
+    """Add one option per scheduler setting to a command. Absent options arrive as None or ()."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
     for field, kind, text in reversed(SCHEDULER_OPTIONS):
         if defaults[field] not in (None, ()) and "default" not in text:
@@ -140,7 +140,7 @@ def scheduler_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def given_settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the scheduler settings out of a command's options, leaving out what was not given."""
+    """Remove the scheduler settings from a command's options, and return those that were given."""
     values = {field: options.pop(field) for field, _, _ in SCHEDULER_OPTIONS}
     return {
         field: None if value is NONE else value for field, value in values.items() if value is not None and value != ()
@@ -149,14 +149,14 @@ def given_settings(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def tier_fields() -> Mapping[str, OptionField]:
-    """Options of memory below the device, then those of pools beside full attention, by name."""
+    """Return the options of memory below the device, then those of pools beside full attention, by name."""
     return {**options_of(HostTiers), **options_of(HybridShares)}
 
 
 def tier_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of memory beside and below the pages. Those given arrive together, in `tiers`.
+    """Add the options of memory beside and below the pages to a command. Given options arrive together, in `tiers`.
 
-    They are in the context as well, where a command line is read again without running the command.
+    They are stored in the context as well, because a stored command line is parsed without running the command.
     """
 
     def collect(context: click.Context, option: click.Parameter, value: Any) -> None:
@@ -174,12 +174,12 @@ ALIASES = {"policy": "schedule_policy"}
 
 
 def setting_names() -> tuple[str, ...]:
-    """The scheduler settings, by the names of SchedConfig."""
+    """Return the names of the scheduler settings, as in SchedConfig."""
     return tuple(name for name, _, _ in SCHEDULER_OPTIONS)
 
 
 def field_of(name: str, others: tuple[str, ...] = ()) -> str:
-    """The name of a setting, spelt with - or _, with or without its unit. Raises ConfigError for an unknown one."""
+    """Return the full name of a setting, spelt with - or _, with or without its unit. Raises ConfigError if unknown."""
     known = setting_names()
     key = name.strip().lower().replace("-", "_")
     key = ALIASES.get(key, key)
@@ -194,7 +194,7 @@ def field_of(name: str, others: tuple[str, ...] = ()) -> str:
 
 
 def parse_tier(name: str, text: str) -> Any:
-    """Read one setting of the tiers below the device. Raises ConfigError naming it, the text, and what was expected."""
+    """Parse one setting of the tiers below the device. Raises ConfigError with name, text and what was expected."""
     kind = click.types.convert_type(KINDS["_us"] if name.endswith("_us") else tier_fields()[name].kind)
     try:
         return kind.convert(text, None, None)
@@ -203,7 +203,7 @@ def parse_tier(name: str, text: str) -> Any:
 
 
 def parse_setting(name: str, text: str) -> tuple[str, Any]:
-    """Read one scheduler setting. Raises ConfigError naming it, the text, and what was expected."""
+    """Parse one scheduler setting. Raises ConfigError with the name, the text and what was expected."""
     field = field_of(name)
     kind = next(kind for known, kind, _ in SCHEDULER_OPTIONS if known == field)
     try:
