@@ -49,7 +49,7 @@ def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypa
     with serving(tmp_path / "log", *words, "--shutdown-s", "1") as server:
         (tmp_path / "example.py").write_text(source.replace("http://127.0.0.1:8000", server.url), "utf-8")
         done = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=120)
-        assert server.text().count(" s after the end of the one before") == 1
+        assert server.text().count(" s after the end of the previous generation") == 1
         assert "recovered 1 requests" in server.text()
         assert server.end() == 0
     assert done.stdout == "demo-awq 16 tokens\n", done.stdout + done.stderr

@@ -54,8 +54,8 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"port": "80"}, r"Expected `int`, got `str` - at `\$\.port`"),
         ({"port": 70_000}, "`port` must be at most 65535, got `70000`"),
         ({"api_workers": 0}, "`api_workers` must be at least 1"),
-        ({"host": "0.0.0.0"}, "`host` 0.0.0.0 can be reached by others"),
-        ({"host": "example.org"}, "can be reached by others"),
+        ({"host": "0.0.0.0"}, "`host` 0.0.0.0 can be reached from other machines"),
+        ({"host": "example.org"}, "can be reached from other machines"),
         ({"emulate": "qwen3-8b"}, "`emulate` must be MODEL@GPU"),
         ({"emulate": "a@b", "model": "c"}, "two kinds of engine"),
         ({"speed": 0.0, "emulate": "a@b"}, "`speed` must be above 0"),
@@ -68,7 +68,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`speculative_method` is eagle, but what is served drafts by ngram or draft_model only",
+            "`speculative_method` is eagle, but a server drafts by ngram or draft_model only",
         ),
         (
             {"set": {"speculative_method": "draft_model"}},
@@ -204,7 +204,7 @@ def test_a_share_of_an_unknown_tenant_is_reported_at_the_start(
     assert not caplog.messages
     check(read_settings(None, {**settings, "admission": "open=4,share.a=2,share.nosuch=2"}))
     (told,) = caplog.messages
-    assert f"`admission` has shares of `nosuch`, and no key of {file} is such a tenant's: those are of `a`, `b`" in told
+    assert f"`admission` has shares of `nosuch`, but the tenants of {file} are `a`, `b`;" in told
 
 
 def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:

@@ -194,7 +194,7 @@ def row_without_new_positions(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("said", "damage"),
     [
-        ("S1 pages: .*expected 32; nobody owns", page_lost),
+        ("S1 pages: .*expected 32; without an owner", page_lost),
         ("S1 pages: .* belongs to", page_freed_twice_and_another_lost),
         ("S1 pages: free has 32, which does not exist", page_beyond_the_pool),
         ("S6 rows: .* belongs to free and to held", row_freed_while_held),

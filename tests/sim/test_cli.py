@@ -222,7 +222,7 @@ def test_a_policy_of_an_installed_package_runs_and_its_journal_replays(tmp_path:
     config = read_journal(out / "journal").header.config
     assert (config.schedule_policy, config.schedule_policy_version) == ("fair", "1.0")
     replay(out / "journal")
-    assert "is asked for in version 2, but lockstep-fair 1.0 is installed" in refused(
+    assert "is required in version 2, but lockstep-fair 1.0 is installed" in refused(
         *SMALL, "--schedule-policy", "fair", "--schedule-policy-version", "2"
     )
 

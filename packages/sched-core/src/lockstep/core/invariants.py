@@ -1,8 +1,9 @@
-"""Equations that always hold, checked from scratch: `check(engine)` after any step.
+"""Invariants: equations that always hold, checked from scratch by `check(engine)` after any step.
 
-Each check names the property it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids, never
-as sums: a double free and a leak cancel in a sum. Tests and simulations switch it on; random histories spend most of
-their time here, so what several equations ask about is gathered once (`Facts`), and names are spelt out for a failure.
+Each check names the property that it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids,
+never as sums, since a double free and a leak cancel in a sum. Tests and simulations can enable the checks. Random
+histories spend most of their time here. So facts that several equations use are gathered once (`Facts`), and names for
+messages are built only after a failure.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def check(engine: Engine) -> None:
 
 
 class Facts:
-    """What several equations ask about one state of an engine, gathered once. None of it outlives the check."""
+    """Facts about one state of an engine that several equations use. They are valid only during one check."""
 
     __slots__ = ("_paths", "cached", "computed", "free", "holders", "positions")
 
@@ -72,19 +73,19 @@ class Facts:
         radix, (running_batch, positions) = engine.memory.radix, engine.all_running
         self.free = engine.memory.pool.free_ids()
         self.cached = radix.nodes()
-        self.holders = [  # of rows
+        self.holders = [  # requests that hold a row
             request for request in engine.requests.values() if request.state is not RequestState.WAITING
         ]
         self.positions: list[int] = positions.tolist()  # the next position of each decoding request
-        stands = dict(zip(running_batch.rows.tolist(), self.positions, strict=True))
-        self.computed = [  # by holder: positions with launched KV, as Engine.computed_of gives them
-            stands.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
+        by_row = dict(zip(running_batch.rows.tolist(), self.positions, strict=True))
+        self.computed = [  # by holder: positions with launched KV, equal to SchedulerState.computed_of
+            by_row.get(request.row, request.computed) if request.state is RequestState.RUNNING else request.computed
             for request in self.holders
         ]
         self._paths: dict[RadixNode, tuple[bytes, bytes]] = {}
 
     def path(self, handle: RadixNode) -> tuple[bytes, bytes]:
-        """The path that a handle stands for: its page ids and its tokens, both packed int32."""
+        """Return the path of a handle: its page ids and its tokens, both as packed int32."""
         found = self._paths.get(handle)
         if found is None:
             pages, tokens, node = [handle.pages.tobytes()], [handle.key], handle
@@ -97,12 +98,12 @@ class Facts:
 
 
 def is_idle(engine: Engine) -> bool:
-    """Nothing waits, runs, is in flight or on its way between engines (S34: the one definition)."""
+    """Return whether no request waits or runs, no batch is in flight and no transfer is open (S34)."""
     return not engine.requests and not engine.in_flight and not engine.transfers.all
 
 
 def self_check(engine: Engine) -> None:
-    """What a host calls to look after itself: `check`, and at rest `check_quiescent`."""
+    """Run `check`, or `check_quiescent` if the engine is idle. Hosts call it to check their engine."""
     if is_idle(engine):
         check_quiescent(engine)
     else:
@@ -110,7 +111,10 @@ def self_check(engine: Engine) -> None:
 
 
 def check_quiescent(engine: Engine) -> None:
-    """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
+    """Check that all rows, pages and maps of an idle engine are free or empty (L9); only sessions may hold KV.
+
+    To be called when `is_idle`.
+    """
     check(engine)
     tiers = engine.memory.tiers
     cached = engine.memory.radix.total_pages
@@ -143,7 +147,7 @@ def check_quiescent(engine: Engine) -> None:
 
 
 def _containers(engine: Engine) -> None:
-    """S15, S16, S34: each live request is in exactly one container, the one its state names."""
+    """S15, S16, S34: each live request is in exactly one container, the one of its state."""
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.held.values())]
     running_batch = [request.request_id for request in engine.all_running[0].requests]
@@ -157,7 +161,9 @@ def _containers(engine: Engine) -> None:
             f"do not partition the live requests {list(live)}"
         )
     _same(
-        "S16 who decodes", sorted(running_batch), [request.request_id for request in live.values() if request.decodes]
+        "S16 decoding requests",
+        sorted(running_batch),
+        [request.request_id for request in live.values() if request.decodes],
     )
     running = running_batch + ending + sent
     _same("S33 sending", engine.transfers.sending, len(sent))
@@ -171,12 +177,12 @@ def _containers(engine: Engine) -> None:
                 _fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
     newcomers = [request.request_id for request in engine.waiting if not request.ran]
     if newcomers != sorted(newcomers):
-        _fail(f"L5: requests that never ran wait in the order {newcomers}, not as they came")
+        _fail(f"L5: requests that never ran wait in the order {newcomers}, not in order of arrival")
     _same("S33 active", engine.active, len(prefilling) + len(running))
 
 
 def _rows(engine: Engine, facts: Facts) -> None:
-    """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
+    """S2, S6: a row is free, held by one request, or in a deferred free; row and request refer to each other."""
     table = engine.memory.table
     held = [request.row for request in facts.holders]
     deferred_rows = [deferred.row for deferred in engine.memory.deferred_frees]
@@ -187,15 +193,15 @@ def _rows(engine: Engine, facts: Facts) -> None:
             if request.row != -1 or request.handle is not None:
                 _fail(f"S6: {request.name} waits but holds row {request.row}")
         elif table.holders[request.row] is not request:
-            _fail(f"S6: row {request.row} does not point back at {request.name}")
+            _fail(f"S6: row {request.row} does not refer to {request.name}")
     if any(map(table.holders.__getitem__, table.free_rows)):
         _fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
     running_batch, _ = engine.all_running
-    _same("S6 cohort rows", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
+    _same("S6 rows that decode", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
 
 
 def _spans(engine: Engine, facts: Facts) -> None:
-    """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
+    """S7, S14, S18: protected <= computed <= limit; chunks end before the prompt's end, at a multiple of the unit."""
     page_size, align, (running_batch, _) = engine.config.page_size, engine.config.split_tokens, engine.all_running
     for request in engine.requests.values():
         if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
@@ -216,7 +222,7 @@ def _spans(engine: Engine, facts: Facts) -> None:
         ):
             _fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(running_batch.requests, facts.positions, strict=True):
-        most = position + (not engine.config.speculates)  # with drafts it may stand at its end with what is in flight
+        most = position + (not engine.config.speculates)  # with drafts the upper bound may reach the end
         if most >= request.limit or position < request.prompt_tokens:
             _fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
     if engine.running_batch.size and not engine.config.speculates:
@@ -227,7 +233,7 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 
 def _pages(engine: Engine, facts: Facts) -> None:
-    """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
+    """S1, S2, S3: every page has exactly one owner: pool, radix cache, row, deferred free, transfer or load."""
     memory, table, page_size = engine.memory, engine.memory.table.pages, engine.config.page_size
     owned = [facts.free]
     owned += [node.pages for node in facts.cached]
@@ -249,8 +255,8 @@ def _pages(engine: Engine, facts: Facts) -> None:
         return
     names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
     names += [f"{request.name} in row {request.row}" for request in facts.holders]
-    names += [f"lease of row {deferred.row}" for deferred in memory.deferred_frees]
-    names += [f"fence {i} of batch {free_after}" for i, (free_after, _) in enumerate(memory.deferred_pages)]
+    names += [f"deferred free of row {deferred.row}" for deferred in memory.deferred_frees]
+    names += [f"deferred pages {i} of batch {free_after}" for i, (free_after, _) in enumerate(memory.deferred_pages)]
     names += [f"the transfer of r{transfer.request_id}" for transfer in transfers]
     names += [f"given up by row {row}, number {i}" for i, (row, _) in enumerate(given_up)]
     names += [f"load {one.number}" for one in loads]
@@ -259,12 +265,12 @@ def _pages(engine: Engine, facts: Facts) -> None:
 
 @lru_cache(maxsize=16)
 def _all_pages(pages: int) -> bytes:
-    """The ids of all pages in order, packed int32."""
+    """Return the ids of all pages in order, as packed int32."""
     return np.arange(pages, dtype=np.int32).tobytes()
 
 
 def _reserve(engine: Engine, facts: Facts) -> None:
-    """S24: where all output is reserved, what active requests hold and may still open is no more than there is."""
+    """S24: with `reserve` full, the pages that active requests hold or may still open do not exceed the pool."""
     if engine.config.reserve != "full":
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
@@ -278,7 +284,7 @@ def _reserve(engine: Engine, facts: Facts) -> None:
 
 
 def _locks(engine: Engine, facts: Facts) -> None:
-    """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
+    """S9, S10, S11, S14: locks equal live handles; a row's leading pages and tokens are the path of its handle."""
     radix, table = engine.memory.radix, engine.memory.table
     if not radix.present:
         return
@@ -306,9 +312,9 @@ def _locks(engine: Engine, facts: Facts) -> None:
 
 
 def _sessions(engine: Engine, facts: Facts) -> None:
-    """S1, S13, S15: a session holds a path of its own tokens; its turns are live, those behind the first are held.
+    """S1, S13, S15: a session holds a path of its own tokens; its turns are live, and all but the first are held.
 
-    KV of weights that were replaced is cached only as long as it is locked.
+    KV of replaced weights is cached only as long as it is locked.
     """
     sessions, memory = engine.sessions, engine.memory
     turns: list[int] = []
@@ -318,9 +324,9 @@ def _sessions(engine: Engine, facts: Facts) -> None:
             _fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
         for request_id in session.queue:
             if request_id not in engine.held:
-                _fail(f"S15: r{request_id} stands behind a turn of session {session.name!r}, but is not held")
+                _fail(f"S15: r{request_id} is behind a turn of session {session.name!r}, but is not held")
     _same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in engine.requests.values() if r.session))
-    _same("S15 sessions that came free", sessions.free, [])
+    _same("S15 sessions that are free", sessions.free, [])
     stale = {namespace for namespace in {node.namespace for node in facts.cached} if memory.is_stale(namespace)}
     if stale:
         for node in facts.cached:
@@ -331,7 +337,7 @@ def _sessions(engine: Engine, facts: Facts) -> None:
 
 
 def _in_flight(engine: Engine, facts: Facts) -> None:
-    """S5, S24: at most depth + 1 batches; what a batch in flight touches still belongs to a row, lease or fence."""
+    """S5, S24: at most depth + 1 batches are in flight; the pages of their rows are not free."""
     config, table = engine.config, engine.memory.table
     if len(engine.in_flight) > config.launches_max:
         _fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
@@ -355,7 +361,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
             if table.holders[row] is None:
                 _fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
             if row in batch.dead and (row not in deferred_rows or deferred_rows[row].free_after < plan.batch_id):
-                _fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
+                _fail(f"S5: row {row} is dead in batch {plan.batch_id} but has no deferred free")
             pages = table.pages[row, : -(-stop // config.page_size)].tolist()
             if not free.isdisjoint(pages):
                 _fail(f"S5: batch {plan.batch_id} in flight uses free pages {sorted(free & set(pages))} of row {row}")
@@ -364,35 +370,37 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
 
 
 def _speculation(engine: Engine) -> None:
-    """S7, S23: a row that may stand at its end waits for a result; no drafts where every token is looked at."""
+    """S7, S23: a row that may have reached its end waits for a result; rows with grammars or stop texts lack drafts."""
     if not engine.computes_ahead:
         return
     for request_id, known in engine.jump_forward.forced.items():
         holder = engine.requests.get(request_id)
         if holder is None or holder.row < 0 or holder.grammar is None or holder.watches_text:
-            _fail(f"S23: {known} is forced of r{request_id}, which does not run under a grammar")
+            _fail(f"S23: {known} is forced for r{request_id}, which does not run with a grammar")
         if known.stop <= engine.outputs_of(holder):
-            _fail(f"S23: {known} of {holder.name} was delivered and is still to come")
+            _fail(f"S23: {known} of {holder.name} was delivered and is still stored as forced")
     running_batch, positions = engine.all_running
     slack, _ = speculation.uncertainty(engine.in_flight, running_batch.rows, len(engine.memory.table.holders))
     for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
         awaited = not engine.config.speculates or any(batch.names(request.row) for batch in engine.in_flight)
         if most + 1 >= request.limit and not awaited:
-            _fail(f"S7: {request.name} stands at its end {most}, limit {request.limit}, and decodes on")
+            _fail(f"S7: {request.name} may be at its end {most}, limit {request.limit}, and still decodes")
         if most - wrong < request.prompt_tokens:
-            _fail(f"S7: {request.name} may stand at {most - wrong}, within its prompt of {request.prompt_tokens}")
+            _fail(f"S7: {request.name} may be at {most - wrong}, within its prompt of {request.prompt_tokens}")
     for batch in engine.in_flight:
         if batch.verifies:
             assert batch.steps is not None
             drafts = (batch.steps - batch.least).tolist()
             for request, row, tokens in zip(batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True):
                 if tokens and request.row == row and (request.grammar is not None or request.watches_text):
-                    _fail(f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, token by token wanted")
+                    _fail(f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, which must have none")
 
 
 def _grammars(engine: Engine) -> None:
-    """S15, S23: a request without its grammar waits outside the queue, a running one has it; deferred batches wait for
-    older ones."""
+    """S15, S23: a request whose grammar is not compiled is held; a running one has a compiled grammar.
+
+    A deferred batch waits for an older batch.
+    """
     known = engine.grammars.known
     users: dict[bytes, int] = {}
     for request in engine.requests.values():
@@ -417,23 +425,23 @@ def _grammars(engine: Engine) -> None:
 
 
 def _line(engine: Engine) -> None:
-    """L5, S14: no waiting request was bypassed too often; a remembered match is what the tree would give now."""
+    """L5, S14: no waiting request was bypassed too often; a stored match equals a new match of the tree."""
     limit, radix = engine.config.bypass_limit, engine.memory.radix
     for request in engine.waiting:
         if limit is not None and request.bypassed > limit:
-            _fail(f"L5: {request.name} was passed by {request.bypassed} times, bypass_limit {limit}")
+            _fail(f"L5: {request.name} was bypassed {request.bypassed} times, bypass_limit {limit}")
         found = request.matched
         if radix.present and found is not None and found.node.version == found.version:
             most = request.cacheable_tokens // engine.config.page_size
             pages = radix.match(request.namespace, request.tokens, most).pages
             if found.pages != pages:
-                _fail(f"S14: {request.name} remembers {found.pages} pages, the tree has {pages}")
+                _fail(f"S14: {request.name} has a stored match of {found.pages} pages, the tree has {pages}")
 
 
 def _held(engine: Engine) -> None:
-    """S15, D11: a request has as many open prerequisites as it waits for: turn, grammar, leading sample, media."""
+    """S15, D11: `holds` of a request equals its open prerequisites: turn, grammar, leading sample, media, transfer."""
     engine.media.check()
-    followers = [request.request_id for those in engine.prerequisites.followers.values() for request in those]
+    followers = [request.request_id for samples in engine.prerequisites.followers.values() for request in samples]
     media = [
         request.request_id
         for request in engine.requests.values()
@@ -444,23 +452,23 @@ def _held(engine: Engine) -> None:
     transfers = [one.request_id for one in engine.transfers.in_state(*HOLDING)]
     holds = {request_id: request.holds for request_id, request in engine.held.items()}
     awaited = _counts(chain(followers, media, turns, grammars, transfers))
-    _same("S15 things that held requests wait for", awaited, holds)
+    _same("S15 open prerequisites of held requests", awaited, holds)
     for request_id in media:
         if not engine.media.knows(request_id) or engine.media.has_all(request_id):
             _fail(f"D11: r{request_id} is held for media, which it does not wait for")
-    for leader, those in engine.prerequisites.followers.items():
+    for leader, samples in engine.prerequisites.followers.items():
         if leader not in engine.requests or leader in followers:
-            _fail(f"L1: {len(those)} samples follow r{leader}, which has ended or follows itself")
-        for request in those:
+            _fail(f"L1: {len(samples)} samples follow r{leader}, which has ended or follows itself")
+        for request in samples:
             if request.extras is None or request.extras.leader != leader:
-                _fail(f"S15: {request.name} does not know that it follows r{leader}")
+                _fail(f"S15: {request.name} follows r{leader}, but has another leader")
     for request_id in (*engine.media.pins, *engine.media.line):
         if request_id not in engine.requests:
             _fail(f"D11: r{request_id} has ended and holds encoder output, or waits for it")
 
 
 def _adapters(engine: Engine, facts: Facts) -> None:
-    """S25, L8: what rows run on is on the device and not too much of it; a withdrawal waits for a request."""
+    """S25, L8: the adapters of rows are on the device, at most `max_loras`; withdrawals wait for a request."""
     adapters = engine.memory.adapters
     if not adapters.present:
         return
@@ -481,11 +489,11 @@ def _adapters(engine: Engine, facts: Facts) -> None:
     awaited |= {slot.adapter.name for slot in adapters.slots if slot.adapter is not None and slot.loading}
     for name in adapters.withdrawals:
         if name not in awaited:
-            _fail(f"L8: nothing needs {name!r} any more, but its withdrawal was not answered")
+            _fail(f"L8: no request needs {name!r} any more, but its withdrawal was not answered")
 
 
 def _resources(engine: Engine, facts: Facts) -> None:
-    """S37: what each resource has given out follows from the rows that are not free."""
+    """S37: the state of each resource of admission follows from the rows that are not free."""
     rows: dict[int, Request | None] = {request.row: request for request in facts.holders}
     rows |= dict.fromkeys(deferred.row for deferred in engine.memory.deferred_frees)
     for resource in engine.admission.resources:
@@ -493,60 +501,60 @@ def _resources(engine: Engine, facts: Facts) -> None:
 
 
 def _transfers(engine: Engine, facts: Facts) -> None:
-    """S1, S5, S31, L2, L6: slots have one holder; what the other side may touch is kept; a request that could go on
-    does."""
+    """S1, S5, S31, L2, L6: slots have one holder; pages that the other side may touch stay; no transfer is stuck."""
     transfers, memory = engine.transfers, engine.memory
     if not transfers.hands_over:
-        _same("S31 rows that are read from elsewhere", memory.lent, {})
+        _same("S31 rows that another engine reads", memory.lent, {})
         _same("S33 sending", transfers.sending, 0)
         return
-    everyone = list(transfers.all.values())
-    slots = [*transfers.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
+    all_transfers = list(transfers.all.values())
+    slots = [*transfers.free_slots, *(one.slot for one in all_transfers if one.slot != NO_SLOT)]
     _same("S1 metadata slots", sorted(slots), list(range(transfers.settings.slots)))
-    _same("S31 rooms", transfers.rooms, {one.room: one.request_id for one in everyone})
+    _same("S31 rooms", transfers.rooms, {one.room: one.request_id for one in all_transfers})
     lines = [*transfers.line, *transfers.ready]
-    _same("S15 lines of transfers", sorted(lines), sorted(one.request_id for one in transfers.in_state(*LINED_UP)))
+    _same("S15 queues of transfers", sorted(lines), sorted(one.request_id for one in transfers.in_state(*LINED_UP)))
     lent = {one.request_id: row for row, one in memory.lent.items()}
     left = [deferred.row for deferred in memory.deferred_frees]
-    for one in everyone:
+    for one in all_transfers:
         if (one.request_id in engine.requests) != (one.state != "quarantined") and transfers.sends:
-            _fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is not there, or still is")
+            present = "live" if one.request_id in engine.requests else "not live"
+            _fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is {present}")
         touched = transfers.sends and one.state in TOUCHED
         if touched != (one.request_id in lent):
-            _fail(f"S31: the transfer of r{one.request_id} is {one.state}, but the rows {lent} are read from elsewhere")
+            _fail(f"S31: the transfer of r{one.request_id} is {one.state}, but another engine reads the rows {lent}")
         request = engine.requests.get(one.request_id)
         if touched and lent[one.request_id] not in left and (request is None or request.row != lent[one.request_id]):
-            _fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id} and nobody holds it")
+            _fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id}, and has no holder")
         if not transfers.sends and one.state in ("receiving", "ready") and request is not None:
             held = one.start_tokens // engine.config.page_size + one.pages.size
             if held * engine.config.page_size < min(request.prompt_tokens + 1, request.reach):
-                _fail(f"L6: {request.name} is given {held} pages, and would wait for more while it holds them")
+                _fail(f"L6: {request.name} has {held} pages, and would wait for more while it holds them")
     if engine.launch_found_nothing and not engine.in_flight and not engine.paused and not engine.maintenance.still:
         able = [one for one in transfers.ready if engine.requests[one].holds == 1]
         groups = engine.microbatches
         owed = groups.owes_elsewhere() or groups.current.decode_owed
         if groups.several and (owed or not groups.has_place()):
-            able = []  # another microbatch may have a place, or goes first, or has the pages that all of this one gave
+            able = []  # another microbatch may have a place, is launched first, or has the pages that were freed
         able = [one for one in able if memory.adapters.has_place_for(engine.requests[one].adapter)]
         if able and engine.active < engine.config.max_running_requests:
             _fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
     alone = not engine.active and not transfers.holds_pages and not engine.in_flight and not engine.waiting
     if memory.tiers.device_busy:
-        alone = False  # a move locks pages, and its answer gives them
-    if any(one.slot != NO_SLOT for one in everyone):
-        alone = False  # a request with one waits for a grammar or for media
+        alone = False  # a move locks pages, which its answer unlocks
+    if any(one.slot != NO_SLOT for one in all_transfers):
+        alone = False  # a request with a slot waits for a grammar or for media
     first = [one for one in transfers.line if not transfers.comes_after_another(engine.requests[one])]
     if alone and first and not engine.paused and engine.maintenance.admits:
-        _fail(f"L2: {first} wait for pages or slots, which nobody has")
+        _fail(f"L2: {first} wait for pages or slots that no other request holds")
     change = transfers.change
     if change is not None and engine.requests and engine.now_us >= change.due_us:
-        _fail(f"L1: {list(engine.requests)} are here {engine.now_us - change.due_us} us after the role was to change")
+        _fail(f"L1: {list(engine.requests)} are live {engine.now_us - change.due_us} us after the role was to change")
     if change is not None and is_idle(engine):
-        _fail(f"L1: nothing is left, and it is not {change.role} yet")
+        _fail(f"L1: the engine is idle, and its role is not {change.role} yet")
 
 
 def _tiers(engine: Engine, facts: Facts) -> None:
-    """S1, S9, S32 of the tiers below: each host page has one owner; locks and marks are those of what is under way."""
+    """S1, S9, S32 of the tiers: each host page has one owner; locks and marks are those of running operations."""
     tiers = engine.memory.tiers
     if not tiers.present:
         return
@@ -596,14 +604,14 @@ def _tiers(engine: Engine, facts: Facts) -> None:
 
 
 def _read_by(tiers: Tiers, load: Operation) -> NDArray[np.int32]:
-    """Host pages of which a load reads something."""
+    """Return the host pages of which a load reads KV or blocks."""
     assert load.host_handle is not None
     path = tiers.host.pages_of(load.host_handle)
     return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.blocks)))
 
 
 def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -> None:
-    """S1, S9 of blocks in host memory: each is free, on its way, or of one cached host page; readers lock."""
+    """S1, S9 of blocks in host memory: each is free, arriving, or of one cached host page; reads lock them."""
     assert tiers.blocks is not None
     cached = np.zeros(tiers.pool.total, np.bool_)
     for node in nodes:
@@ -632,15 +640,15 @@ def _host_blocks(tiers: Tiers, moves: list[Operation], nodes: list[RadixNode]) -
                 source = tiers.host.pages_of(one.host_handle)[moved.counted]
                 np.add.at(locks, source, 1)
                 if (pool.of[source] < 0).any():
-                    _fail(f"S5: prefetch {one.number} counts on {kind}s of host pages {source.tolist()}")
+                    _fail(f"S5: prefetch {one.number} needs {kind}s of host pages {source.tolist()}, some are missing")
         if locks.tobytes() != pool.locks.tobytes():
-            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, moves count on {locks.tolist()}")
+            _fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, operations need {locks.tolist()}")
         if (strays := (pool.stored & (pool.of < 0)).nonzero()[0]).size:
             _fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 
 
 def _hybrid(engine: Engine, facts: Facts) -> None:
-    """S1, S3, S5, S9, S10 of the pools beside full attention: see `_window` and `_states`."""
+    """S1, S3, S5, S9, S10 of the pools for window and state blocks: see `_window` and `_states`."""
     hybrid = engine.memory.hybrid
     if not hybrid.present:
         return
@@ -648,7 +656,7 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
         (request.name, request.row, computed) for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
     holders += [
-        (f"the lease of row {deferred.row}", deferred.row, deferred.computed)
+        (f"the deferred free of row {deferred.row}", deferred.row, deferred.computed)
         for deferred in engine.memory.deferred_frees
     ]
     cached = np.zeros(engine.config.pages, np.bool_)
@@ -658,17 +666,17 @@ def _hybrid(engine: Engine, facts: Facts) -> None:
         _window(engine, hybrid.window, holders, cached)
     if hybrid.states is not None:
         _states(engine, hybrid.states, holders, cached)
-    everyone = engine.transfers.all.values() if not engine.transfers.sends else ()
-    coming = sorted(one.request_id for one in everyone if one.state in ("receiving", "ready"))
-    given_up = sorted(one.request_id for one in everyone if one.state == "quarantined")
+    received = engine.transfers.all.values() if not engine.transfers.sends else ()
+    coming = sorted(one.request_id for one in received if one.state in ("receiving", "ready"))
+    given_up = sorted(one.request_id for one in received if one.state == "quarantined")
     if (window := hybrid.window) is not None:
-        _same("S31 windows that will come", (sorted(window.coming), sorted(window.quarantined)), (coming, given_up))
+        _same("S31 windows to receive", (sorted(window.coming), sorted(window.quarantined)), (coming, given_up))
     if (states := hybrid.states) is not None:
-        _same("S31 states that will come", sorted(states.coming), sorted(coming + given_up))
+        _same("S31 states to receive", sorted(states.coming), sorted(coming + given_up))
 
 
 def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
-    """A window page is free or belongs to one full page in use; what may be read is there and locked."""
+    """S1, S5, S9: a window page is free or belongs to one full page in use; windows that may be read are locked."""
     memory, page_size = engine.memory, engine.config.page_size
     with_one = (window.window_of >= 0).nonzero()[0]
     moves = list(memory.tiers.operations.values())
@@ -683,22 +691,22 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         held = memory.table.pages[row, first : -(-computed // page_size)]
         np.add.at(locks, held, 1)
         if (lost := held[window.window_of[held] < 0]).size:
-            _fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
+            _fail(f"S5: {name} may read the window of pages {lost.tolist()}, which was freed")
         starts = [int(batch.starts[batch.plan.rows == row][0]) for batch in memory.in_flight if batch.names(row)]
         reads = max(min([*starts[:1], computed]) - window.behind, 0) // page_size
         if first > min(reads, int(window.first_seen(computed // page_size))):
-            _fail(f"S5: {name} let go of what is below page {first}; it stands at {computed}, {starts} are in flight")
+            _fail(f"S5: {name} freed windows below page {first}; it has computed {computed}, {starts} are in flight")
     for request_id, coming in window.coming.items():
         np.add.at(locks, coming.pages, 1)
         if (lost := coming.pages[window.window_of[coming.pages] < 0]).size:
-            _fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
+            _fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which was freed")
     for pages in window.quarantined.values():
         np.add.at(locks, pages, 1)
     moving = np.zeros_like(locks)
     for one in moves:
         np.add.at(moving, one.windows_locked, 1)
         if (lost := one.windows_locked[window.window_of[one.windows_locked] < 0]).size:
-            _fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
+            _fail(f"S5: {one.kind} {one.number} needs the window of pages {lost.tolist()}, which was freed")
     held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
     locks += moving
     deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in memory.deferred_pages)])
@@ -708,16 +716,16 @@ def _window(engine: Engine, window: WindowPool, holders: list[tuple[str, int, in
         _fail(f"S9: locks of windows of pages {wrong} are {window.locks[wrong].tolist()}, held {locks[wrong].tolist()}")
     unlocked = (window.window_of >= 0) & (window.locks == 0)
     if (stray := (unlocked & ~cached).nonzero()[0]).size:
-        _fail(f"S1: pages {stray.tolist()} have windows, but nobody holds them and they are not cached")
+        _fail(f"S1: pages {stray.tolist()} have windows, but are neither held nor cached")
     coming_back = int(np.count_nonzero(window.window_of[deferred] >= 0))
     coming_back += held_by_moves + sum(one.index.size for one in loads)
     if engine.config.reserve == "full" and (left := window.unpromised(all_running(engine)) + coming_back) < 0:
-        _fail(f"S24: {-left} window pages more are held and promised than there are")
+        _fail(f"S24: window pages held and reserved exceed the pool by {-left}")
     _same("S9 evictable window pages", window.evictable, int(np.count_nonzero(unlocked)))
 
 
 def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int]], cached: NDArray[np.bool_]) -> None:
-    """A slot is free, a row's, or a checkpoint: of a row still, or of one cached page. A copy locks it."""
+    """S1, S3, S9: a slot is free, of a row, or a checkpoint of a row or of one cached page. A copy locks its slot."""
     checkpoints = (states.page_of >= 0).nonzero()[0]
     tiers = engine.memory.tiers
     moves = list(tiers.operations.values())
@@ -738,7 +746,7 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
     _same("S3 pages with a checkpoint", int((states.checkpoint_of >= 0).sum()), checkpoints.size)
     taken = {row: name for name, row, _ in holders}
     if strays := [row for row in (*states.reading, *states.left) if row not in taken]:
-        _fail(f"S1: rows {strays} read or left checkpoints, and nobody has them")
+        _fail(f"S1: rows {strays} read or left checkpoints, but have no holder")
     moving = [slot for one in moves for slot in one.slots_locked.tolist()]
     locked = np.array([*states.reading.values(), *states.unwritten, *moving], np.intp)
     locks = np.bincount(locked, minlength=states.pool.total)
@@ -750,27 +758,27 @@ def _states(engine: Engine, states: StatePool, holders: list[tuple[str, int, int
 
 
 def _progress(engine: Engine) -> None:
-    """L2: never does a launch opportunity leave waiting work alone on an idle device."""
+    """L2: a launch opportunity never leaves requests waiting on an idle device."""
     if engine.memory.tiers.awaited:
         return
     if engine.memory.adapters.loading:
         return
     if engine.transfers.holds_pages:
-        return  # which come back when it ends
-    awaited = len(engine.held)  # something outside the engine comes first
+        return  # the end of the transfer frees the pages
+    awaited = len(engine.held)  # these requests wait for a prerequisite
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
     _same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
     if stuck and engine.microbatches.several:
-        stuck = not any(running.batch.size for running in engine.microbatches.states)  # others may decode
+        stuck = not any(running.batch.size for running in engine.microbatches.states)  # another one may decode
     if stuck:
         _fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 
 
 def _ranks(engine: Engine) -> None:
-    """S5, S29 of one of several ranks: it runs what it proposed, and the branch that follows from what all did."""
+    """S5, S29 of one of several ranks: it runs its proposal, in the branch that follows from all proposals."""
     rounds = engine.ranks
     if rounds is None:
         return
@@ -788,10 +796,10 @@ def _ranks(engine: Engine) -> None:
         if ranks.extends and plan.mode in ("decode", "verify"):
             _fail(f"S29: batch {plan.batch_id} is {plan.mode}, but a rank extends in round {ranks.round}")
     if rounds.held is not None and engine.in_flight[-1] is not rounds.held:
-        _fail("S29: what is proposed is not the newest in flight")
-    said = rounds.proposed[:OF_THE_PASS] if rounds.proposed is not None else None
-    if said is not None and said != (IDLE if rounds.held is None else counts_of(rounds.held)):
-        _fail(f"S5: the plan of round {rounds.round} is not what was proposed, {rounds.proposed}")
+        _fail("S29: the proposed plan is not the newest in flight")
+    proposed = rounds.proposed[:OF_THE_PASS] if rounds.proposed is not None else None
+    if proposed is not None and proposed != (IDLE if rounds.held is None else counts_of(rounds.held)):
+        _fail(f"S5: the plan of round {rounds.round} differs from its proposal {rounds.proposed}")
     config = engine.config
     limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
     most = sum(limit for limit in limits if isinstance(limit, int))
@@ -801,12 +809,14 @@ def _ranks(engine: Engine) -> None:
 
 
 def _microbatches(engine: Engine, facts: Facts) -> None:
-    """S18, S24, S30: a running request has a place in one microbatch, where it decodes; each has its share of all in
-    flight."""
+    """S18, S24, S30: a running request has a place in one microbatch, in which it decodes.
+
+    Each microbatch has at most `overlap_depth + 1` batches in flight.
+    """
     several = engine.microbatches
     sent = [one.request_id for one in engine.transfers.all.values() if one.ends]
     holders = [request.request_id for request in facts.holders if request.request_id not in sent]
-    _same("S30 who has a place", sorted(several.members), sorted(holders))
+    _same("S30 requests with a place", sorted(several.members), sorted(holders))
     places = [list(several.members.values()).count(number) for number in range(several.count)]
     _same("S30 places", several.places, places)
     if max(places) > several.size:
@@ -832,7 +842,7 @@ def _microbatches(engine: Engine, facts: Facts) -> None:
 
 
 def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:
-    """Ids below `total` do not each belong to exactly one owner: name the first that does not, and its owners."""
+    """Raise InvariantError with the first id below `total` that does not have exactly one owner."""
     owned: dict[int, str] = {}
     for owner, ids in owners.items():
         for item in ids:
@@ -843,11 +853,11 @@ def _misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:
             owned[item] = owner
     counts = ", ".join(f"{owner} {len(ids)}" for owner, ids in owners.items())
     lost = [item for item in range(total) if item not in owned]
-    _fail(f"{what}: {counts} = {len(owned)}, expected {total}; nobody owns {lost[:8]}")
+    _fail(f"{what}: {counts} = {len(owned)}, expected {total}; without an owner {lost[:8]}")
 
 
 def _counts(items: Iterable[Any]) -> dict[Any, int]:
-    """How often each comes. A Counter costs more than most of what is counted here."""
+    """Return the number of occurrences of each item. For so few items this is faster than a Counter."""
     counts: dict[Any, int] = {}
     for item in items:
         counts[item] = counts.get(item, 0) + 1

@@ -1,9 +1,9 @@
-"""Prometheus metrics: Lockstep's names, and on request the same figures under names that other dashboards use.
+"""Prometheus metrics under Lockstep's names, and on request also under the names of vLLM and SGLang.
 
-Times are those of the worker: from the request's head to a token's arrival from the engine; time to the first token and
-between tokens are measured only where the client streams, since other answers are delivered whole. The state of an
-engine comes with its messages. Several workers share their figures through files (prometheus_client's multiprocess
-mode), so any of them can serve all figures.
+Times are measured by the worker, from the head of a request to the arrival of tokens from the engine. Times to the
+first token and between tokens are measured for streams only, since other answers are delivered whole. The state of an
+engine is read from its messages. Several workers share their figures in files (prometheus_client's multiprocess mode),
+so each worker can serve all figures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10,
 REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 # fmt: on
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-"""Buckets of vLLM's histograms, so that one dashboard reads both."""
+"""Buckets of vLLM's histograms, so that one dashboard can show both servers."""
 
 SGLANG = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
@@ -65,7 +65,7 @@ class Metrics:
     """All figures of a worker."""
 
     def __init__(self, compat: Iterable[str] = ()) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs has no types
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no types here
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
         self._model = ""
@@ -89,12 +89,14 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", REQUEST_S)
-        self._queue = histogram("request_queue_time_seconds", "From the engine's door to admission.", REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival at the engine to admission.", REQUEST_S)
         self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token.", REQUEST_S)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
         self._inference = histogram("request_inference_time_seconds", "From admission to the last token.", REQUEST_S)
-        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token but the first.", ITL_S)
-        self._tokens_max = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time per token after the first.", ITL_S)
+        self._tokens_max = histogram(
+            "request_max_num_generation_tokens", "Largest number of tokens allowed for an answer.", TOKENS
+        )
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
@@ -103,7 +105,7 @@ class Metrics:
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
         self._requests = counter("num_requests", "Answers requested.")
-        self._aborted = counter("num_aborted_requests", "Answers cancelled, or left by their client.")
+        self._aborted = counter("num_aborted_requests", "Answers that were cancelled, also because the client left.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 
@@ -120,11 +122,11 @@ class Metrics:
         self._prompt_tokens[engine].inc(len(prompt.ids))
 
     def saw(self, generation: Generation, choice: Choice) -> None:
-        """Count new tokens of a choice, or its end. Tokens that were counted before are not counted again."""
+        """Count new tokens of a choice, or its end. Each token is counted once."""
         reply, engine = choice.reply, choice.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
-            if generation.parameters.stream:  # other answers come whole, or a few dozen tokens at a time
+            if generation.parameters.stream:  # other answers arrive whole, or a few dozen tokens at a time
                 self._saw_times(generation, choice, arrivals)
             now_s, tokens = arrivals[-1]
             self._output_tokens[engine].inc(tokens - choice.measured)
@@ -174,16 +176,16 @@ class Metrics:
     # ------------------------------------------------------------------------------------------------------------------
 
     def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
-        """The text format: figures of all workers, and the state of the engines, which every worker has.
+        """Return the figures of all workers and the state of the engines in Prometheus' text format.
 
         Args:
-            gauges: of each engine, the newest; None: none received yet, or the engine is not running.
-            up: for each engine whether it takes requests; empty where that is unknown.
+            gauges: the newest gauges of each engine; None: none were received yet, or the engine does not run.
+            up: for each engine whether it takes requests; empty if that is unknown.
         """
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
-            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # nor has this
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # it has no types here either
         found = [*source.collect(), *self._up(up)]
         stand: dict[str, Metric] = {}
         for engine, one in enumerate(gauges):
@@ -193,21 +195,23 @@ class Metrics:
                 else:
                     stand[metric.name] = metric
         found += stand.values()
-        return generate_latest(_Given([*found, *self._renamed(found)]))
+        return generate_latest(_MetricList([*found, *self._renamed(found)]))
 
     def _labels(self, engine: int) -> tuple[str, str]:
-        """Label values of a model and an engine. Requests that never had an engine get `none`."""
+        """Return the labels of a model and an engine. Requests that never had an engine have `none`."""
         return self._model, str(engine) if engine >= 0 else "none"
 
     def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
-        one = GaugeMetricFamily("lockstep_engine_up", "Whether it takes requests.", labels=("model_name", "engine"))
+        one = GaugeMetricFamily(
+            "lockstep_engine_up", "Whether the engine takes requests.", labels=("model_name", "engine")
+        )
         for engine, there in enumerate(up):
             one.add_metric(self._labels(engine), float(there))
         if up:
             yield one
 
     def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:
-        """Metrics of an engine's state."""
+        """Yield the metrics of an engine's state."""
         labels, values = ("model_name", "engine"), self._labels(engine)
         used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
         hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
@@ -220,16 +224,16 @@ class Metrics:
                 gauges.token_usage,
             ),
             ("kv_used_tokens", "Tokens of the KV pool that are neither free nor evictable.", used_tokens),
-            ("kv_cached_pages", "Pages that only the radix cache holds.", gauges.pages_cached),
-            ("prefix_cache_hit_ratio", "Prompt tokens found in the radix cache, of all; 0 to 1.", hit_ratio),
+            ("kv_cached_pages", "Pages held by the radix cache only.", gauges.pages_cached),
+            ("prefix_cache_hit_ratio", "Share of prompt tokens found in the radix cache, 0 to 1.", hit_ratio),
         ):
             one = GaugeMetricFamily(f"lockstep_{name}", text, labels=labels)
             one.add_metric(values, value)
             yield one
-        counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
+        counted = CounterMetricFamily("lockstep_num_preemptions", "Retractions of requests.", labels=labels)
         counted.add_metric(values, gauges.retractions)
         yield counted
-        restarted = CounterMetricFamily("lockstep_engine_restarts", "Engines that another one replaced.", labels=labels)
+        restarted = CounterMetricFamily("lockstep_engine_restarts", "Restarts of the engine.", labels=labels)
         restarted.add_metric(values, gauges.restarts)
         yield restarted
         batches = HistogramMetricFamily("lockstep_iteration_tokens_total", "Tokens of a batch.", labels=labels)
@@ -242,7 +246,7 @@ class Metrics:
         if gauges.forced_tokens is not None:
             forced = CounterMetricFamily(
                 "lockstep_forced_tokens",
-                "Tokens that grammars forced, computed beside others and not one by one.",
+                "Tokens forced by grammars and computed by jump-forward.",
                 labels=("model_name", "engine"),
             )
             forced.add_metric(values, gauges.forced_tokens)
@@ -251,12 +255,12 @@ class Metrics:
             yield from self._drift(engine, gauges.drift)
 
     def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
-        """Metrics of verified drafts, under vLLM's names."""
+        """Yield the metrics of verified drafts, under vLLM's names."""
         labels = ("model_name", "engine")
         for name, text, value in (
             (
                 "num_drafts",
-                "Verifications of a row: each gives a token, and one more for each draft.",
+                "Verifications of a row; each yields one token and the right drafts.",
                 found.verifications,
             ),
             ("num_draft_tokens", "Drafts that were verified.", found.drafts),
@@ -273,18 +277,20 @@ class Metrics:
             by_position.add_metric((*values, str(position)), right)
         yield by_position
         mean = GaugeMetricFamily(
-            "lockstep_accepted_length_mean", "Tokens that a row got from a verification.", labels=labels
+            "lockstep_accepted_length_mean", "Mean tokens per verification of a row.", labels=labels
         )
         mean.add_metric(values, 1 + found.right / max(found.verifications, 1))
         yield mean
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
-        """Metrics of measured over predicted times, by kind of batch. Buckets of Prometheus are cumulative."""
+        """Yield the metrics of measured over predicted times, by kind of batch, in cumulative buckets."""
         labels = ("model_name", "engine", "kind")
-        text = "Time of a batch over the time predicted."
+        text = "Measured over predicted time of a batch."
         ratio = HistogramMetricFamily("lockstep_batch_time_ratio", text, labels=labels)
-        took = CounterMetricFamily("lockstep_batch_seconds", "Time that batches took.", labels=labels)
-        meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
+        took = CounterMetricFamily("lockstep_batch_seconds", "Measured time of batches.", labels=labels)
+        meant = CounterMetricFamily(
+            "lockstep_batch_predicted_seconds", "Predicted time of these batches.", labels=labels
+        )
         bounds = [*map(str, RATIOS), "+Inf"]
         for one in kinds:
             values = (*self._labels(engine), one.kind)
@@ -294,7 +300,7 @@ class Metrics:
         yield from (ratio, took, meant)
 
     def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
-        """The same metrics under the names that other servers' dashboards use."""
+        """Yield the same metrics under the names of the servers in `compat`."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
             if "vllm" in self._compat and not name.startswith(NOT_VLLM_GROUPS) and name not in NOT_VLLM:
@@ -307,7 +313,7 @@ Figure = TypeVar("Figure")
 
 
 class _ByEngine(dict[int, Figure]):
-    """One figure for each engine and, created on first use, one for requests without an engine."""
+    """Figures by engine. The figure for requests without an engine is created on first use."""
 
     def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
         super().__init__({engine: make(engine) for engine in range(engines)})
@@ -318,7 +324,7 @@ class _ByEngine(dict[int, Figure]):
         return made
 
 
-class _Given:
+class _MetricList:
     """A registry of metrics that already exist."""
 
     def __init__(self, metrics: list[Metric]) -> None:

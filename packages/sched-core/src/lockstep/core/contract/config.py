@@ -1,8 +1,8 @@
 """Scheduler settings: validated on construction, immutable, recorded in the journal's header.
 
-Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment has another
-(docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
-here, so that no two places compute it differently.
+Field names are those of SGLang and vLLM if they have the setting. Defaults are SGLang's unless the comment names
+another (docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a
+property here, so that it is computed in one place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from lockstep.core.contract.errors import ConfigError
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
-"""The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
+"""The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
 
 TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
@@ -52,16 +52,16 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host_pages: int  # KV pages of host memory
     write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
-    write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
-    load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
-    load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
+    write_uses: int = 2  # under write_through_selective: uses of a page, incl. its computation, until it is copied
+    load_tokens_min: int = 10  # if only the host has fewer tokens than this, they are computed again, not loaded
+    load_pages_max: int | None = None  # pages being loaded to the device at once, or one load; None: no limit
     load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
     storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
     prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
     prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
-    prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens requested
-    prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
+    prefetch_timeout_us: int = 1_000_000  # under policy timeout: the wait of a request, in us ...
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and the additional wait for each 1,024 requested tokens
+    prefetch_share: float = 0.5  # largest share of the host's pages that prefetches may fill at once
 
     def __post_init__(self) -> None:
         for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
@@ -85,14 +85,14 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory of layers without full attention (docs/hybrid.md). At least one of the two kinds.
+    """Memory of layers without full attention (docs/hybrid.md): sliding windows, linear attention, or both.
 
     The interval of checkpoints is SGLang's `mamba_track_interval`.
     """
 
-    window_tokens: int = 0  # positions that a sliding layer sees, the token's own among them; 0: no such layers
+    window_tokens: int = 0  # positions that a sliding layer sees, including the token's own; 0: no such layers
     window_pages: int = 0  # pages of the sliding layers' pool
-    state_slots: int = 0  # of linear attention: one for each request that runs, and checkpoints; 0: no such layers
+    state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
     checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
 
     def __post_init__(self) -> None:
@@ -117,8 +117,10 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def row_pages_max(self, page_size: int, ahead: int) -> int:
-        """Window pages that a decode may hold: those of its window, the one it writes, and those of `ahead` positions
-        that are in flight or written in the same launch (`SchedConfig.positions_ahead`).
+        """Return the most window pages that a decode may hold.
+
+        These are the pages of its window, the page that it writes, and those of `ahead` positions that are in flight or
+        written in the same launch (`SchedConfig.positions_ahead`).
         """
         return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
@@ -139,131 +141,117 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_running_requests: int = 256  # requests that hold a row and are not finished
     request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
     max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
-    waiting_timeout_us: int | None = None  # a request never admitted by then is rejected
-    running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
+    waiting_timeout_us: int | None = None  # a request not admitted this long after its arrival is rejected
+    running_timeout_us: int | None = None  # a request not finished this long after its arrival is ended
 
     # admission
     schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
     schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
-    chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
-    max_prefill_tokens: int = 16384  # new tokens one extend may take in all
+    chunk_target_us: int | None = None  # chunks are shortened so that a pass stays below this latency; None: never
+    max_prefill_tokens: int = 16384  # new tokens that one extend may take
     chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
-    chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
+    chunk_unit: ChunkUnit = "page"  # the unit of the two limits above, and the positions at which a prompt may be split
     retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    retracted_kv: RetractedKv = (
-        "free"  # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
-    )
+    # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
+    retracted_kv: RetractedKv = "free"
     batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with running requests first
-    reserve: Reserve = "ratio"  # what admission leaves for running requests: see budget.py
+    reserve: Reserve = "ratio"  # KV that admission leaves for running requests: see budget.py
     retraction_policy: RetractionPolicy = "length"  # the order of victims: see retraction.py
-    prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
-    # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
-    # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
+    prefill_max_requests: int | None = None  # requests that one extend may take in; None: no limit
+    # Prompts are split at positions that are multiples of this, however much is cached. So the kernels sum a token's
+    # attention in an order that depends on its position only. None: at any page. SGLang aligns lengths of chunks.
     truncation_align_size: int | None = None
     decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
-    prefill_decode_interval: int = 0  # decodes launched between two extends while requests decode, at least
-    retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
+    prefill_decode_interval: int = 0  # least number of decodes launched between two extends while requests decode
+    retract_every: int = 0  # decode launches between two forced retractions, for testing; 0: none is forced
 
     # overlap and output
-    overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
-    decode_steps_per_launch: int = (
-        1  # decodes in one launch (multi-step scheduling): ends and page shortages are seen later
-    )
+    overlap_depth: int = 1  # batches launched beyond the running one: 0, 1 or 2
+    # decodes in one launch (multi-step scheduling); ends and page shortages are noticed later
+    decode_steps_per_launch: int = 1
     overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
     stream_interval: int = 1  # tokens between two messages of a streaming request
-    force_stream_interval: int = 50  # the same for a request that does not stream
+    force_stream_interval: int = 50  # tokens between two messages of a request that does not stream
     eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
 
     # order of the waiting queue
-    schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
+    schedule_policy_version: str = ""  # version of the package of the policy; empty: filled in with the installed one
     schedule_seed: int = 0  # shuffles the waiting queue under policy random
     schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
     default_priority_value: int | None = None  # priority of requests without one; None: after all others
     prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
-    bypass_limit: int | None = (
-        256  # aging limit: later requests that may be admitted before one; None: any number (SGLang)
-    )
+    # aging limit: later requests that may be admitted before a waiting one; None: any number (SGLang)
+    bypass_limit: int | None = 256
     # sessions
-    session_kv: SessionKv = (
-        "hold"  # KV of a session between turns: held until pages are short, or evictable as any other
-    )
+    # KV of a session between turns: held until pages are short, or evictable like any other
+    session_kv: SessionKv = "hold"
     max_sessions: int = 1024  # sessions open at once
 
     # structured output
-    grammar_timeout_us: int | None = (
-        None  # longest compilation of a request's grammar, before it is rejected; None: no limit
-    )
+    # longest compilation of a request's grammar, before the request is rejected; None: no limit
+    grammar_timeout_us: int | None = None
 
     # inputs
-    max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
+    max_input_tokens: int | None = None  # longest prompt; None: limited by context and pool only
     truncate_input: TruncateInput = "no"  # the end of a longer prompt that is cut off; "no": it is rejected
-    isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
+    isolate_tenants: bool = False  # prefixes are never shared between tenants
     encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
 
     # preemption
     enable_priority_preemption: bool = False  # less important requests make room for more important ones
-    priority_preemption_threshold: int = 10  # and are less important by more than this
+    priority_preemption_threshold: int = 10  # a preempted request is less important by more than this
 
-    # drafts: see speculation.py; unset: none, and left out of journals
+    # drafts: see speculation.py; unset: no drafts, and left out of journals
     speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # the source of drafts
-    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
-    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
+    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # most drafts of a request in a launch; unset: 3
+    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts with a lower chance to count are omitted
     speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
-    # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
+    # most tokens forced by a grammar that one launch computes of a request, see jump_forward.py; unset: one by one
     jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
     # adapters
-    max_loras: int | None = (
-        None  # adapters on the device, and in one batch, where the base model counts as one; None: no LoRA
-    )
+    # adapters on the device, and in one batch; the base model counts as one; None: no LoRA
+    max_loras: int | None = None
 
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
     role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
     transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
-    transfer_failure: TransferFailure | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # without its KV a request ends, or computes it here
-    num_reserved_decode_tokens: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # reserved for each running request when pages are allocated
-    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
-    bootstrap_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # without a message of the other half; None: never
-    transfer_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # from pages or last part to the end; None: never
+    # a request without its KV ends, or is computed on the decode engine
+    transfer_failure: TransferFailure | msgspec.UnsetType = msgspec.UNSET
+    # tokens reserved for each running request when pages are allocated
+    num_reserved_decode_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata slots; None: twice max_running_requests
+    # longest wait for a message of the other side; None: no limit
+    bootstrap_timeout_us: int | msgspec.UnsetType | None = msgspec.UNSET
+    # longest time from the allocation or the last part to the end of the transfer; None: no limit
+    transfer_timeout_us: int | msgspec.UnsetType | None = msgspec.UNSET
     # data-parallel attention: docs/distributed.md; unset: one rank, and left out of journals
     dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
-    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
+    dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # the number of this rank, from 0
     prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has prompts
-    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
-    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
-    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # and not while a rank with prompts uses less of its KV pool than this share; None: no such rule
-    prefill_delayer_slots: bool | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until as many requests can start at once as in recent extends
-    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until this many requests wait for each running one; unset: no such rule
-    prefill_full_skip_passes: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
-    # of hosts whose executor can extend a request's page table and not change it; unset: any entry may change
+    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # most consecutive passes of such a wait
+    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # longest such wait
+    # prompts do not wait while a rank with prompts uses less of its KV pool than this share; None: no such rule
+    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = msgspec.UNSET
+    # prompts also wait until as many requests can start at once as in recent extends
+    prefill_delayer_slots: bool | msgspec.UnsetType = msgspec.UNSET
+    # prompts also wait until this many requests wait for each running one; unset: no such rule
+    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = msgspec.UNSET
+    # passes for which prompts wait while some ranks are full and others are not; 0: they do not wait
+    prefill_full_skip_passes: int | msgspec.UnsetType = msgspec.UNSET
+    # set by hosts with an executor that extends page tables but cannot change an entry; unset: entries may change
     tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
     # the encoder of media; unset: no limit, and left out of journals
-    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
+    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # most encoder tokens that are encoded at once
     # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
     pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
-    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and this many more, for results that are under way
+    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # additional microbatches, for results on their way
     pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
-    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
+    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # all chunks of a prompt take as long as its first
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -295,7 +283,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.enable_priority_preemption and self.retraction_policy != "priority":
             raise ConfigError(
                 f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: at a page "
-                "shortage more important requests would be retracted, and come back by preemption\n"
+                "shortage more important requests would be retracted, and admitted again by preemption\n"
                 "hint: take retraction_policy priority"
             )
         if self.enable_priority_preemption and self.bypass_limit == 0:
@@ -367,7 +355,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_duplicates(self) -> bool:
-        """Whether a running request keeps its own pages where the radix cache has the same KV in others."""
+        """Whether a running request keeps its own pages if the radix cache has the same KV in other pages."""
         return self.tables_append_only is True
 
     @property
@@ -382,7 +370,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def drafts_max(self) -> int:
-        """Drafts that one launch verifies of a request, at most."""
+        """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
 
     @property
@@ -392,27 +380,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def forced_max(self) -> int:
-        """Forced tokens that one launch computes of a request, at most."""
+        """The most forced tokens of a request that one launch computes."""
         return self.jump_forward_tokens if self.jump_forward_tokens is not msgspec.UNSET else 0
 
     @property
     def beside_newest_max(self) -> int:
-        """Tokens, drafts or forced, that one launch computes beside the newest one of a request, at most."""
+        """The most drafts or forced tokens that one launch computes beside the newest token of a request."""
         return max(self.drafts_max, self.forced_max)
 
     @property
     def positions_per_decode(self) -> int:
-        """Positions by which one launch moves a request that decodes, at most."""
+        """The most positions by which one launch moves a request that decodes."""
         return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
 
     @property
     def positions_ahead(self) -> int:
-        """Positions beyond the first that is not delivered which decodes may be launched for."""
+        """The most positions behind the first undelivered one for which decodes may be launched."""
         return (self.overlap_depth + 1) * self.positions_per_decode - 1
 
     @property
     def states_per_row(self) -> int:
-        """States of linear attention that a running request holds: one after each token that may be its last."""
+        """States of linear attention that a running request holds: one behind each token that may be its newest."""
         return 1 + self.drafts_max
 
     @property
@@ -422,27 +410,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def split_tokens(self) -> int:
-        """A prompt is split at positions that are multiples of this."""
+        """The number of tokens at multiples of which a prompt may be split."""
         return self.truncation_align_size or self.chunk_unit_tokens
 
     @property
     def hands_over(self) -> bool:
-        """Whether prompts and outputs of its requests run on different engines: its role is prefill or decode."""
+        """Whether prompts and outputs run on different engines: the role is prefill or decode."""
         return self.role is not msgspec.UNSET
 
     @property
     def shares_passes(self) -> bool:
-        """Whether it is one of several data-parallel ranks, which run every pass together."""
+        """Whether the engine is one of several data-parallel ranks, which run every pass together."""
         return self.dp_ranks is not msgspec.UNSET
 
     @property
     def encoder_budget(self) -> int | None:
-        """Encoder tokens in the making at once; None: no limit."""
+        """The most encoder tokens that are encoded at once; None: no limit."""
         return None if self.encoder_budget_tokens is msgspec.UNSET else self.encoder_budget_tokens
 
     @property
     def ranks_draft_together(self) -> bool:
-        """Whether drafts come from passes that all ranks run together; drafts from text alone are made by each rank."""
+        """Whether drafts come from passes that all ranks run together. N-gram drafts need no such pass."""
         return self.shares_passes and self.speculates and self.speculative_method != "ngram"
 
     @property
@@ -453,19 +441,19 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def pipelines(self) -> bool:
-        """Whether it has a running batch for each of several pipeline stages."""
+        """Whether the engine has a running batch for each of several pipeline stages."""
         return self.pp_size is not msgspec.UNSET
 
     @property
     def microbatches(self) -> int:
-        """Running batches."""
+        """The number of running batches."""
         if self.pp_size is msgspec.UNSET or self.pp_async_batch_depth is msgspec.UNSET:
             return 1
         return self.pp_size + self.pp_async_batch_depth
 
     @property
     def launches_max(self) -> int:
-        """Batches that may be in flight at once."""
+        """The most batches that may be in flight at once."""
         return self.microbatches * (self.overlap_depth + 1)
 
     @property
@@ -475,7 +463,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rows_max(self) -> int:
-        """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
+        """Rows of the request table: above the running limit, since a finished request in flight keeps its row."""
         return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
 
     @property
@@ -487,7 +475,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return min(self.context_tokens_max, self.pool_tokens + 1)
 
     def prompt_tokens_max(self, with_output: bool) -> int:
-        """The longest prompt: one token of output must fit after it, unless the request has no output."""
+        """Return the length of the longest prompt. One token of output must fit behind it if `with_output`."""
         room = self.request_tokens_max - 1 if with_output else min(self.context_tokens_max, self.pool_tokens)
         return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
 
@@ -505,7 +493,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget for prompts and decodes, so that no burst delays decodes: docs/profiles.md
+    "lockstep": {  # one budget for prompts and decodes, so that a burst of prompts delays no decode: docs/profiles.md
         "batching": "mixed",
         "reserve": "on_demand",
         "chunked_prefill_size": 2048,
@@ -540,11 +528,11 @@ PROFILES: dict[str, dict[str, Any]] = {
         "overlap_depth": 1,
     },
 }
-"""Families of settings, as named policy values. Settings that a profile does not name have SchedConfig's default."""
+"""Named families of settings. Settings that a profile does not contain have SchedConfig's default."""
 
 
 def simulated_only(name: str) -> str:
-    """The reason why no runtime supports a setting yet, with a hint; empty if one does."""
+    """Return why no runtime supports a setting yet, with a hint; "" if a runtime does."""
     if name == "tiers":
         return (
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
@@ -580,7 +568,7 @@ def refuse_simulated_only(name: str) -> None:
 
 
 def profile_settings(name: str) -> dict[str, Any]:
-    """The settings of a profile. Raises ConfigError for a name that is none."""
+    """Return the settings of a profile. Raises ConfigError for an unknown name."""
     if name not in PROFILES:
         raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
     return dict(PROFILES[name])
@@ -637,8 +625,7 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
 
 
 def _settle_drafts(config: SchedConfig) -> None:
-    """Fill in the number of drafts where a method is set; without a method unset both, so that journals have
-    neither."""
+    """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
         method = msgspec.UNSET
@@ -670,7 +657,7 @@ def _settle_drafts(config: SchedConfig) -> None:
 
 
 def _settle_jumps(config: SchedConfig) -> None:
-    """Check `jump_forward_tokens`; 0 is unset, so that journals do not have it."""
+    """Check `jump_forward_tokens`. 0 becomes unset, so that journals do not contain it."""
     most = config.jump_forward_tokens
     if most is msgspec.UNSET:
         return
@@ -695,7 +682,7 @@ TRANSFER_SETTINGS: dict[str, Any] = {
 
 
 def _settle_role(config: SchedConfig) -> None:
-    """Fill in each transfer setting where a role is set; without a role all of them stay unset."""
+    """Fill in each transfer setting if a role is set; without a role all of them stay unset."""
     if config.role == "mixed":
         msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
     for name, usual in TRANSFER_SETTINGS.items():
@@ -741,11 +728,11 @@ DELAYER_SETTINGS: dict[str, Any] = {
 """Defaults of a prefill delayer: SGLang's values."""
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
-"""Rules by which a prefill delayer waits for more prompts where every rank has prompts. Unset: no such rule."""
+"""Rules by which a prefill delayer waits for more prompts although every rank has prompts. Unset: no such rule."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:
-    """Fill in each setting of data-parallel ranks where there are several; with one rank all of them stay unset."""
+    """Fill in each setting of data-parallel ranks if there are several; with one rank all of them stay unset."""
     ranks = config.dp_ranks
     if ranks == 1:
         msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
@@ -805,7 +792,7 @@ def _settle_ranks(config: SchedConfig) -> None:
 
 
 MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that only concern requests with media."""
+"""Settings that concern only requests with media."""
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
@@ -814,7 +801,7 @@ PP_SIZE_MAX = 64
 
 
 def _settle_stages(config: SchedConfig) -> None:
-    """Fill in each setting of pipeline stages where there are several; with one stage all of them stay unset."""
+    """Fill in each setting of pipeline stages if there are several; with one stage all of them stay unset."""
     if config.pp_size == 1:
         msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
     why, hint = "there is one stage", "take pp_size 2 or more"
