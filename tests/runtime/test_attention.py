@@ -98,7 +98,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(attention, "find_spec", lambda name: name if name in here.installed else None)
     monkeypatch.setattr(attention, "version", lambda name: here.flashinfer)
     monkeypatch.setattr(attention, "_has_compiler", lambda: False)
-    monkeypatch.setattr(attention, "_said", set())
+    monkeypatch.setattr(attention, "_logged_choices", set())
     monkeypatch.setattr(attention, "_flashinfer_fails", lambda needs: None)
     monkeypatch.setattr(triton_trial, "unavailable_because", lambda device: here.triton_unavailable)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here.capability)
@@ -148,7 +148,7 @@ def test_a_forced_backend_that_cannot_run_reports_why_and_what_can(machine, chan
     with pytest.raises(ConfigError, match=f"`attention_backend` flashinfer cannot run here: {why}") as failed:
         choose("flashinfer", Needs(CUDA, torch.bfloat16, 128, 16))
     others = "`reference`" if "capability" in change else "`triton`, `reference`"
-    assert str(failed.value).endswith(f"hint: of those that can: {others}")
+    assert str(failed.value).endswith(f"hint: these can: {others}")
 
 
 def test_triton_that_does_not_work_is_passed_over_and_named_where_it_is_forced(machine):
@@ -424,7 +424,7 @@ def test_auto_passes_over_a_flashinfer_without_the_kernels(trial, machine, flash
     with pytest.raises(ConfigError) as refused:
         choose("flashinfer", Needs(CUDA, torch.float16, 128, 16, group=4))
     assert str(refused.value) == (
-        f"`attention_backend` flashinfer cannot run here: {why}\nhint: of those that can: `triton`, `reference`"
+        f"`attention_backend` flashinfer cannot run here: {why}\nhint: these can: `triton`, `reference`"
     )
 
 

@@ -407,16 +407,16 @@ def test_vectors_are_those_of_the_reference(trained: tuple[Path, Any], tmp_path:
 def test_pooling_that_cannot_be_done_is_refused(trained: tuple[Path, Any], tmp_path: Path) -> None:
     folder = pooling_folder(trained[0], tmp_path, {"pooling_mode_cls_token": True})
     with pytest.raises(
-        ConfigError, match=r"config\.json asks for cls_token; one of mean, mean_tokens, lasttoken can be"
+        ConfigError, match=r"config\.json requires cls_token; supported is one of mean, mean_tokens, lasttoken"
     ):
         LLM(folder, **SMALL)
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}')
-    with pytest.raises(ConfigError, match="asks for mean_tokens and lasttoken"):
+    with pytest.raises(ConfigError, match="requires mean_tokens and lasttoken"):
         LLM(folder, **SMALL)
     with pytest.raises(ConfigError, match="`pooling` must be mean or last, got `max`"):
         LLM(folder, pooling="max", **SMALL)  # type: ignore[arg-type]
     (folder / "modules.json").write_text('[{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]')
-    with pytest.raises(ConfigError, match="has a module `Dense`, which is not done here\nhint: give `pooling`"):
+    with pytest.raises(ConfigError, match="has a module `Dense`, which is not supported here\nhint: give `pooling`"):
         LLM(folder, **SMALL)
 
 
@@ -850,7 +850,7 @@ def test_an_answer_that_failed_reports_it(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: torch.full((len(hidden), VOCABULARY), torch.nan))
     with LLM(folder, random_weights=3, **SMALL) as llm:
         (answer,) = llm.generate([[5, 6]])
-    assert answer.error == "the model's logits were no numbers, or nothing was allowed to be said"
+    assert answer.error == "the model's logits were no numbers, or no token was allowed"
 
 
 def test_a_journal_that_is_there_is_not_written_over(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

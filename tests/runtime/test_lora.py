@@ -275,7 +275,7 @@ def test_an_engine_that_begins_again_has_the_adapters_that_it_had(
         same(answer, expected["few"][0])
         (lost,) = llm.generate(PROMPTS[0], greedy("gone"))
         assert lost.finish_reason == "error"
-        assert "are not those that were there when the adapter was loaded" in lost.error
+        assert "have changed since the adapter was loaded" in lost.error
     with LLM(lora={"all": adapters["all"]}, max_loras=3, keeper=Keeper(tmp_path / "run"), **CPU) as llm:
         assert sorted(llm.adapters()) == ["all", "few", "gone"]  # a server that begins anew has what it names
         (answer,) = llm.generate(PROMPTS[0], greedy("all"))

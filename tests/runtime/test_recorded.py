@@ -182,7 +182,7 @@ def test_a_batch_that_fails_here_is_named(tmp_path: Path) -> None:
         return RuntimeError("no such kernel") if executor.forwards == 4 else None
 
     executor.model.fail_at = fail  # type: ignore[attr-defined]
-    with pytest.raises(LockstepError, match="batch 4 of the journal fails here: RuntimeError: no such kernel"):
+    with pytest.raises(LockstepError, match="batch 4 of the journal fails in this run: RuntimeError: no such kernel"):
         list(run_recorded(tmp_path, executor, VOCABULARY))
 
 

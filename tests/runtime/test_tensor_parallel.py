@@ -421,7 +421,7 @@ def test_waiting_requests_are_informed_although_rank_0_is_held(shells: list[subp
     out, said = shells[2].communicate(b"", timeout=300)
     assert out.startswith(b"the engine failed: rank 1 (process ")
     assert b" was ended by SIGKILL" in out
-    assert b"a thread of rank 0 does not come back" in said
+    assert b"a thread of rank 0 does not return" in said
     assert shells[2].returncode == 1
 
 

@@ -180,7 +180,7 @@ def test_ctrl_c_ends_it_with_what_there_is(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
-    assert stdout.startswith("interrupted: the figures are those until then\n")
+    assert stdout.startswith("interrupted: the figures end there\n")
     assert 20 <= len(read_batch_times(out).batches) < len(plans_of(long))
 
 

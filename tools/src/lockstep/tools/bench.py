@@ -1,7 +1,7 @@
-"""`lockstep bench serve`: load a server, and measure it as the simulator measures itself. Arguments and printing only.
+"""`lockstep bench serve`: load a server, and measure it like a simulation. Argument parsing and printing only.
 
-Senders and arrivals are those of a simulation of the same command line (`sim/run/load.py: arrivals_of_load`);
-it is sent by the sender of `lockstep replay --to` (live.py) and measured by bench_run.py.
+Arrivals are those of a simulation with the same options (`sim/run/load.py: arrivals_of_load`). The sender of `lockstep
+replay --to` (live.py) sends them, and bench_run.py measures the answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXIT_INTERRUPTED = 130
 
 @click.group()
 def bench() -> None:
-    """Measure something that runs."""
+    """Measure a running server."""
 
 
 @bench.command(context_settings={"show_default": True, "max_content_width": 120})
@@ -116,7 +116,7 @@ def serve(workloads: tuple[str, ...], slos: tuple[str, ...], **options: Any) -> 
 
 
 class _Server:
-    """The server's own description."""
+    """The server's description of its model."""
 
     def __init__(self, model: str, vocabulary: int | None, context_tokens_max: int | None) -> None:
         from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
@@ -126,26 +126,26 @@ class _Server:
 
 
 async def _ask_about(target: Any, url: str, model: str | None) -> _Server:
-    """Find out whether it is there and has the model. Raises ConfigError, OSError, HttpError."""
+    """Request the models of a server and check that it has `model`. Raises ConfigError, OSError, HttpError."""
     from lockstep.tools.live import client_of
 
     client = client_of(target)
     try:
         status, listed = await _get(client, "/v1/models")
         if status in (401, 403):
-            raise ConfigError(f"`{url}` wants a key (status {status})\nhint: set OPENAI_API_KEY")
+            raise ConfigError(f"`{url}` requires a key (status {status})\nhint: set OPENAI_API_KEY")
         models = [one for one in listed.get("data") or () if isinstance(one, dict) and isinstance(one.get("id"), str)]
         names = [one["id"] for one in models]
         if status != 200 or not names:
             raise ConfigError(
-                f"`{url}` is no OpenAI-compatible server: /v1/models has status {status} and lists no models\n"
-                "hint: the part of the URL in front of /v1"
+                f"`{url}` is not an OpenAI-compatible server: /v1/models has status {status} and lists no models\n"
+                "hint: give the part of the URL in front of /v1"
             )
         if model is not None and model not in names:
             raise ConfigError(f"`--model` {model} is not served at {url}\nhint: it has {', '.join(names)}")
         found = next(one for one in models if model in (None, one["id"]))
-        status, said = await _get(client, "/get_model_info")  # of lockstep; others have no vocabulary there, or nothing
-        about = said if status == 200 else {}
+        status, info = await _get(client, "/get_model_info")  # a route of lockstep; other servers may not have it
+        about = info if status == 200 else {}
         context = found.get("max_model_len") or about.get("max_model_len")
         return _Server(found["id"], _whole(about.get("vocab_size")), _whole(context))
     finally:
@@ -156,10 +156,10 @@ async def _get(client: Any, path: str) -> tuple[int, dict[str, Any]]:
     async with client.request("GET", path, b"") as response:
         text = b"".join([piece async for piece in response.pieces()])
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        said = None
-    return response.status, said if isinstance(said, dict) else {}
+        content = None
+    return response.status, content if isinstance(content, dict) else {}
 
 
 def _whole(value: Any) -> int | None:
@@ -174,7 +174,7 @@ def _asking(server: _Server, given: BenchOptions, fields: dict[str, Any]) -> Ask
         raise ConfigError("`--prompts` ids cannot be messages of a chat\nhint: leave out --chat, or give words")
     if given.prompts == "ids" and vocabulary is None:
         raise ConfigError(
-            "`--prompts` ids needs the size of the vocabulary, and the server does not say it\nhint: --vocab"
+            "`--prompts` ids needs the size of the vocabulary, and the server does not report it\nhint: --vocab"
         )
     if given.vocab is not None and (given.chat or given.prompts == "words"):
         raise ConfigError(f"`--vocab` {given.vocab} is for prompts of token ids\nhint: leave it out")
@@ -187,7 +187,7 @@ def _fields(body: str | None) -> dict[str, Any]:
     try:
         found = json.loads(body or "{}")
     except ValueError as error:
-        raise ConfigError(f"`--body` is no JSON: {error}\nhint: such as '{{\"top_p\": 0.9}}'") from error
+        raise ConfigError(f"`--body` is not JSON: {error}\nhint: such as '{{\"top_p\": 0.9}}'") from error
     if not isinstance(found, dict):
         raise ConfigError(f"`--body` must be an object of fields, got `{body}`")
     return found
@@ -199,7 +199,7 @@ def _unreachable(url: str, error: Exception) -> ConfigError:
 
 
 def _command(given: BenchOptions, scenario: Scenario) -> str:
-    """Return the command line that runs this again, without the options of its output."""
+    """Return the command line that repeats this run, without the options of its output."""
     of_engine = [name for name in options_of(Scenario) if name not in ("workload", *names_where("sent"))]
     words = changed_words(given, leave_out=("timeout_s", "out", "overwrite", "as_json"))
     words += changed_words(scenario, always=("seed",), leave_out=of_engine)
@@ -208,7 +208,7 @@ def _command(given: BenchOptions, scenario: Scenario) -> str:
 
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[Sender], None] | None]:
-    """A bar on stderr; none if that is no terminal."""
+    """Yield a callback for a progress bar on stderr; None if that is not a terminal."""
     with terminal_bar() as bar:
         if bar is None:
             yield None

@@ -1,8 +1,8 @@
-"""`lockstep replay PLANS --on-hardware`: a journal's batches on a device, without a scheduler, and what was predicted.
+"""`lockstep replay PLANS --on-hardware`: run a journal's batches on a device, and compare times with predictions.
 
-Plans are run in the order in which they were decided (`lockstep.host.recorded`), each timed by the executor. Beside
-each time stands the cost model's prediction for such a batch on such a device. `--out` writes all of them to a file, of
-which `lockstep calibrate --from FILE` makes a calibration; with `--calibration` the corrected model predicts.
+Plans run in the order of the journal, without new decisions (`lockstep.host.recorded`), and the executor times each.
+The output shows the cost model's prediction beside each time. `--out` writes all times to a file, from which `lockstep
+calibrate --from FILE` makes a calibration. With `--calibration` the corrected model predicts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Predictor:
-    """What is held against the times."""
+    """The cost model with which measured times are compared."""
 
     cost: CostModel
     model: str
@@ -62,7 +62,7 @@ class Predictor:
 
     @property
     def title(self) -> str:
-        """In a few words."""
+        """Model, GPU and calibration in a few words."""
         corrected = "not calibrated" if self.calibration.engine == "none" else f"calibration {self.calibration.title}"
         return f"{self.model} on {self.gpu}, {corrected}"
 
@@ -168,7 +168,7 @@ def on_hardware(run: Path, as_json: bool, **options: Any) -> int:
 
 
 def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibration) -> Predictor:
-    """The cost model of the device here. Raises ConfigError where the catalogue does not have the device."""
+    """Return the cost model of the runner's device. Raises ConfigError if the catalogue does not have the device."""
     card_name = gpu or runner.device
     try:
         card = load_gpu(card_name)
@@ -176,8 +176,7 @@ def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibratio
         if gpu is not None:
             raise
         raise ConfigError(
-            f"the catalogue has no entry for this device, `{runner.device}`\n"
-            "hint: --gpu NAME or FILE says what it is like"
+            f"the catalogue has no entry for this device, `{runner.device}`\nhint: describe it with --gpu NAME or FILE"
         ) from error
     spec = load_model(str(runner.folder) if runner.model != "demo" else "demo")
     model = runner.made.model
@@ -193,7 +192,7 @@ def make_predictor(runner: PlansRunner, gpu: str | None, calibration: Calibratio
 
 
 def _runtime() -> Any:
-    """The runtime, where it is installed."""
+    """Import the runtime. Raises ConfigError if it is not installed."""
     try:
         from lockstep.runtime.recorded import make_runner
     except ImportError as error:
@@ -204,7 +203,7 @@ def _runtime() -> Any:
 
 
 def _extent(journal: Path, most: int | None) -> Extent:
-    """What the first so many plans need. Raises ConfigError if there is none; Divergence."""
+    """Return the sizes that the first `most` plans need. Raises ConfigError if there are no plans; Divergence."""
     from lockstep.runtime.recorded import Extent
 
     extent = Extent()
@@ -215,13 +214,13 @@ def _extent(journal: Path, most: int | None) -> Extent:
                 break
     if not extent.batches:
         raise ConfigError(
-            f"no batch was launched in the journal of `{journal}`\nhint: `lockstep journal info` says more"
+            f"no batch was launched in the journal of `{journal}`\nhint: `lockstep journal info` shows its content"
         )
     return extent
 
 
 def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) -> Iterator[BatchTime]:
-    """Run the plans. One that failed when it was recorded, or waited to be sampled, has no time."""
+    """Run the plans and yield their times. Failed batches and batches with deferred sampling are left out."""
     from lockstep.host.recorded import run_recorded
 
     durations = Durations()
@@ -239,7 +238,7 @@ def _timed(journal: Path, runner: PlansRunner, predictor: Predictor, most: int) 
 
 
 def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | None) -> BatchTimesHeader:
-    """The first line of the file."""
+    """Return the first line of the file."""
     return BatchTimesHeader(
         model="demo" if runner.model == "demo" else str(runner.folder.resolve()),
         gpu=str(Path(gpu).resolve()) if gpu is not None and Path(gpu).is_file() else predictor.gpu,
@@ -253,7 +252,7 @@ def _measured(run: Path, runner: PlansRunner, predictor: Predictor, gpu: str | N
 
 @contextmanager
 def _written(out: Path | None, measured: BatchTimesHeader) -> Iterator[Callable[[BatchTime], object]]:
-    """Writes each batch as it comes, so that nothing is lost with the process."""
+    """Yield a function that writes one batch to the file at once, so that nothing is lost with the process."""
     if out is None:
         yield lambda _: None
         return
@@ -264,7 +263,7 @@ def _written(out: Path | None, measured: BatchTimesHeader) -> Iterator[Callable[
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on stderr, where that is a terminal."""
+    """Yield a function that advances a progress bar on stderr, if that is a terminal."""
     with terminal_bar(remaining=True) as bar:
         if bar is None:
             yield lambda: None
@@ -275,7 +274,7 @@ def _progress(total: int) -> Iterator[Any]:
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Errors that are made for people as one message."""
+    """Turn expected errors into one message and an exit status."""
     try:
         with refusals():
             yield
@@ -283,7 +282,7 @@ def _refused() -> Iterator[None]:
         raise ToolError(error) from error
 
 
-# ------------------------------------------------------------------------------------------------------------- telling
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interrupted: bool, as_json: bool) -> None:
@@ -316,8 +315,8 @@ def _show(times: Sequence[BatchTime], runner: PlansRunner, by: Predictor, interr
 def outlier_lines(
     times: Sequence[BatchTime], rows: Sequence[ErrorRow], unusual: Sequence[Outlier], interrupted: bool
 ) -> list[str]:
-    """For a terminal."""
-    lines = ["interrupted: the figures are those until then"] if interrupted else []
+    """Return times, errors and outliers as lines for a terminal."""
+    lines = ["interrupted: the figures end there"] if interrupted else []
     if not times:
         return [*lines, "no batch was timed"]
     lines.append(
@@ -332,14 +331,14 @@ def outlier_lines(
     lines.append("medians; ratio is measured / predicted, error is |predicted / measured - 1|")
     if unusual:
         lines.append(
-            f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as others of their kind and "
-            "size, or less than half"
+            f"{len(unusual):,} of {len(times):,} took more than {OUTLIER:g} times as long as other batches of their "
+            "kind and size, or less than half"
         )
         for one in unusual[:OUTLIERS_SHOWN]:
             batch = one.batch
             lines.append(
                 f"  b{batch.batch_id} {batch.mode} of {batch.size:,} {_unit(batch)}: "
-                f"{duration(batch.took_us)}, {one.times:.2f} times what was to be expected"
+                f"{duration(batch.took_us)}, {one.times:.2f} times the expected time"
             )
         if len(unusual) > OUTLIERS_SHOWN:
             lines.append(f"  and {len(unusual) - OUTLIERS_SHOWN:,} more: --json lists all")

@@ -1,6 +1,6 @@
-"""`lockstep replay`: a journal decided again, strictly: all of it, up to a step or a break, or step by step in hand.
+"""`lockstep replay`: a strict replay of a journal, whole, up to a step or a break, or interactively step by step.
 
-Argument parsing, the prompt and what it prints. Going through a journal is stepping.py, conditions are conditions.py.
+Argument parsing, the prompt and its output. Steps are taken in stepping.py, conditions are parsed in conditions.py.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from lockstep.tools.runs import EXIT_DIVERGED, RUN, Walk, engine_journal, print_
 from lockstep.tools.stepping import Stepper, TakenStep
 from lockstep.tools.why_step import short_plan, why_step
 
-HELP = """step [N], back [N]      go N steps forward or back (1)
-goto N                  stand before step N
-continue [COND]         go on until COND or a break holds, or to the end
-break COND              hold where a condition over decided events is met; `breaks` lists them, `clear [N]` drops them
-last, plan              the step just taken: its decisions; the batch it launched, with its page tables
-why                     why the step just taken did what it did
+HELP = """step [N], back [N]      move N steps forward or back (1)
+goto N                  move before step N
+continue [COND]         step until COND or a break holds, or to the end
+break COND              stop where a condition over decided events holds; `breaks` lists them, `clear [N]` drops them
+last, plan              the last step: its decisions; the batch it launched, with its page tables
+why                     the reasons of the last step
 pages, queue, table, flight, owners, tree, sessions, adapters, stats      the state
-help, quit              an empty line repeats the command before
+help, quit              an empty line repeats the previous command
 
 COND, for example: RequestRetracted and request == r17; AdmissionDeferred and reason == kv_budget; waiting > 50"""
 
 
 class _Replay(click.Command):
-    """`--what-if`, `--on-hardware` and `--to` make other commands of it, with their own options, loaded only then."""
+    """Dispatches `--what-if`, `--on-hardware` and `--to` to other commands with options of their own, loaded lazily."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -174,7 +174,7 @@ def _in_hand(run: Path, until: int | None, condition: str | None, interactive: b
         if not interactive:
             _say(list(state_lines(hand.stepper.engine, hand.stepper.names)))
             return
-        click.echo(f"{run}: before step {hand.stepper.position:,}; `help` says what can be done", err=True)
+        click.echo(f"{run}: before step {hand.stepper.position:,}; `help` lists the commands", err=True)
         for line in _input():
             _say(hand.do(line))
             if hand.done:
@@ -185,7 +185,7 @@ def _in_hand(run: Path, until: int | None, condition: str | None, interactive: b
 
 
 def _input() -> Iterator[str]:
-    """Lines of the person, with a prompt if there is a terminal."""
+    """Yield lines of stdin, with a prompt if it is a terminal."""
     while True:
         if sys.stdin.isatty():
             click.echo("(replay) ", nl=False, err=True)
@@ -201,7 +201,7 @@ def _say(lines: list[str]) -> None:
 
 
 class Hand:
-    """Carries out the commands of a person going through a journal; each returns what to print."""
+    """Runs the commands of the interactive prompt. Each returns the lines to print."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
@@ -225,7 +225,7 @@ class Hand:
         }
 
     def do(self, line: str) -> list[str]:
-        """Carry out one command; an input error is printed, and changes nothing."""
+        """Run one command. An input error is returned as text and changes nothing."""
         line = line or self._before
         verb, _, rest = line.partition(" ")
         rest = rest.strip()
@@ -268,7 +268,7 @@ class Hand:
         raise ConfigError(f"no command `{f'{verb} {rest}'.strip()}`\nhint: `help` lists them")
 
     def go(self, move: Callable[[], object]) -> list[str]:
-        """Go somewhere, then show where that is."""
+        """Move, then return the last step and the new position as text."""
         held = move()
         stepper = self.stepper
         lines = [f"holds: {held.text}"] if isinstance(held, Condition) else []
@@ -295,9 +295,9 @@ class Hand:
 
     def _last(self) -> list[str]:
         last = self.stepper.last
-        return (
-            ["nothing was done yet"] if last is None else list(exact_text(last.step, self.stepper.names)) or ["nothing"]
-        )
+        if last is None:
+            return ["no step was taken yet"]
+        return list(exact_text(last.step, self.stepper.names)) or ["the last step decided nothing"]
 
     def _plan(self) -> list[str]:
         last = self.stepper.last
@@ -306,7 +306,7 @@ class Hand:
 
     def _why(self) -> list[str]:
         if self.stepper.last is None:
-            return ["nothing was done yet"]
+            return ["no step was taken yet"]
         reason = why_step(self.stepper.folder, self.stepper.last.number)
         lines = [reason.title]
         for heading, parts in reason.parts.items():

@@ -1,6 +1,6 @@
-"""A rank, or all of an engine, from settings to its executor: load the model, see what fits, make what runs it.
+"""Build one rank, or a whole engine, from its settings: load the model, size the KV pool, make the executor.
 
-Every rank of a group does this, rank 0 in the process of `LLM` and the others in `worker.py`, all at the same time.
+Every rank of a group runs this code at the same time: rank 0 in the process of `LLM`, the others in `worker.py`.
 """
 
 from __future__ import annotations
@@ -70,19 +70,20 @@ DEAREST_SAMPLING = SamplingParams(
     allowed_token_ids=(0,),
     top_logprobs=1,
 )
-"""Every step of sampling: what takes most of the device's memory."""
+"""Parameters that use every step of sampling; a draw with them takes the most device memory."""
 
 
 class TableSampler:
-    """`sampling` behind the executor's protocol."""
+    """The executor's sampler protocol, implemented by `sampling`."""
 
     def __init__(self, table: SamplingTable, sampler: Sampler) -> None:
         self.table, self.sampler = table, sampler
 
     def take_row(self, taken: RowTaken, context: RowContext) -> None:
-        """Settings, and what penalties start with. A row whose settings cannot work ends as invalid; the others go on.
+        """Store the sampling settings of a row and the tokens that its penalties count.
 
-        Hosts check settings before the engine hears of them. This is for what gets past them, or comes from a journal.
+        A row with settings that cannot be sampled ends as invalid; other rows are not affected. Hosts check settings
+        before a request reaches the engine. This covers settings that pass that check, or that come from a journal.
         """
         try:
             self.table.take_row(
@@ -100,36 +101,39 @@ class TableSampler:
             self.table.refuse_row(taken.row)
 
     def remembers(self, rows_host: Int32s) -> bool:
-        """Penalties count what is drawn."""
+        """Return whether a row of `rows_host` has penalties, which count every drawn token."""
         return bool(self.table.penalised[rows_host].any())
 
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, rows_host: Int32s, allowed: Tensor | None
     ) -> Sampled:
-        """Draw."""
+        """Draw one token per row; see `Sampler.sample`."""
         return self.sampler.sample(logits, rows, positions, rows_host, allowed)
 
 
 class OtherRanks(Protocol):
-    """What a rank needs of the others to be put together; of rank 0, `ranks.RankGroup`."""
+    """What a rank needs from the other ranks while it is assembled; `ranks.RankGroup` on rank 0."""
 
     @property
     def matchers(self) -> Matchers | None:
-        """What its executor is made with; None on rank 0, which has its own or none."""
+        """Matchers for this rank's executor; None on rank 0, which uses its own or none."""
 
     def parallel(self) -> Parallel:
-        """This rank's part."""
+        """Return this rank's part of the tensor-parallel model."""
 
     def compare(self, chosen: str) -> None:
-        """See that the same was chosen on all ranks, before a pass is run on any. Raises ConfigError on rank 0."""
+        """Compare the choices of all ranks before any of them runs a pass.
+
+        Raises ConfigError on rank 0 if they differ.
+        """
 
     def agree(self, config: SchedConfig) -> SchedConfig:
-        """The settings that hold on all ranks, given those that this one found."""
+        """Return the settings that hold on all ranks, given those that this rank computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A rank, or all of an engine, up to its executor."""
+    """One rank, or a whole engine, up to its executor."""
 
     model: Decoder
     config: SchedConfig
@@ -142,16 +146,17 @@ class Assembled:
 def assemble(
     settings: RankSettings, device: torch.device, clock: HostClock, ranks: OtherRanks | None = None
 ) -> Assembled:
-    """Load the model, see what fits, and make the executor. All ranks of a group do this at the same time.
+    """Load the model, size the KV pool, and make the executor. All ranks of a group do this at the same time.
 
-    Every pass that is run in here, for its memory or for a graph, is run by all of them: they sum over each other.
+    Passes that are run in here, to measure memory or to capture a graph, run on all ranks, because layers sum over the
+    ranks.
     """
     with current(device):
         return _assemble(settings, device, clock, ranks)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside of it a device is the current one, which kernels, graphs and libraries go by; nothing for the CPU."""
+    """Return a context in which `device` is the current CUDA device; an empty context for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -175,7 +180,7 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
     sched = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.sched.items()}
     draft = None if settings.draft_model is None else _draft_model(settings, settings.draft_model, model, device)
     config, memory, kernels = _sized(model, device, settings.mem_fraction, pick, sched, ranks, draft)
-    if draft is not None:  # the same backend, which may not support its heads
+    if draft is not None:  # the draft model uses the same backend, which may not support its heads
         kind = (device, draft.dtype, draft.head_dim, config.page_size)
         choose(kernels.backend, Needs(*kind, numerics=kernels.numerics, group=draft.heads // draft.kv_heads))
     if ranks is not None:
@@ -201,11 +206,11 @@ def _assemble(settings: RankSettings, device: torch.device, clock: HostClock, ra
 
 
 def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> None:
-    """Raise ConfigError where the method of drafts and the draft model do not go together."""
+    """Raise ConfigError if the speculative method and the draft model do not fit together."""
     if method in ("eagle", "mtp"):
         raise ConfigError(
             f"`speculative_method` is {method}, but this runtime drafts by ngram or draft_model only\n"
-            "hint: take one of these; `lockstep simulate` says what others would bring"
+            "hint: take one of these; `lockstep simulate` estimates the gain of the others"
         )
     if folder is None and method == "draft_model":
         raise ConfigError("`speculative_method` is draft_model, but no `draft_model` is given\nhint: give its folder")
@@ -219,9 +224,9 @@ def check_draft_model(folder: str | Path | None, method: object, ranks: int) -> 
 
 
 def _draft_model(settings: RankSettings, folder: str, model: Decoder, device: torch.device) -> Decoder:
-    """The model that drafts. Raises ConfigError if it has other tokens."""
+    """Build the draft model. Raises ConfigError if its vocabulary is not the model's, or if it does not generate."""
     with explained("the draft model's weights", device, "a smaller draft model, or none"):
-        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # on is of the model itself
+        rounds: Fp8Activations = "off" if settings.fp8_activations == "off" else "auto"  # `on` is for the model itself
         draft = build_model(Path(folder), _dtype(settings.dtype, device), device, fp8_activations=rounds)
     if draft.settings.vocab != model.settings.vocab or not draft.settings.generates:
         raise ConfigError(
@@ -288,7 +293,7 @@ def make_executor(
         device,
         "a smaller mem_fraction or max_running_requests, or fewer `pages` or graphs (cuda_graph_max_batch)",
     )
-    with lane.stream(), rest:  # memory belongs to the stream that it was made on, and goes back to it
+    with lane.stream(), rest:  # memory is freed to the stream on which it was allocated
         what = f"{config.pages:,} KV pages of {page_bytes_of(model, config.page_size):,} bytes"
         with explained(what, device, "fewer `pages`, or a smaller mem_fraction"):
             pool = make_pool(model, config.pages, config.page_size)
@@ -344,7 +349,7 @@ def make_executor(
 
 
 def weights_of(model: Decoder) -> str:
-    """In words how matrices are stored, and what they are multiplied with; empty where they are not quantised."""
+    """Describe the format of the quantised matrices and of the rows that they multiply; empty without quantisation."""
     if model.settings.quantization is None:
         return ""
     rows = f"fp8, {model.activations}" if model.activations else str(model.dtype).removeprefix("torch.")
@@ -352,13 +357,13 @@ def weights_of(model: Decoder) -> str:
 
 
 def make_pool(model: Decoder, pages: int, page_size: int) -> KvPool:
-    """A pool for the model's KV."""
+    """Return a pool for the model's KV."""
     sizes = (model.layers, pages, page_size, model.kv_heads, model.head_dim)
     return KvPool(*sizes, model.dtype, model.device, model.kv_scales)
 
 
 def page_bytes_of(model: Decoder, page_size: int) -> int:
-    """Bytes of a page of that pool."""
+    """Return the bytes of one page of a pool made by `make_pool`."""
     stored = model.dtype if model.kv_scales is None else FP8
     return KvPool.bytes_per_page(model.layers, page_size, model.kv_heads, model.head_dim, stored)
 
@@ -371,7 +376,7 @@ def _kernels(
     graph_rows_max: int | None,
     config: SchedConfig,
 ) -> PassKernels:
-    """An attention backend that can run in graphs, if there are to be any, with the sizes of the graphs."""
+    """Choose the kernels: a backend that can run in graphs, if they are enabled and possible, and sizes of graphs."""
     needs = Needs(
         model.device,
         model.dtype,
@@ -391,7 +396,7 @@ def _kernels(
     except ConfigError as error:
         if mode == "on":
             raise
-        without = PassKernels(choose(requested, needs).name, numerics)  # raises if graphs are not what is wrong
+        without = PassKernels(choose(requested, needs).name, numerics)  # raises if graphs are not the reason
         log.info("no CUDA graphs: %s", str(error).partition("\n")[0])
         return without
 
@@ -405,7 +410,7 @@ def _sized(
     ranks: OtherRanks | None,
     draft: Decoder | None,
 ) -> tuple[SchedConfig, MemoryBudget, PassKernels]:
-    """Scheduler settings, with sizes that fit the model and the device."""
+    """Return scheduler settings with sizes that fit the model and the device."""
     gpu = device.type == "cuda"
     given: dict[str, Any] = {
         "overlap_depth": 1 if gpu else 0,
@@ -422,7 +427,7 @@ def _sized(
         )
     without_pages = SchedConfig(**{"pages": 1 << 20, **given})
     method = without_pages.speculative_method
-    if draft is None and without_pages.speculates and method != "ngram":  # of a journal that is executed again
+    if draft is None and without_pages.speculates and method != "ngram":  # a journal that is executed again
         raise ConfigError(
             f"`speculative_method` is {method}, but nothing here drafts so\n"
             "hint: ngram needs no model; LLM and lockstep serve take a draft_model"
@@ -468,7 +473,10 @@ def _sized(
 
 
 def largest_pass_tokens(config: SchedConfig) -> int:
-    """New tokens of the largest pass. Without chunks the first prompt runs whole, whatever a pass may take."""
+    """Return the new tokens of the largest pass.
+
+    Without chunks the first prompt runs whole, over any budget of a pass.
+    """
     chunk = config.chunked_prefill_size
     if chunk is None:
         return max(config.context_tokens_max, config.max_prefill_tokens)
@@ -476,7 +484,7 @@ def largest_pass_tokens(config: SchedConfig) -> int:
 
 
 def _graph_bytes(model: Decoder, kernels: PassKernels, page_size: int, context: int) -> int:
-    """What graphs of these sizes are going to take: the two largest are captured, over a pool of one page."""
+    """Estimate the bytes of the graphs: capture the two largest over a pool of one page."""
     sizes = kernels.graph_sizes
     if not sizes:
         return 0
@@ -533,7 +541,7 @@ def _run_once(
 
 
 def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: torch.device) -> None:
-    """Drafts of so many rows that stand at the end of the context, all in one page."""
+    """Draft once for `rows` rows at the end of the context, all in one page, to measure the drafter's memory."""
     table = torch.zeros((rows, -(-context // page_size)), dtype=torch.int32, device=device)
     stands = torch.full((rows,), context - 1, dtype=torch.int64, device=device)
     with torch.inference_mode():
@@ -549,7 +557,10 @@ def _seek_once(rows: int, context: int, page_size: int, drafts: int, device: tor
 
 
 def _draw_once(logits: Tensor) -> None:
-    """Draw for rows that ask for everything: penalties count by token id, logprobs need the logits once more."""
+    """Draw for `logits` with every sampling step.
+
+    Penalties count by token id, and logprobs need a second copy of the logits.
+    """
     count, vocab = logits.shape
     table = SamplingTable(count, vocab, logits.device)
     for row in range(count):
@@ -559,9 +570,9 @@ def _draw_once(logits: Tensor) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """cpu, cuda, cuda:1; auto is a GPU if there is one, and cuda the current one. Raises ConfigError.
+    """Return the device of `cpu`, `cuda`, `cuda:1` or `auto`; `auto` is a GPU if there is one. Raises ConfigError.
 
-    A GPU always comes with its number: what is current may change while the engine runs.
+    A GPU is always returned with its number, because the current device may change while the engine runs.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -582,7 +593,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """A device as its driver calls it, such as NVIDIA H200; a processor is `cpu`."""
+    """Return the driver's name of a device, such as NVIDIA H200; `cpu` for a processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

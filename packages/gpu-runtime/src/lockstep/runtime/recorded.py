@@ -1,7 +1,7 @@
 """A model with its executor for the plans of any journal: `lockstep.host.recorded` runs them on it.
 
-The scheduler's settings are the journal's; the pool has as many pages as its plans name, and not more, so that a run of
-a large simulated device may fit a small one.
+The scheduler's settings are the journal's. The pool has only the pages that its plans name, so that the plans of a
+large simulated device may fit a small one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from lockstep.runtime.rank_wire import RankSettings
 from lockstep.runtime.warmup import warm_up
 
 USUAL = RankOptions()
-LORA_RANK = 16  # of adapters that a journal only names: their slots hold zeros, and take as long
+LORA_RANK = 16  # of adapters of a journal: their slots hold zeros, and take the same time
 
 
 @dataclass(slots=True)
 class Extent:
-    """What plans need of a device."""
+    """The device resources that plans need."""
 
     batches: int = 0
     pages: int = 0
     context_tokens: int = 0  # of the longest request
 
     def see(self, plan: BatchPlan) -> None:
-        """One more plan."""
+        """Add a plan."""
         self.batches += 1
         if len(plan.deltas.pages):
             self.pages = max(self.pages, int(plan.deltas.pages.max()) + 1)
@@ -54,12 +54,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PlansRunner:
-    """A model that is ready for a journal's plans."""
+    """A model that is ready to run a journal's plans."""
 
     made: Assembled
     model: str  # `demo`, or the folder's name
     folder: Path
-    device: str  # as its driver calls it; of a processor `cpu`
+    device: str  # the driver's name of the device; `cpu` for a processor
     notes: tuple[str, ...]
 
 
@@ -106,7 +106,7 @@ def make_runner(
         )
     sched = {one: getattr(config, one) for one in config.__struct_fields__}
     sched |= {"pages": pages, "context_tokens_max": min(config.context_tokens_max, settings.context_tokens)}
-    sched["eos_token_ids"] = ()  # of the journal's model; plans state when a request ends
+    sched["eos_token_ids"] = ()  # those are of the journal's model; plans determine when a request ends
     clock = HostClock()
     made = assemble(
         RankSettings(
@@ -134,7 +134,10 @@ def make_runner(
 
 
 def _matchers(backend: str, folder: Path, settings: ModelSettings) -> GrammarMatchers:
-    """Grammars of the journal with this model's tokenizer. What is none here, as a simulator's, allows every token."""
+    """Return the journal's grammars with this model's tokenizer.
+
+    A grammar that cannot be compiled allows every token.
+    """
 
     def library() -> GrammarBackend:
         if not backend:
