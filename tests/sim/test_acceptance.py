@@ -69,5 +69,5 @@ def test_the_command_reports_it_to_people_and_machines(tmp_path: Path) -> None:
 
 def test_a_run_without_drafts_is_one_error(tmp_path: Path) -> None:
     simulate(assemble(Scenario(model="qwen3-0.6b", gpu="h200", workload="gen:n=2"), environ={}), folder=tmp_path)
-    with pytest.raises(CalibrationError, match="0 rows verified drafts, and a chance takes 50"):
+    with pytest.raises(CalibrationError, match="0 rows verified drafts, a fit needs 50"):
         acceptance.describe(tmp_path)

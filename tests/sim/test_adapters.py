@@ -234,9 +234,9 @@ def test_each_tenant_may_have_its_own() -> None:
     )
     on = with_adapters(mixed, parse_adapters("tenants"), seed=7)
     assert all(turn.adapter == turn.tenant in ("law", "med") for turn in on)
-    with pytest.raises(ConfigError, match="no request of this workload has one"):
+    with pytest.raises(ConfigError, match="no request of this workload has a tenant"):
         with_adapters(turns_of(), parse_adapters("tenants"), seed=7)
-    with pytest.raises(ConfigError, match="says of no request which it runs on"):
+    with pytest.raises(ConfigError, match="no request of this workload has a recorded adapter"):
         with_adapters(turns_of(), parse_adapters("recorded"), seed=7)
 
 

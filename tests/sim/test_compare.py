@@ -218,7 +218,7 @@ def test_intervals_stand_side_by_side_and_it_is_reported_whether_they_overlap(fo
 def test_errors_of_different_calibrations_are_not_taken_for_shared(folder: Path) -> None:
     comparison = found(folder, "base", "calibrated")
     assert all(ratios == (None,) for ratios in (row.ratios_at_ends for row in comparison.intervals))
-    assert "nobody is surely ahead" in comparison.intervals_note
+    assert "no run is certainly ahead" in comparison.intervals_note
 
 
 def test_a_verdict_is_not_sure_if_the_limit_lies_within_the_interval(folder: Path) -> None:
@@ -249,7 +249,7 @@ def test_runs_without_intervals_report_so(folder: Path) -> None:
         (("base", "loose"), ("different SLOs",)),
         (("base", "calibrated"), ("different calibrations",)),
         (("base", "sessions"), ("different workloads",)),
-        (("base", "refusing"), ("not equally many requests were completed",)),
+        (("base", "refusing"), ("different numbers of completed requests",)),
     ],
 )
 def test_what_is_not_fair_is_reported(folder: Path, names: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -410,7 +410,7 @@ def test_what_is_no_run_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "is not JSON"),
-        ('{"a": NaN}', "NaN is no number"),
+        ('{"a": NaN}', "NaN is not a number"),
         ("[]", "is not from `lockstep simulate`"),
         ('{"about": {"engines": [{}, {}]}}', "is not from `lockstep simulate`"),
         ('{"about": {"format": "other"}}', "its about.format is not `lockstep-metrics`"),

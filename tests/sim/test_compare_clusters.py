@@ -119,8 +119,8 @@ def test_engines_of_several_kinds_report_whose_setting_it_is(folder: Path) -> No
 def test_a_single_engine_of_a_cluster_is_no_whole_run(folder: Path) -> None:
     runs = read_runs([folder / "in-turn" / "engines" / "0", folder / "by-prefix" / "engines" / "0"])
     warnings = compare(runs).warnings
-    assert "in-turn/engines/0 is engine 0 of a cluster: its figures are of its own requests alone" in warnings
-    assert "by-prefix/engines/0 is engine 0 of a cluster: its figures are of its own requests alone" in warnings
+    assert "in-turn/engines/0 is engine 0 of a cluster: its figures cover its own requests alone" in warnings
+    assert "by-prefix/engines/0 is engine 0 of a cluster: its figures cover its own requests alone" in warnings
 
 
 def test_of_very_many_engines_the_fullest_and_the_emptiest_are_shown(folder: Path) -> None:

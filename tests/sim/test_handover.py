@@ -190,7 +190,7 @@ def test_run_folder_replays_and_reports_how_to_get_it_again(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gpu h200 --prefill-engines 2", "need each other"),
+        ("--gpu h200 --prefill-engines 2", "must be given together"),
         ("--gpu h200 --prefill-engines 2 --decode-engines 0", "`decode_engines` must be at least 1, got `0`"),
         ("--gpu h200 --prefill-engines 2 --decode-engines 1 --replicas 2", "leave out '--replicas'"),
         ("--gpu h200 --link-bandwidth 10", "there are none"),

@@ -31,7 +31,7 @@ from lockstep.sim.run.simulate import Run, simulate
 from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.workload.media import MediaSpec, parse_media, with_media
 from lockstep.sim.workload.token_runs import cut_runs
-from lockstep.sim.workload.workload import WorkloadError, open_workload, workload_digest
+from lockstep.sim.workload.workload import SourceReading, WorkloadError, open_workload, workload_digest
 
 SMALL = "gen:n=40,rate=20,input=fixed:64,output=fixed:6"
 IMAGES = "image=0.5x1..3:640x480/6"
@@ -104,7 +104,7 @@ def test_a_video_is_pairs_of_frames_and_a_sound_a_token_for_40_ms() -> None:
     assert heard.sound(30).tokens == 750
     assert heard.sound(12).tokens == 300
     assert heard.positions(heard.sound(1)) == 1500, "whatever its length, it is padded to 30 s"
-    with pytest.raises(CatalogueError, match=rf"hears sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
+    with pytest.raises(CatalogueError, match=rf"takes sounds of up to {AUDIO_SECONDS_MAX:g} s, got `31s`"):
         heard.sound(31)
     with pytest.raises(CatalogueError, match="qwen2-audio-7b takes no image, but audio"):
         heard.image(64, 64)
@@ -178,7 +178,7 @@ def test_media_that_cannot_be_read_are_refused_with_an_example(text: str, proble
 
 @pytest.mark.parametrize("text", ["image=0.5:64x64;recorded", "recorded;recorded", "recorded; audio=0.1:2s"])
 def test_recorded_media_stand_alone(text: str) -> None:
-    problem = f"`media` cannot be `{text}`: recorded stands alone, for all media that the workload has\nhint: --media"
+    problem = f"`media` cannot be `{text}`: recorded excludes other media, as it means all media of the workload"
     with pytest.raises(ConfigError, match=problem):
         parse_media(text)
     assert parse_media("recorded") == ()
@@ -472,9 +472,9 @@ def test_recorded_media_change_neither_lengths_nor_times(tmp_path: Path) -> None
     lengths = '"text_tokens": "{20: 0.5, 300: 0.5}", "image_tokens": "{0: 0.2, 700: 0.4, 1001: 0.4}"'
     lengths += ', "audio_tokens": "{0: 1.0}", "image_count": "{1: 0.5, 3: 0.5}", "output_tokens": "{5: 1.0}"'
     (tmp_path / "chunk-0-dataset.json").write_text(f'{{"0": {{{lengths}}}}}')
-    text = open_workload(str(tmp_path), seed=2).turns
-    turns = open_workload(str(tmp_path), seed=2, recorded_media=True, time_window="60..300", limit=150).turns
-    whole = open_workload(str(tmp_path), seed=2, recorded_media=True).turns
+    text, media = open_workload(str(tmp_path), seed=2).turns, SourceReading(recorded_media=True)
+    turns = open_workload(str(tmp_path), seed=2, reading=media, time_window="60..300", limit=150).turns
+    whole = open_workload(str(tmp_path), seed=2, reading=media).turns
     assert np.array_equal(whole.prompt_tokens, text.prompt_tokens)
     assert np.array_equal(whole.arrival_us, text.arrival_us)
     assert len(turns) == 150

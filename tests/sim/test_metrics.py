@@ -556,10 +556,10 @@ def test_requests_that_never_arrived_are_refused(known: bool) -> None:
     run = Run()
     if known:
         run.arrive(0, 3)
-    with pytest.raises(ContractError, match="request 5 acts but never arrived"):
+    with pytest.raises(ContractError, match="request 5 has an event but never arrived"):
         run.finish(1, 5)
     run.stream(1, {5: (0, 1)})
-    with pytest.raises(ContractError, match="request 5 acts but never arrived"):
+    with pytest.raises(ContractError, match="request 5 has an event but never arrived"):
         run.result()
 
 
@@ -855,7 +855,7 @@ def test_who_has_ended_is_sent_nothing_more_and_may_not_arrive_twice() -> None:
         if settle:
             run.fold.compact()
         run.stream(10, {1: (1, 1)})
-        with pytest.raises(ContractError, match="request 1 acts but never arrived, or has ended"):
+        with pytest.raises(ContractError, match="request 1 has an event but never arrived, or has ended"):
             run.result()
     run = Run()
     run.arrive(0, 1)

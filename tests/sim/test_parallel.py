@@ -695,9 +695,9 @@ def test_a_plan_names_the_flags_of_its_layout(tmp_path: Path) -> None:
     assert (
         "serve:    lockstep serve --model FOLDER --set batching=mixed " in done.output
     )  # what `lockstep` is a name of
-    assert "          not carried out there yet: tp 2, ep 2, pp 2\n" in done.output
+    assert "          not supported there yet: tp 2, ep 2, pp 2\n" in done.output
     assert "emulate:  lockstep serve --emulate qwen3-30b-a3b@h100 --tp 2\n" in done.output
-    assert "          not carried out there yet: ep 2, pp 2\n" in done.output
+    assert "          not supported there yet: ep 2, pp 2\n" in done.output
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [one["lacks"] for one in found["serve"]] == [["tp 2", "ep 2", "pp 2"], ["ep 2", "pp 2"]]
     assert found["configurations"][0]["best"]["replicas"] == 1

@@ -560,7 +560,7 @@ def test_a_plan_that_was_interrupted_goes_on_and_ends_as_if_it_had_not_been(
         patched.setattr(Alone, "next_result", interrupted)
         first = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
     assert first.exit_code == 130
-    assert "keeps 7 simulations\nhint: the same command goes on from there" in first.stderr
+    assert "keeps 7 simulations\nhint: run the same command again to continue" in first.stderr
     assert not (tmp_path / "parts" / "plan.json").exists()
 
     second = invoke("--jobs", "1", "--out", str(tmp_path / "parts"))
@@ -724,7 +724,7 @@ def test_what_cannot_be_planned_is_one_message(
         (["--out", "FOLDER/file/plan"], "`out` cannot be written to, `FOLDER/file/plan`: not a directory"),
         (["--out", "FOLDER/file"], "`FOLDER/file` exists and does not hold a plan"),
         (["--workload", "FOLDER/empty.csv"], "FOLDER/empty.csv: the file is empty"),
-        (["--workload", "FOLDER/one.csv"], "FOLDER/one.csv: it has one arrival, which is at no rate"),
+        (["--workload", "FOLDER/one.csv"], "FOLDER/one.csv: it has one arrival and so no rate"),
         (["--workload", "FOLDER/none.csv"], "FOLDER/none.csv: no such file"),
     ],
 )
@@ -892,7 +892,7 @@ def test_ctrl_c_ends_a_plan_and_the_same_command_ends_as_if_it_had_not(tmp_path:
     assert process.returncode == (130 if in_the_middle else 0)
     if in_the_middle:
         assert stdout == ""
-        assert "hint: the same command goes on from there" in stderr
+        assert "hint: run the same command again to continue" in stderr
     next(folder.glob("simulations/*.json")).write_bytes(b"not JSON")
     second = invoke("--jobs", "1", "--out", str(folder))
     assert second.exit_code == whole.exit_code == 0, second.output
@@ -914,7 +914,7 @@ def test_a_plan_in_which_nothing_fits_or_nothing_meets_the_slo_ends_with_3() -> 
     nothing_fits = invoke("--jobs", "1", "--model", "llama-3.1-70b")
     assert nothing_fits.exit_code == 3
     assert "does not fit on 1 x H100-SXM" in " ".join(nothing_fits.stdout.split())
-    assert "None of them can run." in nothing_fits.stdout
+    assert "No configuration can run." in nothing_fits.stdout
     nothing_meets = invoke("--jobs", "1", "--slo", "e2e_p99=1ms")
     assert nothing_meets.exit_code == 3
     assert "The best achievable, at" in nothing_meets.stdout

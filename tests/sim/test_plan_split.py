@@ -106,13 +106,13 @@ def test_a_split_that_cannot_be_reports_it(text: str) -> None:
 @pytest.mark.parametrize(
     ("search", "changes", "message"),
     [
-        ("prefill_decode=auto", {}, r"shares out the GPUs of `max_gpus`, of which there is none\nhint: --max-gpus 16"),
-        ("tp=1,2", {"common": {"link_gbs": 40.0}}, "`link_gbs` is of links between prefill and decode engines"),
+        ("prefill_decode=auto", {}, r"divides the GPUs of `max_gpus`, which is not given\nhint: --max-gpus 16"),
+        ("tp=1,2", {"common": {"link_gbs": 40.0}}, "`link_gbs` applies to links between prefill and decode engines"),
         ("prefill_decode=1:1", {"settings": {"role": "decode"}}, "`role` follows from `prefill_decode`"),
         (
             "prefill_decode=mixed,1:1",
             {"common": {"autoscale": "open_requests=9"}},
-            "`autoscale` is for engines that all",
+            "`autoscale` supports engines with equal roles",
         ),
         ("role=decode", {"common": {"prefill_decode": "1:1"}}, "`role` follows from `prefill_decode`"),
     ],
@@ -324,7 +324,7 @@ def test_one_command_answers_and_gives_the_same_again(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--prefill-decode", "2"], "`prefill_decode` cannot be `2`: expected mixed, auto, or PREFILL:DECODE"),
-        (["--link-latency", "1s", "--search", "tp=1"], "of which there is none"),
+        (["--link-latency", "1s", "--search", "tp=1"], "which is not given"),
     ],
 )
 def test_what_cannot_be_planned_is_one_message(arguments: list[str], message: str) -> None:

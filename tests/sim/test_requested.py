@@ -146,5 +146,5 @@ def test_one_engine_and_several() -> None:
         assert isinstance(requested_by_command(line), ClusterScenario)
     with pytest.raises(ConfigError, match="not made by `lockstep simulate`, but by `lockstep bench`"):
         requested_by_command("lockstep bench serve --to http://127.0.0.1:8000")
-    with pytest.raises(click.UsageError, match="need each other"):
+    with pytest.raises(click.UsageError, match="must be given together"):
         requested_by_command(ROLES.replace("--decode-engines 1", ""))

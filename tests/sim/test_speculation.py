@@ -228,7 +228,7 @@ def test_a_plan_reports_what_drafts_bring_and_that_they_are_not_served_yet(tmp_p
     result = CliRunner().invoke(plan, [*words.split(), "--jobs", "1", "--json", str(tmp_path / "plan.json")])
     assert result.exit_code == 0, result.output
     assert "(h200 speculative_method=mtp)" in result.output
-    assert "not carried out there yet: speculative_method mtp" in result.output
+    assert "not supported there yet: speculative_method mtp" in result.output
     assert "--set speculative_method" not in result.output
     assert "--speculative-method mtp --acceptance 0.9" in result.output or "--acceptance 0.9" in result.output
 

@@ -221,9 +221,9 @@ def test_without_tiers_a_run_reports_nothing_of_them() -> None:
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"host_link_gbs": 3.0}, "`host_link_gbs` is about a tier below the device, but `host_cache_gb` is 0"),
-        ({"host_cache_gb": -1.0}, "`host_cache_gb` must be gigabytes from 0 on, got `-1.0`"),
-        ({"host_cache_gb": 1.0, "storage_gbs": 3.0}, "`storage_gbs` is about storage, but `storage_gb` is 0"),
+        ({"host_link_gbs": 3.0}, "`host_link_gbs` requires a tier below the device, but `host_cache_gb` is 0"),
+        ({"host_cache_gb": -1.0}, "`host_cache_gb` must be at least 0 gigabytes and below 1e9, got `-1.0`"),
+        ({"host_cache_gb": 1.0, "storage_gbs": 3.0}, "`storage_gbs` requires storage, but `storage_gb` is 0"),
         ({"host_cache_gb": 1.0, "host_write_policy": "lazy"}, "`host_write_policy` must be write_through, write_thr"),
     ],
 )

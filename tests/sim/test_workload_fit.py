@@ -197,7 +197,7 @@ def test_a_cut_off_model_file_is_refused(model_file: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("gen:file=FILE,input=fixed:5", "`input` means nothing for a fitted model"),
+        ("gen:file=FILE,input=fixed:5", "`input` has no meaning for a fitted model"),
         ("gen:file=FILE,n=0", "`n` cannot be `0`"),
         ("gen:file=FILE,rate=-1", "`rate` cannot be `-1`"),
         ("gen:file=FILE,n=5,n=6", "`n` is given twice"),

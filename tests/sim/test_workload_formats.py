@@ -15,7 +15,7 @@ import zstandard
 
 from lockstep.sim.workload.arrivals import TimeWindow
 from lockstep.sim.workload.token_runs import FreshTokens, fresh_tokens, prompt_ids
-from lockstep.sim.workload.workload import Workload, WorkloadError, open_workload
+from lockstep.sim.workload.workload import SourceReading, Workload, WorkloadError, open_workload
 
 AGENTIC = "traces/agentic/agentic_developers.jsonl.gz"
 AZURE = "traces/azure/AzureLLMInferenceTrace_code.csv.gz"
@@ -23,6 +23,8 @@ LENGTHS = "traces/lengths/vidur_arxiv_summarization_llama2_lengths.csv.gz"
 SERVEGEN = "traces/servegen/servegen_deepseek-r1.tar.zst"
 SERVEGEN_IMAGES = "traces/servegen/servegen_mm-image.tar.zst"
 SHAREGPT = "published/llmservingsim/sharegpt-llama-3.1-8b-300-sps10.jsonl.gz"
+
+LENIENT = SourceReading(skip_bad_rows=True)
 
 
 def open_text(folder: Path, text: str, **options: object) -> Workload:
@@ -77,7 +79,7 @@ def test_block_ids_mean_the_same_within_a_session_only(tmp_path: Path) -> None:
 def test_sessions_begin_at_once_or_at_a_rate(tmp_path: Path) -> None:
     at_once = open_text(tmp_path, TWO_SESSIONS)
     assert {turn.arrival_us for turn in at_once.turns} == {0}
-    assert at_once.notes == ("the file does not say when its 2 sessions begin: all at once",)
+    assert at_once.notes == ("the file does not record when its 2 sessions begin: all at once",)
     drawn = open_text(tmp_path, TWO_SESSIONS, rate=0.1)
     starts_us = [turn.arrival_us for turn in drawn.turns.by_clock()]
     assert starts_us[0] == starts_us[1] == 0  # a helper begins with its session
@@ -102,7 +104,7 @@ def test_sessions_begin_at_once_or_at_a_rate(tmp_path: Path) -> None:
 )
 def test_a_bad_agentic_row_is_refused(tmp_path: Path, row: str, says: str) -> None:
     assert f"line 2, {says}" in refusal(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row)
-    assert open_text(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row, skip_bad_rows=True).skipped.count == 1
+    assert open_text(tmp_path, agentic("a", 64, 1, [[1, 1]], 0) + row, reading=LENIENT).skipped.count == 1
 
 
 def test_ids_beyond_what_can_be_numbered_are_refused(tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_token_counts_do_without_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        (sharegpt([1, 2], input_toks=3), "column `input_tok_ids`: expected 3 ids, as `input_toks` says, got `2 ids`"),
+        (sharegpt([1, 2], input_toks=3), "column `input_tok_ids`: expected 3 ids, as in `input_toks`, got `2 ids`"),
         (sharegpt([1, -2]), "column `input_tok_ids`: expected a list of token ids"),
         (sharegpt([1, 2**31]), "column `input_tok_ids`: expected token ids below 2**31"),
         (sharegpt([1], output_tok_ids=[1]), "column `output_tok_ids`: expected 2 ids"),
@@ -359,7 +361,7 @@ def test_sessions_without_think_times_are_only_names(tmp_path: Path) -> None:
         ("arrival_s,input_tokens,output_tokens\n-1,5,5\n", "column `arrival_s`: expected a time in seconds"),
         ("arrival_s,input_tokens,output_tokens\n1e400,5,5\n", "column `arrival_s`"),
         ("arrival_s,input_tokens,output_tokens\n0," + "9" * 5000 + ",5\n", "column `input_tokens`"),
-        ("arrival_s,input_tokens,input_tokens,output_tokens\n0,5,5,5\n", "column `input_tokens`: stands there twice"),
+        ("arrival_s,input_tokens,input_tokens,output_tokens\n0,5,5,5\n", "column `input_tokens`: occurs twice"),
         ('{"input_tokens": 5, "output_tokens": 5, "arrival_s": 0, "session": []}\n', "column `session`"),
         ('{"input_tokens": 5, "output_tokens": 5, "arrival_s": 0, "prompt_token_ids": [1]}\n', "expected 5 ids"),
         ('{"input_tokens": 5, "arrival_s": 0}\n', "column `output_tokens`"),

@@ -210,7 +210,7 @@ def test_an_interrupt_behind_the_run_keeps_the_run_and_reports_what_is_missing(
     monkeypatch.setattr(intervals, "_summary_at", lambda setup, factor: None)  # as it is after a Ctrl-C
     arguments = [word for word in SIMULATE if word != "--no-intervals"]
     assert main([*arguments, *more, "--out", "run"]) == 130
-    assert "interrupted while the intervals were worked out: the run is whole" in capsys.readouterr().err
+    assert "interrupted while the intervals were worked out: the run is complete" in capsys.readouterr().err
     metrics = json.loads(Path("run", "metrics.json").read_text())
     assert metrics["requests"]["completed"] == 2
     assert "intervals" not in metrics
@@ -375,11 +375,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda m: m["latency"].update(ttft_us_p99="fast"), "at `$.latency[...]`"),
         (lambda m: m["latency"].update(ttft_us_p99=-5), "`float` >= 0.0"),
         (lambda m: m["latency"].update(ttft_us_p99=10**400), "is damaged: "),
-        (lambda m: m["latency"].pop("ttft_us_p99"), "latency has no right `ttft_us_p99`"),
-        (lambda m: m["requests"].update(arrived=None), "requests has no right `arrived`"),
-        (lambda m: m["requests"].update(by_reject_reason=3), "requests has no right `by_reject_reason`"),
-        (lambda m: m.update(scheduler={}), "scheduler has no right `waiting_mean`"),
-        (lambda m: m.update(device={}), "device has no right `busy_us`"),
+        (lambda m: m["latency"].pop("ttft_us_p99"), "latency has no valid `ttft_us_p99`"),
+        (lambda m: m["requests"].update(arrived=None), "requests has no valid `arrived`"),
+        (lambda m: m["requests"].update(by_reject_reason=3), "requests has no valid `by_reject_reason`"),
+        (lambda m: m.update(scheduler={}), "scheduler has no valid `waiting_mean`"),
+        (lambda m: m.update(device={}), "device has no valid `busy_us`"),
         (lambda m: m.update(slos=[1]), "Expected `object`, got `int` - at `$.slos[0]`"),
         (lambda m: m["intervals"].update(answers=3), "Expected `object`, got `int` - at `$.intervals.answers`"),
         (lambda m: m["about"].update(workload=[]), "Expected `object`, got `array` - at `$.about.workload`"),

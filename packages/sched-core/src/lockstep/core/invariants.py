@@ -1,8 +1,9 @@
-"""Equations that always hold, checked from scratch: `check(engine)` after any step.
+"""Invariants: equations that always hold, checked from scratch by `check(engine)` after any step.
 
-Each check names the property it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids, never
-as sums: a double free and a leak cancel in a sum. Tests and simulations switch it on; random histories spend most of
-their time here, so what several equations need is gathered once (`Facts`), and names are spelt out for a failure.
+Each check names the property that it guards (S1, S5, ... of docs/invariants.md). Pools are compared as sets of ids,
+never as sums, since a double free and a leak cancel in a sum. Tests and simulations can enable the checks. Random
+histories spend most of their time here. So facts that several equations use are gathered once (`Facts`), and names for
+messages are built only after a failure.
 
 A component checks itself (`Component.check_state`). This module has the equations over requests, rows, pages and
 batches of the scheduler, which take in all components.
@@ -45,12 +46,12 @@ def check(engine: Engine) -> None:
 
 
 def is_idle(engine: Engine) -> bool:
-    """Nothing waits, runs, is in flight or on its way between engines (S34: the one definition)."""
+    """Return whether no request waits or runs, no batch is in flight and no transfer is open (S34)."""
     return not engine.requests and not engine.in_flight and not engine.transfers.all
 
 
 def self_check(engine: Engine) -> None:
-    """Run the checks that a host makes of itself: `check`, and at rest `check_quiescent`."""
+    """Run `check`, or `check_quiescent` if the engine is idle. Hosts call it to check their engine."""
     if is_idle(engine):
         check_quiescent(engine)
     else:
@@ -58,7 +59,10 @@ def self_check(engine: Engine) -> None:
 
 
 def check_quiescent(engine: Engine) -> None:
-    """At rest everything is back: rows, pages, maps (L9); only sessions hold KV. Call when `is_idle`."""
+    """Check that all rows, pages and maps of an idle engine are free or empty (L9); only sessions may hold KV.
+
+    To be called when `is_idle`.
+    """
     check(engine)
     for component in engine.components:
         component.check_at_rest()
@@ -71,7 +75,7 @@ def check_quiescent(engine: Engine) -> None:
 
 
 def _containers(engine: Engine) -> None:
-    """S15, S16, S34: each live request is in exactly one container, the one its state names."""
+    """S15, S16, S34: each live request is in exactly one container, the one of its state."""
     live = engine.requests
     waiting = [request.request_id for request in (*engine.waiting, *engine.blocked.values())]
     running_batch = [request.request_id for request in engine.all_running[0].requests]
@@ -84,7 +88,11 @@ def _containers(engine: Engine) -> None:
             f"S15: waiting {waiting}, prefilling {prefilling}, decoding {running_batch}, ending {ending} "
             f"do not partition the live requests {list(live)}"
         )
-    same("S16 who decodes", sorted(running_batch), [request.request_id for request in live.values() if request.decodes])
+    same(
+        "S16 decoding requests",
+        sorted(running_batch),
+        [request.request_id for request in live.values() if request.decodes],
+    )
     running = running_batch + ending + sent
     same("S33 sending", engine.transfers.sending, len(sent))
     for state, ids in (
@@ -97,12 +105,12 @@ def _containers(engine: Engine) -> None:
                 fail(f"S16: r{request_id} is in the container of {state.name} but its state is not")
     newcomers = [request.request_id for request in engine.waiting if not request.ran]
     if newcomers != sorted(newcomers):
-        fail(f"L5: requests that never ran wait in the order {newcomers}, not as they came")
+        fail(f"L5: requests that never ran wait in the order {newcomers}, not in order of arrival")
     same("S33 active", engine.active, len(prefilling) + len(running))
 
 
 def _rows(engine: Engine, facts: Facts) -> None:
-    """S2, S6: a row is free, held by one request, or leased; row and request point at each other."""
+    """S2, S6: a row is free, held by one request, or in a deferred free; row and request refer to each other."""
     table = engine.memory.table
     held = [request.row for request in facts.holders]
     deferred_rows = [deferred.row for deferred in engine.memory.deferred.rows]
@@ -113,15 +121,15 @@ def _rows(engine: Engine, facts: Facts) -> None:
             if request.row != -1 or request.handle is not None:
                 fail(f"S6: {request.name} waits but holds row {request.row}")
         elif table.holders[request.row] is not request:
-            fail(f"S6: row {request.row} does not point back at {request.name}")
+            fail(f"S6: row {request.row} does not refer to {request.name}")
     if any(map(table.holders.__getitem__, table.free_rows)):
         fail(f"S6: of the free rows {table.free_rows} some still have a holder: {table.holders}")
     running_batch, _ = engine.all_running
-    same("S6 cohort rows", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
+    same("S6 rows that decode", running_batch.rows.tolist(), [request.row for request in running_batch.requests])
 
 
 def _spans(engine: Engine, facts: Facts) -> None:
-    """S7, S14, S18: protected <= computed <= the limit; chunks end where a prompt may be split, before its end."""
+    """S7, S14, S18: protected <= computed <= limit; chunks end before the prompt's end, at a multiple of the unit."""
     page_size, align, (running_batch, _) = engine.config.page_size, engine.config.split_tokens, engine.all_running
     for request in engine.requests.values():
         if len(request.tokens) != 4 * (request.prompt_tokens + request.outputs):
@@ -142,7 +150,7 @@ def _spans(engine: Engine, facts: Facts) -> None:
         ):
             fail(f"S18: {request.name} stopped its chunk at {computed} of {request.prompt_tokens + request.outputs}")
     for request, position in zip(running_batch.requests, facts.positions, strict=True):
-        most = position + (not engine.config.speculates)  # with drafts it may stand at its end with what is in flight
+        most = position + (not engine.config.speculates)  # with drafts the upper bound may reach the end
         if most >= request.limit or position < request.prompt_tokens:
             fail(f"S7: {request.name} decodes at {position}, prompt {request.prompt_tokens}, limit {request.limit}")
     if engine.running_batch.size and not engine.config.speculates:
@@ -153,7 +161,7 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 
 def _pages(engine: Engine, facts: Facts) -> None:
-    """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
+    """S1, S2, S3: every page has exactly one owner: pool, radix cache, row, deferred free, transfer or load."""
     table, page_size = engine.memory.table.pages, engine.config.page_size
     names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
     owned = [facts.free, *(node.pages for node in facts.cached)]
@@ -171,7 +179,7 @@ def _pages(engine: Engine, facts: Facts) -> None:
 
 
 def _reserve(engine: Engine, facts: Facts) -> None:
-    """S24: where all output is reserved, what active requests hold and may still open is no more than there is."""
+    """S24: with `reserve` full, the pages that active requests hold or may still open do not exceed the pool."""
     if engine.config.reserve != "full":
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
@@ -185,7 +193,7 @@ def _reserve(engine: Engine, facts: Facts) -> None:
 
 
 def _locks(engine: Engine, facts: Facts) -> None:
-    """S9, S10, S11, S14: locks equal live handles; a row's leading pages are its handle's path, token for token."""
+    """S9, S10, S11, S14: locks equal live handles; a row's leading pages and tokens are the path of its handle."""
     radix, table = engine.memory.radix, engine.memory.table
     if not radix.present:
         return
@@ -208,7 +216,7 @@ def _locks(engine: Engine, facts: Facts) -> None:
 
 
 def _in_flight(engine: Engine, facts: Facts) -> None:
-    """S5, S24: at most depth + 1 batches; what a batch in flight touches still belongs to a row, lease or fence."""
+    """S5, S24: at most depth + 1 batches are in flight; the pages of their rows are not free."""
     config, table = engine.config, engine.memory.table
     if len(engine.in_flight) > config.launches_max:
         fail(f"S24: {len(engine.in_flight)} batches in flight at overlap depth {config.overlap_depth}")
@@ -232,7 +240,7 @@ def _in_flight(engine: Engine, facts: Facts) -> None:
             if table.holders[row] is None:
                 fail(f"S5: row {row} was freed while batch {plan.batch_id} is in flight")
             if row in batch.dead and (row not in deferred_rows or deferred_rows[row].free_after < plan.batch_id):
-                fail(f"S5: row {row} is dead in batch {plan.batch_id} but no lease waits for it")
+                fail(f"S5: row {row} is dead in batch {plan.batch_id} but has no deferred free")
             pages = table.pages[row, : -(-stop // config.page_size)].tolist()
             if not free.isdisjoint(pages):
                 fail(f"S5: batch {plan.batch_id} in flight uses free pages {sorted(free & set(pages))} of row {row}")
@@ -244,25 +252,25 @@ def _held(engine: Engine) -> None:
     """S15: a request has as many open prerequisites as components keep it waiting for."""
     awaited = counts_of(chain.from_iterable(component.blocked_requests() for component in engine.components))
     holds = {request_id: request.open_prerequisites for request_id, request in engine.blocked.items()}
-    same("S15 things that held requests wait for", awaited, holds)
+    same("S15 open prerequisites of held requests", awaited, holds)
 
 
 def _progress(engine: Engine) -> None:
-    """L2: never does a launch opportunity leave waiting work alone on an idle device."""
+    """L2: a launch opportunity never leaves requests waiting on an idle device."""
     if engine.memory.tiers.awaited:
         return
     if engine.memory.adapters.loading:
         return
     if engine.transfers.holds_pages:
-        return  # which come back when it ends
-    awaited = len(engine.blocked)  # something outside the engine comes first
+        return  # the end of the transfer frees the pages
+    awaited = len(engine.blocked)  # these requests wait for a prerequisite
     jobs, released = engine.maintenance.jobs, engine.maintenance.released
     same("S33 maintenance admits", engine.maintenance.admits, not jobs and not released)
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
     if stuck and engine.microbatches.several:
-        stuck = not any(running.batch.size for running in engine.microbatches.states)  # others may decode
+        stuck = not any(running.batch.size for running in engine.microbatches.states)  # another one may decode
     if stuck:
         fail(f"L2: {len(engine.waiting)} wait, {engine.active} are active, nothing is in flight, nothing was launched")
 

@@ -37,7 +37,7 @@ def misowned(what: str, total: int, owners: dict[str, list[int]]) -> NoReturn:
             owned[item] = owner
     counts = ", ".join(f"{owner} {len(ids)}" for owner, ids in owners.items())
     lost = [item for item in range(total) if item not in owned]
-    fail(f"{what}: {counts} = {len(owned)}, expected {total}; without an owner: {lost[:8]}")
+    fail(f"{what}: {counts} = {len(owned)}, expected {total}; without an owner {lost[:8]}")
 
 
 def counts_of(items: Iterable[Any]) -> dict[Any, int]:

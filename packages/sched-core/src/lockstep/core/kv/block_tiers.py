@@ -389,9 +389,11 @@ class HostBlocks:
                     source = host.pages_of(one.host_handle)[moved.counted]
                     np.add.at(locks, source, 1)
                     if (pool.of[source] < 0).any():
-                        fail(f"S5: prefetch {one.number} counts on {kind}s of host pages {source.tolist()}")
+                        fail(
+                            f"S5: prefetch {one.number} needs {kind}s of host pages {source.tolist()}, some are missing"
+                        )
             if locks.tobytes() != pool.locks.tobytes():
-                fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, moves count on {locks.tolist()}")
+                fail(f"S9: {kind}s of the host are locked {pool.locks.tolist()}, operations need {locks.tolist()}")
             if (strays := (pool.stored & (pool.of < 0)).nonzero()[0]).size:
                 fail(f"S33: host pages {strays.tolist()} have no {kind}, but it is marked as stored")
 

@@ -587,7 +587,7 @@ class Hybrid:
             (request.name, request.row, computed)
             for request, computed in zip(facts.holders, facts.computed, strict=True)
         ]
-        holders += [(f"the lease of row {one.row}", one.row, one.computed) for one in self.deferred.rows]
+        holders += [(f"the deferred free of row {one.row}", one.row, one.computed) for one in self.deferred.rows]
         if self.window is not None:
             self.window.check(facts, holders)
         if self.states is not None:

@@ -376,8 +376,9 @@ class Memory(DeviceMemory, Component):
             known = self.path_of(radix.match(request.namespace, tokens, pages))
             if not self.hybrid.may_share(own[request.protected_pages : known.size], known[request.protected_pages :]):
                 return  # it is published once it is computed
-        if row in self.deferred.lent and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
-            return  # a transfer reads its own pages, so both copies would be kept; it is published when it leaves
+        keeps = self.config.keeps_duplicates or row in self.deferred.lent
+        if keeps and radix.match(request.namespace, tokens, pages).pages > request.protected_pages:
+            return  # its own pages stay in use, so both copies would be kept; it is published when it leaves
         inserted = radix.insert(request.namespace, tokens, own, behind=request.handle)
         node, already = inserted.node, inserted.already
         if already > request.protected_pages:
@@ -516,9 +517,9 @@ class Memory(DeviceMemory, Component):
         """Yield the pages of deferred frees and of loads."""
         page_size, table = self.config.page_size, self.table.pages
         for one in self.deferred.rows:
-            yield f"lease of row {one.row}", table[one.row, one.protected_pages : -(-one.computed // page_size)]
+            yield f"deferred free of row {one.row}", table[one.row, one.protected_pages : -(-one.computed // page_size)]
         for i, (free_after, pages) in enumerate(self.deferred.pages):
-            yield f"fence {i} of batch {free_after}", pages
+            yield f"deferred pages {i} of batch {free_after}", pages
         replaced = [(row, pages) for row, lent in self.deferred.lent.items() for pages in lent.pages]
         for i, (row, pages) in enumerate(replaced):
             yield f"given up by row {row}, number {i}", pages

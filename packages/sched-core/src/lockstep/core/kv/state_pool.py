@@ -312,7 +312,7 @@ class StatePool:
         same("S3 pages with a checkpoint", int((self.checkpoint_of >= 0).sum()), checkpoints.size)
         taken = {row: name for name, row, _ in holders}
         if strays := [row for row in (*self.reading, *self.unpublished) if row not in taken]:
-            fail(f"S1: rows {strays} read or left checkpoints, and have no holder")
+            fail(f"S1: rows {strays} read or left checkpoints, but have no holder")
         moving = [slot for one in moves for slot in one.slots_locked.tolist()]
         locked = np.array([*self.reading.values(), *self.unwritten, *moving], np.intp)
         locks = np.bincount(locked, minlength=self.pool.total)

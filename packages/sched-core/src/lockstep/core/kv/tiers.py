@@ -874,7 +874,7 @@ class Tiers:
                 fail(f"L7: r{request_id} waits for operation {candidate.operation}, which has ended")
 
     def _read_by(self, load: Operation) -> Int32s:
-        """Return the host pages that a load reads, or whose blocks it reads."""
+        """Return the host pages of which a load reads KV or blocks."""
         assert load.host_handle is not None
         path = self.host.pages_of(load.host_handle)
         return np.concatenate((load.host_pages, *(path[moved.index] for moved in load.blocks)))

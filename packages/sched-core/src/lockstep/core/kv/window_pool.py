@@ -523,21 +523,21 @@ class WindowPool:
             held = self.table.pages[row, first : -(-computed // page_size)]
             np.add.at(locks, held, 1)
             if (lost := held[self.window_of[held] < 0]).size:
-                fail(f"S5: {name} may read the window of pages {lost.tolist()}, which is gone")
+                fail(f"S5: {name} may read the window of pages {lost.tolist()}, which was freed")
             starts = [int(batch.starts[batch.plan.rows == row][0]) for batch in self.in_flight if batch.names(row)]
             reads = max(min([*starts[:1], computed]) - self.behind, 0) // page_size
             if first > min(reads, int(self.first_seen(computed // page_size))):
-                fail(f"S5: {name} released the windows below page {first} at {computed}, {starts} are in flight")
+                fail(f"S5: {name} freed windows below page {first}; it has computed {computed}, {starts} are in flight")
         for request_id, coming in self.incoming.items():
             np.add.at(locks, coming.pages, 1)
             if (lost := coming.pages[self.window_of[coming.pages] < 0]).size:
-                fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which is gone")
+                fail(f"S5: r{request_id} is to read the window of pages {lost.tolist()}, which was freed")
         for pages in self.quarantined.values():
             np.add.at(locks, pages, 1)
         moving = self.operations.window_locks(locks.size)
         for one in moves:
             if (lost := one.windows_locked[self.window_of[one.windows_locked] < 0]).size:
-                fail(f"S5: {one.kind} {one.number} counts on the window of pages {lost.tolist()}, which is gone")
+                fail(f"S5: {one.kind} {one.number} needs the window of pages {lost.tolist()}, which was freed")
         held_by_moves = int(np.count_nonzero((moving > 0) & (locks == 0)))
         locks += moving
         deferred = np.concatenate([np.empty(0, np.int32), *(pages for _, pages in self.deferred.pages)])
@@ -549,11 +549,11 @@ class WindowPool:
             )
         unlocked = (self.window_of >= 0) & (self.locks == 0)
         if (stray := (unlocked & ~facts.is_cached).nonzero()[0]).size:
-            fail(f"S1: pages {stray.tolist()} have windows, but no holder, and they are not cached")
+            fail(f"S1: pages {stray.tolist()} have windows, but are neither held nor cached")
         coming_back = int(np.count_nonzero(self.window_of[deferred] >= 0))
         coming_back += held_by_moves + sum(one.index.size for one in loads)
         if facts.config.reserve == "full" and (left := self.unreserved_pages(facts.running) + coming_back) < 0:
-            fail(f"S24: {-left} window pages more are held and promised than there are")
+            fail(f"S24: window pages held and reserved exceed the pool by {-left}")
         same("S9 evictable window pages", self.evictable, int(np.count_nonzero(unlocked)))
 
 

@@ -1,12 +1,12 @@
-"""How many drafts a run had right, beside the prediction of the simulator's model for the same verifications.
+"""Acceptance of drafts in a run, measured from its journal and predicted by the simulator's model.
 
-    seen = read_verifications(folder)          # of a journal: each row that verified drafts, and how many were right
-    rates = fitted_rates(seen)                 # the chance of draft 1, 2, ..., each given the ones before it
+    seen = read_verifications(folder)          # each row of a journal that verified drafts, with its right drafts
+    rates = fitted_rates(seen)                 # the chance of draft 1, 2, ..., each given that those before were right
     seen.accepted_length, predicted_length(seen, rates)
-    halves(seen)                               # fitted to every other request, held against the others
+    halves(seen)                               # fitted to one half of the requests, compared with the other half
 
-The model of `speculation.py` has one chance for each place, the same for all requests and all of their text. That is
-true of no text; its mean error is measured on halves with requests that the fit has not seen.
+The model of `speculation.py` has one chance per position of a draft, equal for all requests and all parts of a text.
+Real text is not so uniform. The error of the model is measured on halves: each is predicted by a fit of the other.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from lockstep.sim.cost import CalibrationError
 from lockstep.sim.host.speculation import DEFAULT_RATES
 
 Int64s = NDArray[np.int64]
-ROWS_MIN = 50  # with a draft, before a chance means anything
+ROWS_MIN = 50  # rows with drafts that a fit requires
 
 
 @dataclass(frozen=True, eq=False)
 class Verifications:
-    """Rows that were verified, dead ones included; what a grammar forced is left out. int64 [rows] all."""
+    """Verified rows, dead rows included; rows with tokens that a grammar forced are left out. Arrays: int64 [rows]."""
 
     method: str
     requests: Int64s
-    drafts: Int64s
-    right: Int64s
+    drafts: Int64s  # number of drafts
+    right: Int64s  # number of right drafts
 
     def only(self, rows: NDArray[np.bool_]) -> Verifications:
-        """Some of them."""
+        """Return the rows that a mask selects."""
         return Verifications(self.method, self.requests[rows], self.drafts[rows], self.right[rows])
 
     @property
     def accepted_length(self) -> float:
-        """Tokens that a row got from one verification, on average: the drafts that were right, and one."""
+        """Mean tokens of a row per verification: its right drafts and one more token."""
         return 1.0 + float(self.right.mean()) if len(self.right) else 1.0
 
     @property
     def by_position(self) -> list[float]:
-        """Of rows with at least n drafts, the share with the first n right, for n = 1, 2, ..."""
+        """For n = 1, 2, ...: the share of rows with the first n drafts right, among rows with at least n drafts."""
         shares = []
         for number in range(1, int(self.drafts.max(initial=0)) + 1):
             had = self.drafts >= number
@@ -57,7 +57,12 @@ class Verifications:
 
 
 def read_verifications(folder: str | Path) -> Verifications:
-    """Those of a journal. Raises CalibrationError where drafts were hardly verified; JournalError, Divergence."""
+    """Return the verifications of a journal.
+
+    Raises:
+        CalibrationError: fewer than ROWS_MIN rows verified drafts.
+        JournalError, Divergence: the journal cannot be replayed.
+    """
     launched: dict[int, BatchPlan] = {}
     parts: list[Int64s] = []  # [3, rows] each: request, drafts, right
     method = ""
@@ -84,14 +89,17 @@ def read_verifications(folder: str | Path) -> Verifications:
     found = Verifications(method, *np.concatenate([np.empty((3, 0), np.int64), *parts], axis=1))
     if (rows := int(np.count_nonzero(found.drafts))) < ROWS_MIN:
         raise CalibrationError(
-            f"{folder}: {rows} rows verified drafts, and a chance takes {ROWS_MIN}\n"
+            f"{folder}: {rows} rows verified drafts, a fit needs {ROWS_MIN}\n"
             "hint: a journal of `lockstep serve --set speculative_method=ngram --journal DIR`, under load"
         )
     return found
 
 
 def fitted_rates(seen: Verifications) -> tuple[float, ...]:
-    """The chance of draft 1, 2, ..., given that those before it were right; what was never tried is left out."""
+    """Return the chances of draft 1, 2, ..., given that those before it were right.
+
+    The chances end before the first draft that was never verified behind right drafts.
+    """
     rates = []
     for number in range(int(seen.drafts.max(initial=0))):
         had = (seen.drafts > number) & (seen.right >= number)
@@ -102,20 +110,20 @@ def fitted_rates(seen: Verifications) -> tuple[float, ...]:
 
 
 def predicted_by_position(seen: Verifications, rates: tuple[float, ...]) -> list[float]:
-    """The model's prediction for the same drafts: the share of rows with the first n right."""
+    """Return the model's prediction of `by_position` for the same drafts: the share of rows with the first n right."""
     most = int(seen.drafts.max(initial=0))
     shares: list[float] = np.cumprod([rates[min(number, len(rates) - 1)] for number in range(most)]).tolist()
     return shares
 
 
 def predicted_length(seen: Verifications, rates: tuple[float, ...]) -> float:
-    """Tokens of a verification that the model predicts for the same drafts."""
+    """Return the model's prediction of `accepted_length` for the same drafts."""
     reach = np.concatenate(([0.0], np.cumsum(predicted_by_position(seen, rates))))
     return 1.0 + float(reach[seen.drafts].mean())
 
 
 def halves(seen: Verifications) -> list[tuple[float, float]]:
-    """Measured and predicted length of the odd requests by rates of the even ones, and the other way round."""
+    """Return measured and predicted `accepted_length` of odd requests by rates of even requests, and vice versa."""
     even = seen.requests % 2 == 0
     found = []
     for fitting in (even, ~even):
@@ -127,7 +135,7 @@ def halves(seen: Verifications) -> list[tuple[float, float]]:
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """All of it, for people and machines."""
+    """Return all measured and predicted figures of a journal, ready for JSON."""
     seen = read_verifications(folder)
     rates, usual = fitted_rates(seen), DEFAULT_RATES[seen.method]
     return {

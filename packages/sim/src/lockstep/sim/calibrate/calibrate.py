@@ -1,13 +1,13 @@
-"""Making calibrations: from published serving points, from batches that were timed, from operator tables.
+"""Fits of calibrations to published serving points, to timed batches and to operator tables.
 
 found = read_serving_points(path)
-trial = Trial.of(points)                            # every point simulated once, under each client of CLIENTS
+trial = PointTrials.of(points)                       # every point simulated once, under each client of CLIENTS
 fit = fit_points(trial, trial.rows("vllm"))          # one parameter set for all of an engine's rows
 fit.tpot_us(trial, rows), fit.ttft_us(trial, rows)   # predictions, for rows the fit need not have seen
 calibration = calibration_of_points(trial, "vllm", date="2026-11-22")
 
-A prediction is the schedule of the uncorrected simulation with its batches timed anew, which differs from simulating
-again by less than a percent (docs/validation.md) and takes a microsecond.
+A prediction keeps the schedule of the uncorrected simulation and applies corrected times to its batches. It takes a
+microsecond, and differs from a new simulation by less than a percent (docs/validation.md).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from lockstep.sim.results.batch_times import BatchTime, BatchTimes, ErrorRow, er
 Float64s = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
-MODELS_MIN = 3  # of an engine, before leaving one out gives an error for models it has not seen
-POINTS_MIN = 4  # of an engine
-BLOCKS = 10  # of a journal, left out in turn
-BATCHES_MIN = 50  # of a journal
+MODELS_MIN = 3  # models of an engine from which the error for unseen models is estimated, by leaving one out
+POINTS_MIN = 4  # points of an engine
+BLOCKS = 10  # parts of a journal that are left out in turn
+BATCHES_MIN = 50  # timed batches of a journal
 
 # ------------------------------------------------------------------------------------------------------ serving points
 
 
 @dataclass(frozen=True, eq=False)
 class PointTrials:
-    """Points, and each of them simulated without correction under every client its source leaves possible."""
+    """Serving points, each simulated without correction under every client that is consistent with its source."""
 
     points: Sequence[ServingPoint]
     played: Mapping[str, Sequence[Played]]  # by name of the client, one per point
@@ -57,7 +57,7 @@ class PointTrials:
 
     @classmethod
     def of(cls, points: Sequence[ServingPoint], *, operators: Path | None = None) -> PointTrials:
-        """Simulate on the roofline, or with a folder of operator tables on the measured model."""
+        """Simulate the points with the roofline, or with `operators`, a folder of tables, with the measured model."""
         played: dict[str, list[Played]] = {name: [] for name in CLIENTS}
         for point in points:
             known: Played | None = None
@@ -73,15 +73,15 @@ class PointTrials:
 
     @property
     def engines(self) -> list[str]:
-        """The engines, in order of appearance."""
+        """Names of the engines, in order of appearance."""
         return list(dict.fromkeys(point.engine for point in self.points))
 
     def measured_us(self, metric: str, rows: Rows) -> Float64s:
-        """Return `tpot_us` or `ttft_us` as measured."""
+        """Return measured `tpot_us` or `ttft_us`, float64 [rows]."""
         return np.array([getattr(self.points[i], metric) for i in rows], np.float64)
 
     def uncorrected_us(self, metric: str, rows: Rows, client: str) -> Float64s:
-        """Return `tpot_us` or `ttft_us` as simulated without correction."""
+        """Return `tpot_us` or `ttft_us` simulated without correction, float64 [rows]."""
         return np.array([getattr(self.played[client][i], metric) for i in rows], np.float64)
 
     def parts(self, metric: str, rows: Rows, client: str) -> Float64s:
@@ -91,24 +91,24 @@ class PointTrials:
 
 @dataclass(frozen=True)
 class PointFit:
-    """One parameter set, and the client under which its rows are explained."""
+    """One correction, and the client that it was fitted with."""
 
     correction: Correction
     client: str
 
     def tpot_us(self, trial: PointTrials, rows: Rows) -> Float64s:
-        """Predict the mean TPOT of points."""
+        """Return the predicted mean TPOT of points, float64 [rows]."""
         predicted: Float64s = trial.parts("tpot_parts", rows, self.client) @ np.array(self.correction.weights)
         return predicted
 
     def ttft_us(self, trial: PointTrials, rows: Rows) -> Float64s:
-        """Predict the mean TTFT of points."""
+        """Return the predicted mean TTFT of points, float64 [rows]."""
         predicted: Float64s = trial.parts("ttft_parts", rows, self.client) @ np.array(self.correction.weights)
         return predicted + self.correction.frontend_us
 
 
 def fit_points(trial: PointTrials, rows: Rows) -> PointFit:
-    """Fit the correction to TPOT, then what TTFT has besides; choose the client that leaves the smaller errors."""
+    """Fit the correction to TPOT, then `frontend_us` to TTFT; choose the client with the smaller median errors."""
     best: tuple[float, PointFit] | None = None
     tpot_us, ttft_us = trial.measured_us("tpot_us", rows), trial.measured_us("ttft_us", rows)
     for client in CLIENTS:
@@ -128,7 +128,7 @@ def median_error(predicted_us: Float64s, measured_us: Float64s) -> float:
 
 
 def left_out_ratios(trial: PointTrials, rows: Rows, groups: Sequence[object]) -> dict[Metric, Float64s]:
-    """Return measured / predicted of each row by a fit that had no row of its group, for time (TPOT) and TTFT."""
+    """Return measured / predicted of each row, for time (TPOT) and TTFT, by a fit without the rows of its group."""
     time, ttft = np.empty(len(rows)), np.empty(len(rows))
     for mask, _ in left_out(groups):
         held = rows[mask]
@@ -141,11 +141,11 @@ def left_out_ratios(trial: PointTrials, rows: Rows, groups: Sequence[object]) ->
 def calibration_of_points(
     trial: PointTrials, engine: str, *, date: str, rows: Rows | None = None, sources: Sequence[CalibrationSource] = ()
 ) -> Calibration:
-    """Fit an engine's points, and estimate the error by leaving out rows, and models where there are three.
+    """Fit an engine's points, and estimate the error by leaving out rows, and models if there are MODELS_MIN.
 
     Args:
-        rows: of the engine's points; None is all of them.
-    Raises: CalibrationError if there are fewer than POINTS_MIN, or they are of several GPUs.
+        rows: indices of points of the engine; None: all points of the engine.
+    Raises: CalibrationError if there are fewer than POINTS_MIN points, or they are of several GPUs.
     """
     rows = trial.rows(engine) if rows is None else rows
     points = [trial.points[i] for i in rows]
@@ -157,7 +157,7 @@ def calibration_of_points(
     fit = fit_points(trial, rows)
     kinds: list[object] = [(p.model.name, p.tp) for p in points]
     method = "all rows of one model and tp left out"
-    if len(set(kinds)) == 1:  # nothing would be left to fit
+    if len(set(kinds)) == 1:  # leaving out the only group would leave no row to fit
         kinds, method = list(range(len(points))), "one row left out"
     residuals = [
         Residuals.of(ratios, metric=metric, population="seen", method=method)
@@ -200,26 +200,31 @@ def calibration_of_points(
 
 @dataclass(frozen=True, eq=False)
 class TimedBatches:
-    """Batches with measured times, and with the parts that a correction weighs, in the order of their ends."""
+    """Batches with measured times and the features of their shapes, in the order of their ends."""
 
     batches: Sequence[BatchTime]
     parts: Float64s  # float64 [batches, 5], in the order of FEATURES
-    took_us: Float64s
-    left_out: int  # batches without times, or sampled apart from their forward pass
+    took_us: Float64s  # float64 [batches]
+    left_out: int  # batches without times, or with sampling separate from their forward pass
 
     @property
     def uncorrected_us(self) -> Float64s:
-        """What is predicted without a correction."""
+        """Times predicted without a correction, float64 [batches]."""
         uncorrected: Float64s = self.parts @ np.array(Correction().weights)
         return uncorrected
 
 
 def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatches:
-    """Take every batch apart. Raises: CalibrationError if there are too few; `where` they are from."""
+    """Compute the features of every batch.
+
+    Args:
+        where: source of the batches, for the message.
+    Raises: CalibrationError if there are fewer than BATCHES_MIN.
+    """
     if len(times.batches) < BATCHES_MIN:
         raise CalibrationError(
             f"{where}: {len(times.batches)} batches carry times, a calibration needs {BATCHES_MIN}\n"
-            "hint: `started_us` and `finished_us` of BatchFinished are the host's to report"
+            "hint: the host must report `started_us` and `finished_us` in BatchFinished"
         )
     parts = np.array([parts_of(base, batch.passes).sum(axis=0) for batch in times.batches])
     took_us = np.array([batch.took_us for batch in times.batches], np.float64)
@@ -228,16 +233,16 @@ def timed_batches(times: BatchTimes, base: BaseModel, where: Path) -> TimedBatch
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """Each tenth of a run, predicted by a fit of the other nine."""
+    """The batches of a run, each tenth predicted by a fit of the other nine."""
 
     batches: Sequence[BatchTime]
     took_us: Float64s
-    before_us: Float64s  # without a correction
-    after_us: Float64s  # by the fit that had not seen this batch's tenth
-    ratios: Sequence[float]  # of each tenth as a whole: measured / predicted
+    before_us: Float64s  # predicted without a correction
+    after_us: Float64s  # predicted by the fit without the batch's own tenth
+    ratios: Sequence[float]  # measured / predicted of each tenth as a whole
 
     def rows(self) -> list[tuple[ErrorRow, ErrorRow]]:
-        """Errors before and after, by kind of batch, and of all last."""
+        """Return the errors without and with correction, by batch mode; the last pair is of all batches."""
         modes = np.array([batch.mode for batch in self.batches])
         found = []
         for mode in [*sorted(set(modes.tolist())), "all"]:
@@ -249,7 +254,7 @@ class HeldOut:
 
 
 def held_out(timed: TimedBatches) -> HeldOut:
-    """Fit nine tenths of a run, in the order of time, and predict the one left out; in turn."""
+    """Predict each tenth of a run, in the order of time, by a fit of the other nine."""
     count = len(timed.took_us)
     after_us = np.empty(count)
     ratios = []
@@ -270,10 +275,10 @@ def calibration_of_batches(
     source: CalibrationSource,
     notes: Sequence[str] = (),
 ) -> Calibration:
-    """Fit single batches. The systematic error is that of tenths of the run, each predicted by the other nine.
+    """Fit single batches. Residuals are those of the tenths of the run, each predicted by the other nine.
 
     Args:
-        held: of `timed`.
+        held: the result of `held_out(timed)`.
     """
     weights = fit_weights(timed.parts, timed.took_us)
     single = timed.took_us / (timed.parts @ weights)
@@ -313,10 +318,10 @@ EXTENDS = [extend_shape(tokens) for tokens in (64, 256, 1024, 4096, 8192)]
 def calibration_of_tables(
     bases: Sequence[RooflineModel], tables: OperatorTables, *, engine: str, engine_version: str, date: str
 ) -> Calibration:
-    """Fit the roofline's kernels and collectives to tables, over usual batches of some models on one GPU.
+    """Fit the weights of kernels and collectives to tables, over the batches DECODES and EXTENDS of some models.
 
-    Batches for which the tables would have to be extrapolated are left out. Residuals are of models left out if there
-    are three, and of batches left out.
+    Batches for which the tables would have to be extrapolated are left out. Residuals come from leaving out one batch
+    and, with MODELS_MIN models, one model.
     Raises: CalibrationError if fewer than POINTS_MIN batches are left.
     """
     parts, took_us, models = [], [], []
@@ -369,7 +374,7 @@ def calibration_of_tables(
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file; of a folder, that of its files' names and digests in order."""
+    """Return the SHA-256 of a file; for a folder, that of the names and digests of its files, sorted by name."""
     digest = hashlib.sha256()
     if path.is_dir():
         for file in sorted(path.iterdir()):

@@ -2,11 +2,12 @@
 
 points, left_out = read_serving_points(Path("serving_points.csv"))
 played = play(points[0], CLIENTS["spread"])
-played.tpot_us, played.ttft_us      # means over requests, to hold against points[0].tpot_us and points[0].ttft_us
-played.tpot_parts @ weights         # the same under a correction, without simulating again: see cost/fit.py
+played.tpot_us, played.ttft_us      # means over requests, to compare with points[0].tpot_us and points[0].ttft_us
+played.tpot_parts @ weights         # TPOT under a correction, without a new simulation: see cost/fit.py
 
-A point is played by as many users as its concurrency; each user sends a request when the answer to the previous one
-ends. Scheduler settings are those of the engine (ENGINES). What the sources leave open about the client is in CLIENTS.
+A point is simulated with as many users as its concurrency; each user sends a request when the answer to the previous
+one ends. Scheduler settings are those of the engine (ENGINES). CLIENTS has the possible properties of the load
+generator that the sources do not state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from simpy import Environment
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.sinks import NoJournal
 from lockstep.core.scheduler.engine import Engine
 from lockstep.sim.catalogue import load_gpu, load_model
@@ -57,17 +59,17 @@ from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turn
 Float64s = NDArray[np.float64]
 
 FREE_CPU = CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
-OUTPUT_FIRST_TOKEN = 2**30  # outputs take ids from here; prompts take those below
+OUTPUT_FIRST_TOKEN = 2**30  # token ids of outputs begin here; prompts have lower ids
 
 
-# ---------------------------------------------------------------------------------------------------- what was measured
+# -------------------------------------------------------------------------------------------------------- measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPoint:
-    """One row: an engine on some GPUs under a fixed number of requests at a time, and the latencies seen."""
+    """One row of a file: an engine on some GPUs under a fixed concurrency, with its measured latencies."""
 
-    row: int  # in the file, the first after the header is 2
+    row: int  # number in the file; the first after the header is 2
     engine: str
     engine_version: str
     model: ModelSpec
@@ -86,12 +88,16 @@ class ServingPoint:
 
     @property
     def split(self) -> Parallelism:
-        """How the engine is laid out."""
+        """The layout of the engine over GPUs."""
         return Parallelism(tp=self.tp, ep=self.ep)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The conditions. Of points with equal ones the first is kept, lest a fit be tested on what it was made of."""
+        """The conditions of the measurement.
+
+        Only the first of several points with equal conditions is kept. Otherwise a fit would be tested on conditions
+        that it was fitted to.
+        """
         return (
             self.engine, self.engine_version, self.model.name, self.gpu.name, self.split, self.weights_dtype,
             self.prompt_tokens, self.output_tokens, self.concurrency,
@@ -99,14 +105,14 @@ class ServingPoint:
 
     @property
     def title(self) -> str:
-        """The conditions in a few words."""
+        """The conditions as one line of text."""
         lengths = f"{self.prompt_tokens}/{self.output_tokens}"
         return f"{self.engine} {self.model.name} {self.weights_dtype} {self.split}, {lengths}, {self.concurrency} users"
 
 
 REQUIRED = ("engine", "model", "gpu", "tp", "precision", "isl", "osl", "concurrency", "ttft_ms", "tpot_ms")
 PRECISIONS: dict[str, WeightsDtype] = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
-UNIFORM_CAMPAIGN = "InferenceX"  # in `length_dist`: uniform [0.8 N, N] for that campaign's rows, unknown for the others
+UNIFORM_CAMPAIGN = "InferenceX"  # beginning of `length_dist` in rows of this campaign: lengths uniform in [0.8 N, N]
 UNIFORM_FROM = 0.8
 USERS_MAX = 2**20
 TP_MAX = 1024
@@ -116,13 +122,13 @@ HINT = "hint: docs/cost-models.md, section 6, describes serving points"
 def read_serving_points(
     path: Path, *, suspect: bool = False, experts: bool = True
 ) -> tuple[list[ServingPoint], dict[str, list[int]]]:
-    """Read a CSV with the columns REQUIRED and perhaps `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
+    """Read a CSV file with the columns REQUIRED and optionally `engine_version`, `dp`, `ep`, `length_dist`, `suspect`.
 
     Args:
-        suspect: keep rows with text in the column `suspect`.
-        experts: lay experts out by the column `ep`; False: all GPUs share every expert's width.
-    Returns: the points, and the numbers of the rows left out by reason.
-    Raises: CalibrationError naming the file, the row and the column that cannot be read.
+        suspect: whether to keep rows with text in the column `suspect`.
+        experts: whether the column `ep` sets the layout of experts; False: all GPUs share the width of every expert.
+    Returns: the points, and by reason the numbers of rows that were left out.
+    Raises: CalibrationError with the file, the row and the column that cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -213,15 +219,15 @@ def _whole(row: Mapping[str, str], column: str, where: str, most: int) -> int:
     return int(value)
 
 
-# -------------------------------------------------------------------------------------------------- how it was measured
+# ----------------------------------------------------------------------------------------------- engines and clients
 
 ENGINES: dict[str, dict[str, Any]] = {
-    # vLLM takes 8,192 new tokens a pass when it serves on a GPU of 70 GB or more (v1 engine defaults, by usage).
+    # vLLM serves with up to 8,192 new tokens per pass on a GPU of 70 GB or more (v1 engine defaults, by usage).
     "vllm": {**profile_settings("vllm"), "chunked_prefill_size": 8192, "max_prefill_tokens": 8192},
     "sglang": profile_settings("sglang"),
-    # In-flight batching has the same shape as vLLM's: one budget (`max_num_tokens` 8,192), and running requests go
-    # first. Its default policy never evicts: an admitted request has the pages of its whole answer
-    # (GUARANTEED_NO_EVICT).
+    # TensorRT-LLM's in-flight batching works like vLLM's batching: one budget (`max_num_tokens` 8,192), and running
+    # requests go first. Its default policy (GUARANTEED_NO_EVICT) never retracts: an admitted request has the pages of
+    # its whole answer.
     "trtllm": {
         **profile_settings("vllm"),
         "chunked_prefill_size": 8192,
@@ -233,19 +239,21 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 FP8_KV = ("trtllm",)
-"""Engines with KV in fp8 where weights are in fp8. No source states it. With 128 requests of 1,536 tokens on one H100
-Qwen3-32B answered first tokens after 0.75 s: all were admitted at once, which KV in bf16 has no room for (5.6 s,
-simulated)."""
+"""Engines that are assumed to keep KV in fp8 if weights are fp8. No source states it.
+
+The evidence: with 128 requests of 1,536 tokens each, Qwen3-32B on one H100 streamed first tokens after 0.75 s. So all
+requests were admitted at once, and KV in bf16 would not have fitted (5.6 s in simulation).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadGenerator:
-    """What a load generator did that its report leaves open."""
+    """The properties of a load generator that published reports do not state."""
 
     name: str
-    requests_per_user: int  # one after another
-    output_spread: float  # outputs are uniform in [(1 - spread) N, (1 + spread) N], where their lengths are not known
-    why: str
+    requests_per_user: int  # sent one after another
+    output_spread: float  # output lengths are uniform in [(1 - spread) N, (1 + spread) N] if their lengths are unknown
+    why: str  # completes the sentence "TTFT is that of a client whose ..."
 
 
 CLIENTS = {
@@ -255,21 +263,24 @@ CLIENTS = {
         LoadGenerator("waves", 10, 0.0, "requests are all equally long, so its users stay in step"),
     )
 }
-"""Ten requests per user is what InferenceX sends. Whether users stay in step decides TTFT: a wave of prompts that come
-together waits for all of them. The sources do not state it; a calibration names the client that explained its rows."""
+"""Clients that a fit chooses between. Ten requests per user is the number of InferenceX.
+
+TTFT depends on whether the users stay in step: prompts that arrive together wait for each other. The sources do not
+state it; a calibration's notes name the client that it was fitted with.
+"""
 
 
-# ----------------------------------------------------------------------------------------------------------- playing it
+# ---------------------------------------------------------------------------------------------------------- simulation
 
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """A point as the simulator sees it. Parts are float64 [5], means over requests, in the order of FEATURES."""
+    """The simulated values of a point. Parts are float64 [5], means over requests, in the order of FEATURES."""
 
     tpot_us: float
     ttft_us: float
-    tpot_parts: Float64s  # of the passes between a request's first and last token, per token
-    ttft_parts: Float64s  # of the passes between its arrival and its first token
+    tpot_parts: Float64s  # features of the passes between a request's first and last token, per token
+    ttft_parts: Float64s  # features of the passes between its arrival and its first token
     batches: int
 
 
@@ -282,7 +293,7 @@ class _Recorder:
 
     def batch_us(self, shape: BatchShape) -> Duration:
         self.shapes.append(shape)
-        return Duration(self._cost.batch_us(shape).mean_us)  # the mean alone: one run stands for all
+        return Duration(self._cost.batch_us(shape).mean_us)  # the mean alone, because a point is simulated only once
 
     def describe(self) -> dict[str, Any]:
         return self._cost.describe()
@@ -296,13 +307,16 @@ def play(
     operators: Path | None = None,
     seed: int = 7,
 ) -> Played:
-    """Simulate a point: its users in a closed loop on the engine's scheduler, with `calibration` or without.
+    """Simulate a point: its users in a closed loop, on the scheduler settings of its engine.
 
-    `operators` is a folder of operator tables; with it the cost model is the measured one.
+    Args:
+        calibration: correction of the cost model; None: no correction.
+        operators: folder of operator tables, with which the cost model is the measured model; None: the roofline.
+    Raises: CalibrationError if a request does not end with its answer.
     """
     dtypes: dict[str, Any] = {"weights_dtype": point.weights_dtype, "kv_dtype": point.kv_dtype}
     base = base_cost_model(point.model, point.gpu, point.split, **dtypes, operators=operators)
-    assert not isinstance(base, PipelineModel)  # there is no column for the number of stages
+    assert not isinstance(base, PipelineModel)  # the file has no column for the number of stages
     cost = _Recorder(base if calibration is None else calibration.cost_model(base))
     settings = ENGINES[point.engine]
     config = SchedConfig(
@@ -340,7 +354,7 @@ def _fields(config: SchedConfig) -> dict[str, Any]:
 
 
 def turns_of(point: ServingPoint, client: LoadGenerator, seed: int) -> list[Turn]:
-    """The requests of all users: the n-th of a user follows on the answer to the one before."""
+    """Return the requests of all users. The n-th request of a user follows the answer to its request before."""
     rng = np.random.Generator(np.random.Philox(seed))
     users = point.concurrency
     count = users * client.requests_per_user
@@ -367,13 +381,13 @@ def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: Ser
         lost = int((~requests.completed).sum())
         raise CalibrationError(f"{point.title}: {lost} requests were not answered: {requests.finish_reason[0]}")
     parts = parts_of(base, shapes)
-    until = np.vstack([np.zeros(parts.shape[1]), np.cumsum(parts, axis=0)])  # until[i]: of the first i batches
+    until = np.vstack([np.zeros(parts.shape[1]), np.cumsum(parts, axis=0)])  # until[i]: sum over the first i batches
     arrival_us = requests.arrival_us
     arrived = np.searchsorted(batches.finished_us, arrival_us, side="right")
     first = np.searchsorted(batches.finished_us, arrival_us + requests.ttft_us, side="right")
     last = np.searchsorted(batches.finished_us, arrival_us + requests.e2e_us, side="right")
     gaps = (requests.output_tokens - 1)[:, None]
-    # A request that arrives during a batch waits for the rest of it.
+    # A request that arrives during a batch waits for the rest of that batch.
     running = np.minimum(arrived, len(shapes) - 1)
     took_us = np.maximum(batches.finished_us - batches.started_us, 1)
     gone = np.clip((arrival_us - batches.started_us[running]) / took_us[running], 0.0, 1.0)
@@ -388,7 +402,7 @@ def _measure(run: RunData, shapes: list[BatchShape], base: BaseModel, point: Ser
 
 
 def parts_of(base: BaseModel, shapes: list[BatchShape]) -> Float64s:
-    """Return the parts of each batch, float64 [batches, 5], in the order of FEATURES."""
+    """Return the features of each batch, float64 [batches, 5], in the order of FEATURES."""
     tokens = [shape.extend_tokens + shape.decode_rows for shape in shapes]
     total_us = np.array([base.batch_us(shape).mean_us for shape in shapes])
     collectives_us = np.array([base.collectives_us(count) for count in tokens])

@@ -1,8 +1,9 @@
 """The catalogue: public models, GPUs and calibrations by name, each number with its source.
 
-`models/<name>.json` holds the fields of a Hugging Face config.json; `gpus/<name>.json` holds data-sheet peaks, measured
-medians and prices, `cpus/` the same of a processor; `calibrations/<name>.json` holds corrections from public serving
-points about an engine. Anything else is a path: `load_model("path/to/config.json")`, `load_gpu("path/to/gpu.json")`.
+`models/<name>.json` has the fields of a Hugging Face config.json; `gpus/<name>.json` has data-sheet peaks, measured
+medians and prices of a GPU, and `cpus/<name>.json` those of a processor; `calibrations/<name>.json` has a correction
+fitted to public serving points of an engine. The functions also accept paths: `load_model("path/to/config.json")`,
+`load_gpu("path/to/gpu.json")`.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ def load_model(name_or_path: str) -> ModelSpec:
 
 
 def load_encoders(name_or_path: str) -> Encoders | None:
-    """Return what a model sees and hears with; None if it takes text alone.
+    """Return the media encoders of a model, by the names of `load_model`; None if the model accepts text only.
 
-    Raises: CatalogueError as `load_model`, and for an encoder that is not modelled.
+    Raises: CatalogueError if the model is unknown or malformed, or an encoder is not modelled.
     """
     path = _local(name_or_path, "config.json")
     if path is not None:
@@ -78,8 +79,9 @@ def load_encoders(name_or_path: str) -> Encoders | None:
 def load_gpu(name_or_path: str) -> GpuSpec:
     """Return a GPU by catalogue name or alias, in any case, or by the path of a JSON file like those in `gpus/`.
 
-    `cpu-core`, or `cpu`, is no GPU and stands in no list of them: what a processor is taken for until it is calibrated.
-    Raises: CatalogueError if it is unknown or malformed.
+    `cpu-core`, alias `cpu`, is an estimate of one core of a processor, for use until it is calibrated; it is not in
+    `gpu_names`.
+    Raises: CatalogueError if the name is unknown or the entry malformed.
     """
     path = _local(name_or_path, "gpu.json")
     if path is not None:
@@ -95,7 +97,7 @@ def load_gpu(name_or_path: str) -> GpuSpec:
 
 
 def calibration_names() -> tuple[str, ...]:
-    """Return the names of the calibrations that are shipped, sorted."""
+    """Return the names of the catalogue's calibrations, sorted."""
     return tuple(sorted(_entries("calibrations")))
 
 
@@ -117,7 +119,7 @@ def load_calibration(name_or_path: str) -> Calibration:
 
 
 def _model_key(name: str) -> str:
-    """Bring a Hugging Face name to the catalogue's form: Qwen/Qwen3-8B is qwen3-8b, llama3.1-8b is llama-3.1-8b."""
+    """Convert a Hugging Face name to a catalogue name: Qwen/Qwen3-8B to qwen3-8b, llama3.1-8b to llama-3.1-8b."""
     key = name.strip().rsplit("/", 1)[-1].lower().replace("_", "-").replace(" ", "-")
     key = re.sub(r"^(meta-)?llama-?(?=\d)", "llama-", key)
     key = re.sub(r"-v0\.\d$", "", key)
@@ -137,7 +139,7 @@ def _entries(folder: str) -> dict[str, Traversable]:
 
 @cache
 def _gpus() -> dict[str, dict[str, Any]]:
-    """Every GPU under its name and each alias, in the form of `_gpu_key`."""
+    """Return every GPU's entry by name and by each alias, in the form of `_gpu_key`."""
     return _named(_entries("gpus"))
 
 
@@ -151,7 +153,7 @@ def _named(entries: dict[str, Traversable]) -> dict[str, dict[str, Any]]:
 
 
 def _local(name: str, default_file: str) -> Path | None:
-    """Return the file `name` points to, or None if it is no path. Raises CatalogueError if it is missing."""
+    """Return the file that `name` is the path of, None if it is not a path. Raises CatalogueError if it is missing."""
     path = Path(name).expanduser()
     if path.is_dir() and (path / default_file).is_file():
         return path / default_file

@@ -1,4 +1,4 @@
-"""`lockstep simulate` with several engines: from options to a cluster, and its result on the screen."""
+"""`lockstep simulate` with several engines: from options to a cluster, and its result on the terminal."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ NUMBER_WIDTH = 5  # of `100.0`
 
 
 def run_cluster(scenario: ClusterScenario, given: RunOptions) -> tuple[ClusterRun, bool]:
-    """Simulate, write, and show; return the run, and whether its intervals were interrupted.
+    """Simulate a cluster, write the run folder and print the result.
 
-    Raises: what `assemble_cluster` raises.
+    Returns: the run, and whether its intervals were interrupted.
+    Raises: the errors of `assemble_cluster`.
     """
     out, as_json, check_every = given.out, given.as_json, given.check_every
     cut_short = False
@@ -72,7 +73,7 @@ def run_cluster(scenario: ClusterScenario, given: RunOptions) -> tuple[ClusterRu
 
 
 def transfers_table(summary: Mapping[str, Any]) -> Any:
-    """What moved between prefill and decode engines."""
+    """Return a table of the KV transfers between prefill and decode engines."""
     from rich import box
     from rich.table import Table
 
@@ -95,7 +96,7 @@ def transfers_table(summary: Mapping[str, Any]) -> Any:
 
 
 def ranks_table(summary: Mapping[str, Any], ranks: str = "all ranks") -> Any:
-    """What ranks ran together, and what the delayer did about it."""
+    """Return a table of the passes that ranks ran together, and of the effect of the prefill delayer."""
     from rich import box
     from rich.table import Table
 
@@ -127,20 +128,20 @@ def ranks_table(summary: Mapping[str, Any], ranks: str = "all ranks") -> Any:
 
 
 def announce(setup: ClusterSetup, out: Path | None) -> None:
-    """Say on stderr what is about to run."""
+    """Print on stderr what is about to run."""
     code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
     journals = f"{out}/engines/*/journal" if out is not None else "none, for lack of --out"
     click.echo(f"seed {setup.scenario.base.seed}, {code}, journals {journals}", err=True)
     first = setup.engines[0]
     for name in first.overridden:
-        click.echo(f"{name} is {getattr(first.config, name)}, as the environment says", err=True)
+        click.echo(f"{name} is {getattr(first.config, name)}, from the environment", err=True)
     click.echo(
         f"{setup.title}; {workload_line(setup.workload, closed=setup.scenario.base.concurrency is not None)}", err=True
     )
 
 
 def engines_table(run: ClusterRun) -> Any:
-    """One line per engine."""
+    """Return a table with one line per engine."""
     from rich import box
     from rich.table import Table
 
@@ -160,7 +161,7 @@ def engines_table(run: ClusterRun) -> Any:
         "GPU\nbusy",
     ]
     for heading in (["weight"] if weighted else []) + headings:
-        # Where the terminal is narrow a unit moves below its number; no digit may be cut off.
+        # On a narrow terminal the unit wraps below its number. The minimum width keeps every digit.
         table.add_column(heading, justify="right", min_width=max(NUMBER_WIDTH, *map(len, heading.split())))
     arrived = run.data.summary["requests"]["arrived"]
     for number, (one, share) in enumerate(zip(run.engines, run.setup.shares, strict=True)):

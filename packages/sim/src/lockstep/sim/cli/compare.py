@@ -1,4 +1,4 @@
-"""`lockstep compare`: argument parsing and printing only. What is compared is in compare.py."""
+"""`lockstep compare`: argument parsing and printing only. lockstep.sim.results.compare makes the comparison."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from lockstep.sim.run.out_paths import check_file
 
 @click.command(context_settings={"max_content_width": 120})
 @click.argument("folders", nargs=-1, metavar="RUN_A RUN_B...", type=click.Path(path_type=Path))
-@click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="write everything as JSON")
 @click.option(
-    "--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="write a page; one file, offline"
+    "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="write the comparison as JSON"
+)
+@click.option(
+    "--html", "html_file", type=click.Path(path_type=Path), metavar="FILE", help="write the comparison as one HTML file"
 )
 @click.option("--overwrite", is_flag=True, help="replace FILE")
 def compare(folders: tuple[Path, ...], json_file: Path | None, html_file: Path | None, overwrite: bool) -> None:
-    """Say what differs between runs: settings, figures, SLOs, and each request where the workload is the same.
+    """Compare runs: settings, figures, SLOs, and each request where the workload is the same.
 
-    Takes folders that `lockstep simulate --out` wrote; the first is what the others are measured against.
+    Takes folders written by `lockstep simulate --out`. The first is the baseline of the others.
 
     \b
     lockstep compare runs/fcfs runs/lpm

@@ -1,4 +1,4 @@
-"""`lockstep demo`: the main job in about a minute. How many requests per second does one GPU serve within the SLOs?"""
+"""`lockstep demo`: find the rate that one GPU serves within its SLOs, in about a minute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATES = (8, 16, 24, 32, 36, 40)  # requests per second
 MINUTES = 3  # of traffic at each rate
 TURNS_MEAN = 1.5  # of a session
 
-# A chat service: eight system prompts of which few are popular, one or two turns with a pause to read and type.
+# A chat service: eight system prompts with zipf popularity, one or two turns per session, think times of about 3 s.
 CHAT = (
     "gen:n={requests},rate={sessions_per_s:g},shared_prefix=600x8,prefix_choice=zipf,turns=uniform:1:2,"
     "think=lognormal:3s:0.5,input=lognormal:300:0.9,output=lognormal:200:0.7"
@@ -54,7 +54,7 @@ def demo(out: Path) -> None:
 
 
 def highest_met(runs: dict[int, Run]) -> int:
-    """The highest rate up to which every rate tried met every SLO; 0 if none did."""
+    """Return the highest rate such that it and every lower rate met every SLO; 0 if none did."""
     met = 0
     for rate, run in sorted(runs.items()):
         if not all(slo["met"] for slo in run.data.summary["slos"]):
@@ -64,16 +64,16 @@ def highest_met(runs: dict[int, Run]) -> int:
 
 
 def answer(runs: dict[int, Run]) -> str:
-    """The highest rate, in a sentence."""
+    """Return the highest rate that meets the SLOs, as a sentence."""
     met = highest_met(runs)
     slos = " and ".join(SLOS)
     return f"Meets the SLO up to {met} req/s ({slos})" if met else f"Meets the SLO at none of these rates ({slos})"
 
 
 def _how_sure(runs: dict[int, Run]) -> str:
-    """What that rate lies between if every batch is as slow, or as fast, as the calibration allows.
+    """Return the interval of that rate as text: from every batch as slow to every batch as fast as calibration allows.
 
-    A simulation is given up as soon as it must miss, so that only the ones that meet the SLOs take their time.
+    A simulation stops as soon as it must miss an SLO, so only simulations that meet the SLOs run to their end.
     """
     from lockstep.sim.cost.calibration import COVERAGE
 
@@ -81,7 +81,7 @@ def _how_sure(runs: dict[int, Run]) -> str:
     fast, slow = setup.calibration.interval("time", COVERAGE, setup.model.name)
     met = highest_met(runs)
     low = next((rate for rate in sorted(runs, reverse=True) if rate <= met and _meets_at(runs, rate, slow)), 0)
-    high = met  # batches that are slower than predicted serve no more
+    high = met  # slower batches cannot serve more
     for rate in (rate for rate in sorted(runs) if rate > met and fast < 1.0):
         if not _meets_at(runs, rate, fast):
             break
@@ -91,7 +91,7 @@ def _how_sure(runs: dict[int, Run]) -> str:
 
 
 def _meets_at(runs: dict[int, Run], rate: int, factor: float) -> bool:
-    """Whether the SLOs hold at a rate with the time of every batch multiplied."""
+    """Return whether the SLOs hold at a rate when the duration of every batch is multiplied by a factor."""
     from lockstep.sim.cluster.scenario import ClusterScenario
     from lockstep.sim.cluster.setup import assemble_cluster
     from lockstep.sim.cluster.simulate import simulate_cluster

@@ -1,4 +1,4 @@
-"""Errors of commands as one message and an exit status, without a traceback."""
+"""Conversion of errors into one message and an exit status, without a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Refusal(click.ClickException):
-    """A request that cannot be carried out. The message is behind the name of the error's type, without a traceback."""
+    """An invalid request. The message follows the name of the error's type, without a traceback."""
 
     exit_code = EXIT_USAGE
 
@@ -36,10 +36,10 @@ class Failure(Refusal):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn errors with a message for users into that message and an exit status."""
+    """Convert errors that carry a message for users into that message and an exit status."""
     try:
         yield
-    except BrokenPipeError:  # the reader of the output has ended: click ends in silence
+    except BrokenPipeError:  # the reader of the output has closed the pipe; click exits silently
         raise
     except Exception as error:
         from lockstep.core.contract.errors import ConfigError, PolicyError

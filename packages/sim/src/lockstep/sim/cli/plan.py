@@ -1,4 +1,4 @@
-"""`lockstep plan`: argument parsing only. What is done with the arguments is in search.py and answer.py."""
+"""`lockstep plan`: argument parsing only. The work is done by plan/search.py and plan/answer.py."""
 
 from __future__ import annotations
 
@@ -33,52 +33,60 @@ EXIT_NONE_FOUND = 3
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `lockstep plan` itself; those of engines and of their load are of `Scenario`."""
+    """Options of `lockstep plan` itself. Options of engines and of their load are fields of `Scenario`."""
 
     model: Annotated[str, Option("catalogue name, such as qwen3-8b, or the path of a config.json")]
     gpus: Annotated[str, Option("catalogue names, such as h100,h200, or JSON files", metavar="GPU,...")]
     workload: Annotated[str, Option("a trace, or a generator: docs/workloads.md", metavar="PATH|gen:...")]
     slos: Annotated[
-        tuple[str, ...], Option("such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME")
+        tuple[str, ...],
+        Option("bound on a metric, such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME"),
     ] = ()
-    rate: Annotated[float | None, Option("find the cheapest that serves so many per second")] = None
-    sessions: Annotated[int | None, Option("find the cheapest that serves so many sessions at a time")] = None
+    rate: Annotated[
+        float | None, Option("find the cheapest configuration that serves this many requests per second")
+    ] = None
+    sessions: Annotated[
+        int | None, Option("find the cheapest configuration that serves this many concurrent sessions")
+    ] = None
     load: Annotated[
         str | None,
         Option(
-            "rate, or sessions (a closed loop)", default="sessions for a trace of sessions without their beginnings"
+            "unit of the load: rate, or sessions (a closed loop)",
+            default="sessions for a trace of sessions without start times",
         ),
     ] = None
     gpus_max: Annotated[
-        int | None, Option("find the largest rate of as many replicas as fit on them", flag="--max-gpus")
+        int | None, Option("find the largest rate of the replicas that fit on this many GPUs", flag="--max-gpus")
     ] = None
-    search: Annotated[tuple[str, ...], Option("tp=1,2,4 or chunked_prefill_size=512..8192", metavar="NAME=VALUES")] = ()
-    prices: Annotated[
-        tuple[str, ...], Option("per GPU-hour, for a GPU of --gpus", flag="--price", metavar="GPU=USD")
+    search: Annotated[
+        tuple[str, ...], Option("values to search: tp=1,2,4 or chunked_prefill_size=512..8192", metavar="NAME=VALUES")
     ] = ()
-    price_kind: Annotated[str, Option("of the catalogue's prices")] = "rental_3yr"
-    confidence: Annotated[float, Option("of every interval")] = 0.95
-    quick: Annotated[bool, Option("short simulations: an answer within some 15 %")] = False
+    prices: Annotated[
+        tuple[str, ...], Option("price per GPU-hour of a GPU of --gpus", flag="--price", metavar="GPU=USD")
+    ] = ()
+    price_kind: Annotated[str, Option("kind of price in the catalogue")] = "rental_3yr"
+    confidence: Annotated[float, Option("confidence of every interval")] = 0.95
+    quick: Annotated[bool, Option("short simulations; the answer is within about 15 %")] = False
     requests: Annotated[
-        int | None, Option("of a long simulation, per replica, at most", default="3000; quick: 800")
+        int | None, Option("requests of a long simulation, per replica, at most", default="3000; quick: 800")
     ] = None
     confirm_all: Annotated[
-        bool, Option("confirm also configurations that others have shown to be worse", flag="--all")
+        bool, Option("also confirm configurations that proved worse in short simulations", flag="--all")
     ] = False
-    jobs: Annotated[int | None, Option("processes", default="one per core that may be used")] = None
+    jobs: Annotated[int | None, Option("worker processes", default="one per core that may be used")] = None
     ray_address: Annotated[
         str | None, Option("run on a Ray cluster: auto, HOST:PORT, or local", flag="--ray", metavar="ADDRESS")
     ] = None
-    out: Annotated[Path | None, Option("keep simulations there, and plan.html", metavar="DIR")] = None
+    out: Annotated[Path | None, Option("folder for simulations and plan.html", metavar="DIR")] = None
     json_path: Annotated[Path | None, Option("write the answer as JSON", flag="--json", metavar="FILE")] = None
     report_path: Annotated[Path | None, Option("write the report", flag="--report", metavar="FILE")] = None
-    seed: Annotated[int, Option("of the first replication")] = 7
-    prefill_decode: Annotated[str, Option("engines by role: mixed, PREFILL:DECODE as 2:6, or auto")] = "mixed"
-    autoscale: Annotated[str, Option("replicas come and go: docs/routing.md", metavar="SPEC")] = "none"
+    seed: Annotated[int, Option("seed of the first replication")] = 7
+    prefill_decode: Annotated[str, Option("engines by role: mixed, PREFILL:DECODE such as 2:6, or auto")] = "mixed"
+    autoscale: Annotated[str, Option("add and remove replicas by load: docs/routing.md", metavar="SPEC")] = "none"
 
 
 def engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of every configuration: of the scenario, but for those that a plan has of its own."""
+    """Add the options that all configurations share: those of the scenario, except the ones `plan` declares itself."""
     own = (*options_of(PlanOptions), "gpu")
     fields = [field for field in sim_options("plan") if field.name not in own]
     decorators = (
@@ -132,7 +140,7 @@ def plan(**options: Any) -> None:
 
 
 def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
-    """The question that a command line asks; `options` are those of every configuration. Raises ConfigError."""
+    """Return the question that a command line poses. `options` are shared by all configurations. Raises ConfigError."""
     from lockstep.core.cluster.router import RouterConfig
     from lockstep.sim.cluster.scenario import parse_scaling
     from lockstep.sim.metrics.slo import Slo
@@ -178,7 +186,7 @@ def question_of(given: PlanOptions, options: dict[str, Any]) -> Question:
 
 
 def _effort(given: PlanOptions) -> Effort:
-    """How much is simulated, with the requests of a long simulation where they are given."""
+    """Return how much is simulated; `--requests`, if given, limits the requests of a simulation."""
     from lockstep.sim.plan.question import FULL, QUICK, Length
 
     effort, requests = QUICK if given.quick else FULL, given.requests
@@ -191,7 +199,7 @@ def _effort(given: PlanOptions) -> Effort:
 
 
 def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> PlanAnswer:
-    """Search, show and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
+    """Search, print and write the answer. Raises KeyboardInterrupt if Ctrl-C ended a simulation."""
     from lockstep.sim.plan.answer import PlanAnswer
     from lockstep.sim.plan.search import prepare, run_plan
     from lockstep.sim.plan.workers import workers_of
@@ -210,15 +218,20 @@ def answer_of(question: Question, given: PlanOptions, ledger: TrialStore) -> Pla
     return answer
 
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds it may use in a period, or "max"
+# CPU quota of a container: microseconds per period, or "max", and the period in microseconds
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(quota: Path = CPU_QUOTA) -> int:
-    """Cores that this process may use: a container may have two of a machine's hundred."""
+    """Return the number of cores that this process may use. A container's quota may be far below the machine's cores.
+
+    Args:
+        quota: the file with the quota.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         used_us, period_us = map(int, quota.read_text(encoding="ascii").split())
-    except (OSError, ValueError):  # no container, or no quota
+    except (OSError, ValueError):  # not a container, or no quota
         return cores
     return max(min(cores, math.ceil(used_us / period_us)), 1)
 
@@ -228,7 +241,7 @@ def _given(path: Path | None, *names: str) -> list[Path]:
 
 
 def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
-    """The answer as JSON."""
+    """Write the answer as JSON to each path."""
     from lockstep.sim.run.run_folder import whole
 
     for path in paths:
@@ -237,7 +250,7 @@ def write_answer(answer: PlanAnswer, paths: list[Path]) -> None:
 
 
 def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
-    """The page. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
+    """Write the HTML report to each path. Raises KeyboardInterrupt if Ctrl-C ended the simulation that it shows."""
     from lockstep.sim.plan.page import render_plan
     from lockstep.sim.run.run_folder import whole
 
@@ -249,18 +262,18 @@ def write_report(answer: PlanAnswer, paths: list[Path]) -> None:
 
 
 def announce(question: Any, line: str, configurations: int, out: Path | None) -> None:
-    """Say on stderr what is about to run."""
+    """Print on stderr what is about to run."""
     from lockstep.sim.results.code_version import code_commit, code_version
 
     code = f"lockstep {code_version()}" + (f" ({code_commit()})" if code_commit() else "")
-    kept = f"simulations kept in {out}" if out is not None else "nothing is kept, for lack of --out"
+    kept = f"simulations kept in {out}" if out is not None else "nothing is kept without --out"
     click.echo(f"seed {question.seed}, {code}, {kept}", err=True)
     click.echo(f"{configurations} configurations of {question.model}; {line}", err=True)
 
 
 @contextmanager
 def showing_progress(ledger: Any) -> Iterator[Progress]:
-    """A bar of configurations on stderr, with the number of simulations; silent if stderr is not a terminal."""
+    """Show a bar of configurations on stderr, with the number of simulations; nothing if stderr is not a terminal."""
     from lockstep.sim.plan.search import Progress
 
     with terminal_bar() as bar:
@@ -282,12 +295,12 @@ def showing_progress(ledger: Any) -> Iterator[Progress]:
 
 
 def say_how_to_go_on(ledger: Any, out: Path | None) -> None:
-    """After Ctrl-C."""
+    """Print, after Ctrl-C, which simulations are kept and how to continue."""
     if out is None:
-        click.echo(f"interrupted after {ledger.run} simulations; with --out DIR they would be kept", err=True)
+        click.echo(f"interrupted after {ledger.run} simulations; none is kept; --out DIR keeps them", err=True)
         return
     click.echo(f"interrupted: {out} keeps {ledger.run + ledger.reused} simulations", err=True)
-    click.echo("hint: the same command goes on from there", err=True)
+    click.echo("hint: run the same command again to continue", err=True)
 
 
 def show(answer: Any) -> None:
@@ -310,5 +323,5 @@ def show(answer: Any) -> None:
         for name, command in zip(("serve:   ", "emulate: "), serve_commands(winner), strict=True):
             click.echo(f"{name} {command.line}")
             if command.lacks:
-                click.echo("          not carried out there yet: " + ", ".join(command.lacks))
+                click.echo("          not supported there yet: " + ", ".join(command.lacks))
         click.echo("simulate: " + simulate_command(winner))

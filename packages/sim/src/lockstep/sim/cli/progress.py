@@ -1,4 +1,4 @@
-"""A bar on stderr, for commands that take a while."""
+"""A progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def terminal_bar(*, remaining: bool = False) -> Iterator[Progress | None]:
-    """A bar that is gone at the end; None where stderr is no terminal. Its tasks and their texts are the caller's.
+    """Show a progress bar until the block ends; yield None if stderr is not a terminal.
+
+    The caller adds the bar's tasks and their texts. The bar is removed at the end.
 
     Args:
-        remaining: show the time that is left instead of the time that has passed.
+        remaining: show the remaining time instead of the elapsed time.
     """
     if not sys.stderr.isatty():
         yield None

@@ -1,7 +1,7 @@
 """The scenario that the options of `lockstep simulate` request.
 
-The command reads its options here, and so does a simulation of a stored run (`stored_command.py`), so both have the
-same options. Options that change nothing of what is simulated are in `run_options.RunOptions`.
+Both the command and the simulation of a stored run (`stored_command.py`) read their options here, so they accept the
+same ones. Options without an effect on the simulation are in `run_options.RunOptions`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.sim.workload.mix import mix_of
 
 
 def requested_of(options: Mapping[str, Any]) -> Scenario | ClusterScenario:
-    """The scenario of the options of `lockstep simulate`, those of `RunOptions` left out.
+    """Return the scenario that the options of `lockstep simulate` describe, without those of `RunOptions`.
 
-    Raises: click.UsageError for options that do not go together; ConfigError or WorkloadError for what cannot be read.
+    Raises: click.UsageError for options that exclude each other; ConfigError or WorkloadError for invalid values.
     """
     given = dict(options)
     policy, cluster = router_given(given), cluster_given(given)
@@ -47,7 +47,7 @@ def requested_of(options: Mapping[str, Any]) -> Scenario | ClusterScenario:
     roles = {role: cluster.pop(f"{role}_engines", None) for role in ("prefill", "decode")}
     if shared_out:
         cluster["engines"] = tuple(_of_role(base, role, count) for role, count in roles.items())
-        base = replace(base, gpu="")  # which its engines name
+        base = replace(base, gpu="")  # the engine groups name the GPU
     elif "engines" in cluster:
         cluster["engines"] = parse_engines(cluster["engines"], parse_setting)
     for name, parse in (("scaling", parse_scaling), ("dispatch", parse_admission)):
@@ -57,13 +57,15 @@ def requested_of(options: Mapping[str, Any]) -> Scenario | ClusterScenario:
 
 
 def _check_together(gpu: str | None, cluster: Mapping[str, Any], shared_out: bool) -> None:
-    """Raise click.UsageError for options that do not go together, or lack one."""
+    """Raise click.UsageError for options that exclude each other, or if one is missing."""
     if gpu is None and "engines" not in cluster:
         raise click.UsageError("Missing option '--gpu', or '--engines' for several kinds.")
     if "engines" in cluster and (gpu is not None or "replicas" in cluster):
-        raise click.UsageError("'--engines' has the number and the GPU of engines: leave out '--gpu' and '--replicas'.")
+        raise click.UsageError(
+            "'--engines' sets the number and the GPU of engines: leave out '--gpu' and '--replicas'."
+        )
     if shared_out and not ("prefill_engines" in cluster and "decode_engines" in cluster):
-        raise click.UsageError("'--prefill-engines' and '--decode-engines' need each other.")
+        raise click.UsageError("'--prefill-engines' and '--decode-engines' must be given together.")
     if shared_out and ("replicas" in cluster or "engines" in cluster):
         raise click.UsageError(
             "'--prefill-engines' and '--decode-engines' are numbers of engines: leave out '--replicas' and '--engines'."
@@ -71,7 +73,7 @@ def _check_together(gpu: str | None, cluster: Mapping[str, Any], shared_out: boo
     if not shared_out and "role=" not in cluster.get("engines", ""):
         for flag, name in (("--link-bandwidth", "link_gbs"), ("--link-latency", "link_latency_us")):
             if name in cluster:
-                raise click.UsageError(f"'{flag}' is of links between prefill and decode engines; there are none.")
+                raise click.UsageError(f"'{flag}' applies to links between prefill and decode engines; there are none.")
 
 
 def _of_role(base: Scenario, role: str, count: int) -> EngineGroup:

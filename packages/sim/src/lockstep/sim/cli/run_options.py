@@ -1,4 +1,4 @@
-"""Options of `lockstep simulate` about one call of it: checks, intervals, files, output."""
+"""Options of one call of `lockstep simulate`: checks, intervals, files, output."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from lockstep.host.options import Option
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `lockstep simulate` that change nothing of what is simulated; a stored run does not keep them."""
+    """Options of `lockstep simulate` without an effect on the simulation; a stored run does not keep them."""
 
-    intervals: Annotated[bool, Option("state how sure the answers are, by two more simulations", negatable=True)] = True
+    intervals: Annotated[bool, Option("compute intervals of the answers with two more simulations", negatable=True)] = (
+        True
+    )
     check: Annotated[str, Option("check invariants after every N-th event", metavar="every|N|off")] = "off"
     out: Annotated[Path | None, Option("run folder", metavar="DIR", default="nothing is written")] = None
     overwrite: Annotated[bool, Option("replace the run in DIR")] = False
@@ -26,12 +28,12 @@ class RunOptions:
 
     @property
     def check_every(self) -> int:
-        """Events between two checks; 0 is never."""
+        """Return the number of events between two checks; 0 means never."""
         return _parse_check(self.check)
 
     @property
     def files(self) -> dict[str, bool]:
-        """The files of a run folder that may be left out."""
+        """Return which optional files of a run folder are written."""
         return {"requests": self.requests, "trace": self.trace, "report": self.report}
 
 

@@ -1,4 +1,4 @@
-"""Progress and printed results of `lockstep simulate`, of one engine and of clusters."""
+"""Progress and printed results of `lockstep simulate`, for one engine and for clusters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PROGRESS_EVERY = 64  # requests
 
 
 def say_no_intervals() -> None:
-    """After a Ctrl-C behind the run itself."""
-    click.echo("interrupted while the intervals were worked out: the run is whole, its answers carry none", err=True)
+    """Print, after a Ctrl-C behind the run itself, that the answers have no intervals."""
+    click.echo("interrupted while the intervals were worked out: the run is complete, its answers have none", err=True)
 
 
 def announce(setup: Setup, out: Path | None) -> None:
-    """Say on stderr what is about to run: the first line names seed, commit and journal."""
+    """Print on stderr what is about to run. The first line has seed, commit and journal."""
     from lockstep.sim.results.code_version import code_commit, code_version
     from lockstep.sim.run.run_folder import workload_line
 
@@ -35,7 +35,7 @@ def announce(setup: Setup, out: Path | None) -> None:
     journal = out / "journal" if out is not None else "none, for lack of --out"
     click.echo(f"seed {setup.scenario.seed}, {code}, journal {journal}", err=True)
     for name in setup.overridden:
-        click.echo(f"{name} is {getattr(setup.config, name)}, as the environment says", err=True)
+        click.echo(f"{name} is {getattr(setup.config, name)}, from the environment", err=True)
     closed = setup.scenario.concurrency is not None
     pool = f"{setup.config.pages:,} KV pages of {setup.config.page_size}"
     click.echo(f"{setup.title}, {pool}; {workload_line(setup.workload, closed=closed)}", err=True)
@@ -43,7 +43,7 @@ def announce(setup: Setup, out: Path | None) -> None:
 
 @contextmanager
 def progress_bar(requests: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr that is told how many requests ended; None, and no bar, if stderr is not a terminal."""
+    """Show a bar on stderr; yield a function that takes the number of ended requests, or None without a terminal."""
     with terminal_bar() as bar:
         yield None if bar is None else _advance(bar, requests)
 
@@ -59,7 +59,7 @@ def _advance(bar: Progress, requests: int) -> Callable[[int], None]:
 
 
 def show(run: Run | ClusterRun, out: Path | None, as_json: bool) -> None:
-    """Print the result on stdout, and where it lies on stderr."""
+    """Print the result on stdout, and the files of the run folder on stderr."""
     if as_json:
         import json
 

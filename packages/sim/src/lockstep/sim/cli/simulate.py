@@ -20,9 +20,9 @@ from lockstep.sim.scenario.values import KINDS
 
 
 def scenario_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command every option of a scenario, of a cluster, of the scheduler and of memory below the device.
+    """Add every option of a scenario, of a cluster, of the scheduler and of memory below the device to a command.
 
-    `workload` may be given several times; `gpu` may be left out.
+    `workload` may be repeated; `gpu` may be left out.
     """
     fields = {field.name: field for field in sim_options("simulate")}
     first, layout = [fields.pop("model")], list(fields)[: list(fields).index("rate")]
@@ -51,7 +51,7 @@ def scenario_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @scenario_flags
 @with_flags(click.option, options_of(RunOptions).values())
 def simulate(**options: Any) -> None:
-    """Simulate a workload on a model and a GPU, and print the latencies, throughput and limits that come of it.
+    """Simulate a workload on a model and a GPU, and print latencies, throughput and limits.
 
     \b
     lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --out runs/0192

@@ -1,4 +1,4 @@
-"""The scenario of a stored run, read from the command line that its folder keeps.
+"""The scenario of a stored run, parsed from the command line in its folder.
 
 requested_by_command("lockstep simulate --model qwen3-8b --gpu h200 --workload gen:n=500,rate=4 --replicas 2")
 """
@@ -17,7 +17,7 @@ from lockstep.sim.scenario.scenario import Scenario
 
 
 def requested_by_command(command: str) -> Scenario | ClusterScenario:
-    """The scenario of a run, by the command line that it kept. Raises ConfigError if that is of another command."""
+    """Return the scenario of a run from its stored command line. Raises ConfigError if it is another command's."""
     words = shlex.split(command)
     if words[:2] != ["lockstep", "simulate"]:
         raise ConfigError(f"the run was not made by `lockstep simulate`, but by `{' '.join(words[:2])}`")

@@ -1,4 +1,4 @@
-"""`lockstep workload`: look into a trace, fit a model to it. Argument parsing and printing only."""
+"""`lockstep workload`: describe a workload, or fit a model to it. Argument parsing and printing only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.argument("workloads", nargs=-1, required=True, metavar="WORKLOAD..."),
-    click.option("--rate", type=click.FLOAT, help="requests per second: stretches a trace  [default: as recorded]"),
-    click.option("--rate-scale", default=1.0, help="multiplies the rate: 2 halves every gap"),
-    click.option("--time-window", metavar="FROM..TO", help="keep what arrives then, in recorded time: 10m..1h"),
-    click.option("--limit", type=click.INT, help="keep the first so many requests"),
-    click.option("--skip-bad-rows", is_flag=True, help="leave out rows that cannot be right"),
-    click.option("--seed", default=7, help="of whatever is drawn"),
+    click.option(
+        "--rate", type=click.FLOAT, help="requests per second; a trace is stretched to it  [default: as recorded]"
+    ),
+    click.option("--rate-scale", default=1.0, help="factor on the rate: 2 halves every gap"),
+    click.option(
+        "--time-window", metavar="FROM..TO", help="keep the requests that arrive in this span of recorded time: 10m..1h"
+    ),
+    click.option("--limit", type=click.INT, help="keep only the first requests, up to this number"),
+    click.option("--skip-bad-rows", is_flag=True, help="leave out invalid rows instead of failing"),
+    click.option("--seed", default=7, help="seed of all random draws"),
 )
 
 
@@ -35,22 +39,23 @@ def _workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _open(workloads: Sequence[str], options: dict[str, Any]) -> Workload:
     from lockstep.sim.run.load import check_seed
     from lockstep.sim.workload.mix import mix_of
-    from lockstep.sim.workload.workload import open_workload
+    from lockstep.sim.workload.workload import SourceReading, open_workload
 
     check_seed(options["seed"])
-    return open_workload(mix_of(workloads), **options)
+    drawn = {name: value for name, value in options.items() if name != "skip_bad_rows"}
+    return open_workload(mix_of(workloads), reading=SourceReading(options["skip_bad_rows"]), **drawn)
 
 
 @click.group()
 def workload() -> None:
-    """Look into a workload, or fit a model to it. WORKLOAD is what `simulate --workload` takes."""
+    """Describe a workload, or fit a model to it. WORKLOAD takes the values of `simulate --workload`."""
 
 
 @workload.command(context_settings={"show_default": True, "max_content_width": 120})
 @_workload_options
 @click.option("--json", "as_json", is_flag=True, help="one JSON object instead of text")
 def describe(workloads: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Say what is in a workload: arrivals, lengths, sessions, sharing, tenants.
+    """Describe a workload: arrivals, lengths, sessions, sharing, tenants.
 
     \b
     lockstep workload describe conversation_trace.jsonl.gz

@@ -1,18 +1,19 @@
-"""Data-parallel attention with a scheduler per rank: ranks that agree on every pass and run it together.
+"""Data-parallel attention with a scheduler per rank: ranks agree on every pass and run it together.
 
-`--attention-dp N` alone prices an engine whose one scheduler spreads rows evenly. With `--rank-schedulers` each of its
-N shards has a scheduler, a CPU lane, a cache and a journal of its own, as ranks of a server have; requests are routed
-to ranks. All share one clock:
+`--attention-dp N` alone simulates an engine whose single scheduler spreads rows evenly over shards. With
+`--rank-schedulers` each of the N shards is a rank with its own scheduler, CPU lane, cache and journal, as in a server.
+Requests are routed to ranks, and all ranks share one clock:
 
     rank 0   plan |-> proposes .        . agreed | pass ............................... | results
     rank 1      plan |-> proposes       . agreed    | pass ........................... | results
-                                `exchange`            begins when the last rank is there, ends for all at once
+                                `exchange`            begins when the last rank is ready, ends on all ranks at once
 
-A pass costs what its slowest rank needs for attention, and what all need for the rows of all, padded as they agreed.
+The time of a pass is that of attention on its slowest rank, plus that of all other terms for the rows of all ranks,
+padded as they agreed.
 
-In pipeline stages a pass goes through one stage after the other, and the next pass follows it: it enters when the last
-rank has handed it over and the newest tokens of the rows that decode are back on every rank. A stage has GPUs of every
-rank.
+With pipeline stages a pass goes through one stage after another, and the next pass follows it. A pass enters the first
+stage when the last rank has handed it over and the newest tokens of its decode rows are back on every rank. Each stage
+has GPUs of every rank.
 """
 
 from __future__ import annotations
@@ -65,19 +66,22 @@ if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
 EXCHANGE_US = 60
-"""From the last proposal until every rank has all: an estimate for a gather of a few numbers by gloo, in one host."""
+"""Time from the last proposal until every rank has all proposals.
 
-# ---------------------------------------------------------------------------------------------------- what a pass costs
+An estimate for a gather of a few numbers by gloo within one host.
+"""
+
+# --------------------------------------------------------------------------------------------------- the cost of a pass
 
 
 def pass_shape(cost: CostModel, shapes: Sequence[BatchShape], agreed: Ranks) -> BatchShape:
-    """A pass that all ranks run together, with the shape of the slowest rank.
+    """Return the shape of a pass of all ranks, with the shape of the slowest rank as `own`.
 
     Args:
-        shapes: of each rank what it runs; nothing for an idle one.
+        shapes: shape of each rank's batch; empty for an idle rank.
     """
     ranks = len(shapes)
-    padded = agreed.padding == "max_length"  # then no rank extends
+    padded = agreed.padding == "max_length"  # no rank extends in such a pass
 
     def total(name: str) -> int:
         values = [getattr(shape, name) for shape in shapes]
@@ -111,8 +115,8 @@ class Share(NamedTuple):
     shape: BatchShape
     handed_over_us: int
     draft_us: float
-    copies: float  # of states
-    tokens: bytes
+    copies: float  # number of state copies
+    tokens: bytes  # see `Running`
     accepted: bytes
 
 
@@ -123,22 +127,22 @@ class PassCounts:
         self.ranks = ranks
         self.passes = 0
         self.exchanges = 0
-        self.extending = 0  # passes in which any rank extends
-        self.extending_ranks = 0  # of these, ranks that do
-        self.converted = 0  # and ranks that decode in them
-        self.idle = 0  # ranks, of all passes
-        self.graphs = 0
-        self.padded = 0  # passes padded to the longest
+        self.extending = 0  # passes in which at least one rank extends
+        self.extending_ranks = 0  # ranks that extend, summed over these passes
+        self.converted = 0  # ranks that only decode, summed over these passes
+        self.idle = 0  # idle ranks, summed over all passes
+        self.graphs = 0  # passes that replay a graph
+        self.padded = 0  # passes padded to the longest rank
         self.tokens = 0
         self.padding_tokens = 0
-        self.draft_passes = 0  # of a drafter that all ranks run together
-        self.draft_passes_joined = 0  # of these, all ranks together, those that a rank did not need itself
-        self.late_us = 0  # from when a rank was there until the last one was, all ranks together
+        self.draft_passes = 0  # passes of a drafter that all ranks run together
+        self.draft_passes_joined = 0  # passes of these that a rank did not need itself, summed over ranks
+        self.late_us = 0  # time from a rank's readiness to that of the last rank, summed over ranks
         self.situations: Counter[DelaySituation] = Counter()
         self.delayed_passes = 0
-        self.waits_us: list[int] = []  # of prompts that had waited and went ahead
+        self.waits_us: list[int] = []  # wait of prompts before each release
         self.wanting_first = 0  # ranks that could extend when the latest wait began
-        self.joined = 0  # ranks that came to be able to while others waited
+        self.joined = 0  # ranks that became able to extend during a wait
 
     def launched(self, shares: Sequence[Share]) -> None:
         """Count a pass that begins."""
@@ -165,7 +169,7 @@ class PassCounts:
         self.draft_passes_joined += sum(passes - draft_passes_of(share.plan) for share in shares)
 
     def decided(self, event: PrefillNegotiated) -> None:
-        """Take in a decision of all ranks about prompts, once for all of them."""
+        """Count a decision of all ranks about prompts; call it once per decision."""
         self.situations[event.situation] += 1
         self.delayed_passes += not event.allowed
         if event.passes == 1 and not event.allowed:
@@ -211,7 +215,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
-    """Return the counts of the ranks of several engines together."""
+    """Return the sum of the counts of several engines, described; see `PassCounts.describe`."""
     all_of = PassCounts(counts[0].ranks)
     for one in counts:
         for name, value in vars(one).items():
@@ -225,21 +229,25 @@ def summed(counts: Sequence[PassCounts]) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class SharedPass:
-    """A pass that all ranks have handed over, behind the passes before."""
+    """A pass that all ranks have handed over. It runs after the passes before it."""
 
-    shares: Sequence[Share]
-    took_us: float
-    sampling_us: float  # of that, on ranks that wait for matchers before sampling; 0.0 where no rank waits
-    held_us: int = 0  # it begins no sooner, in any stage
-    encoded_us: int = 0  # nor in the first of several stages
-    shape: BatchShape | None = None  # what all run together
-    draft_us: float = 0.0  # in the last stage
-    copies: float = 0.0  # of states, by the rank that copies the most
+    shares: Sequence[Share]  # by rank
+    took_us: float  # time of the pass, sampling included
+    sampling_us: float  # sampling time within `took_us`, if any rank defers its sampling; else 0.0
+    held_us: int = 0  # earliest start in any stage
+    encoded_us: int = 0  # earliest start in the first of several stages
+    shape: BatchShape | None = None  # shape of all ranks together
+    draft_us: float = 0.0  # drafting time, in the last stage
+    copies: float = 0.0  # state copies of the rank with the most
     started_us: int | None = None
     ends_us: dict[int, int] = field(default_factory=dict)  # by rank, as far as known
 
     def end_us(self, rank: int, sampled_us: dict[tuple[int, BatchId], int]) -> int | None:
-        """Return when a rank has its tokens; None while the matchers that it waits for have not moved."""
+        """Return when a rank has its tokens; None while its sampling is deferred.
+
+        Args:
+            sampled_us: earliest times of deferred samplings, by rank and batch; the entry of this pass is removed.
+        """
         assert self.started_us is not None
         plan = self.shares[rank].plan
         if plan.sample_after is None:
@@ -252,17 +260,18 @@ class SharedPass:
 
 
 class RankDevice(Device):
-    """One rank's GPUs. A pass begins when all ranks have handed theirs over and have sampled in the one before."""
+    """The GPUs of one rank. A pass begins when all ranks have handed over their batches and sampled the last pass."""
 
     group: SimulatedRanks
     rank: int
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
-        self.token_back_us = np.zeros(rows_max, np.float64)  # by row, in stages: when its newest token is at the first
+        # With stages, by row: when its newest token is at the first stage.
+        self.token_back_us = np.zeros(rows_max, np.float64)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
-        """Return what the cost of a plan depends on. Rows with transferred KV decode like any others."""
+        """Return the shape of a plan. In a prebuilt batch, rows with transferred KV count as decode rows."""
         shape = super().shape_of(plan)
         if plan.mode != "prebuilt":
             return shape
@@ -277,7 +286,7 @@ class RankDevice(Device):
         )
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
-        """Run `plan` with the plans of the other ranks, behind the passes before."""
+        """Hand `plan` over, to run with the plans of the other ranks after the passes before."""
         draft_us = 0.0
         if self.speculation is not None:
             draft_us = self.speculation.drafter.draft_us(shape, draft_passes_of(plan))
@@ -298,11 +307,11 @@ class RankDevice(Device):
 
     @property
     def encoder_free_us(self) -> int:
-        """When this rank has run all that it handed over; NEVER_US while a batch waits for other ranks."""
+        """Time at which this rank will have run all its batches; NEVER_US while a batch waits for other ranks."""
         return self.group.free_us(self.rank)
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
-        """Let this rank sample, because its matchers have moved."""
+        """Let this rank sample a deferred batch, because its matchers have moved."""
         waiting = [one for one in self.untimed if one.plan.batch_id != batch_id]
         if len(waiting) < len(self.untimed):
             self.untimed = deque(waiting)
@@ -310,7 +319,7 @@ class RankDevice(Device):
 
 
 class SimulatedRanks:
-    """The ranks of one engine: their proposals, what each has handed over, and how long a pass takes."""
+    """The ranks of one engine: their proposals, their batches handed over, and the times of their passes."""
 
     def __init__(
         self, env: Environment, cost: CostModel, ranks: int, *, seed: int, name: str, drafter: DraftCost | None = None
@@ -324,16 +333,19 @@ class SimulatedRanks:
         self._key = f"{seed} {name}"
         self._free_us = 0
         self.stages = Stages(cost) if isinstance(cost, PipelineModel) else None
-        self._held_us = 0  # no pass that is handed over from now on begins before
-        self._encoded_us = 0  # in the first stage
-        self._proposals: dict[int, tuple[ProposeBatch, int]] = {}
-        self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # handed over, the others not yet
-        self._passes: deque[SharedPass] = deque()  # handed over by all, and not at their end, as far as is known
-        self._sampled_us: dict[tuple[int, BatchId], int] = {}  # ranks that wait with sampling: when they need not
-        self._begun = 0
+        self._held_us = 0  # earliest start of passes handed over from now on
+        self._encoded_us = 0  # earliest start of these passes in the first stage
+        self._proposals: dict[int, tuple[ProposeBatch, int]] = {}  # by rank: proposal, and its time
+        self._there: list[deque[Share]] = [deque() for _ in range(ranks)]  # by rank: batches of incomplete passes
+        self._passes: deque[SharedPass] = deque()  # passes handed over by all ranks, with an end not known yet
+        self._sampled_us: dict[tuple[int, BatchId], int] = {}  # earliest times of deferred samplings
+        self._begun = 0  # passes so far, for their random durations
 
     def proposed(self, rank: int, command: ProposeBatch, time_us: int) -> None:
-        """Take in a rank's proposal. The first one requests the others; the last one sends the agreement to all."""
+        """Record a rank's proposal.
+
+        The first proposal of a round requests those of the other ranks; the last one sends the agreement to all ranks.
+        """
         first = not self._proposals
         self._proposals[rank] = command, time_us
         if len(self._proposals) == len(self.ports):
@@ -360,7 +372,7 @@ class SimulatedRanks:
             port.deliver(agreed_us, event)
 
     def handed_over(self, rank: int, share: Share) -> None:
-        """Take in a batch that a rank hands over. With that of the last rank the pass begins."""
+        """Record a batch that a rank hands over. When all ranks have handed over theirs, the pass is queued."""
         self._there[rank].append(share)
         if not all(self._there):
             return
@@ -370,7 +382,8 @@ class SimulatedRanks:
         together = pass_shape(self._cost, [share.shape for share in shares], agreed)
         expected = self._cost.batch_us(together)
         draft_us, copies = self._draft_us(together, shares, agreed), max(share.copies for share in shares)
-        took_us = expected.mean_us + draft_us + copies * self.ports[0].device.state_copy_us  # each rank copies its own
+        # Ranks copy states in parallel, so the rank with the most copies counts.
+        took_us = expected.mean_us + draft_us + copies * self.ports[0].device.state_copy_us
         if expected.spread_us > 0.0:
             took_us += expected.spread_us * standard_normal(f"{self._key} {self._begun}")
         self._begun += 1
@@ -394,18 +407,21 @@ class SimulatedRanks:
             self._encoded_us = max(self._encoded_us, us)
 
     def free_us(self, rank: int) -> int:
-        """Return when GPUs that encode have run all that a rank handed over; NEVER_US if that is not known yet."""
+        """Return when the GPUs that encode will have run all batches of a rank; NEVER_US if not known yet."""
         if self._there[rank] or self._passes:
             return NEVER_US
         return self._free_us if self.stages is None else math.ceil(self.stages.free_us[0])
 
     def may_sample(self, rank: int, batch_id: BatchId, at_us: int) -> None:
-        """Take in that a rank may sample from `at_us` on."""
+        """Record that a rank may sample a deferred batch from `at_us` on."""
         self._sampled_us[rank, batch_id] = at_us
         self._time()
 
     def _time(self) -> None:
-        """Time the passes whose end is known: each begins when every rank has sampled in the one before."""
+        """Compute starts and ends of passes as far as they are known, and queue the results on the ranks' devices.
+
+        A pass begins when every rank has sampled in the pass before.
+        """
         while self._passes:
             one = self._passes[0]
             if one.started_us is None:
@@ -437,7 +453,7 @@ class SimulatedRanks:
             self._passes.popleft()
 
     def _begin(self, one: SharedPass) -> int:
-        """Return when a pass begins behind the timed passes before it; in stages, also work out how long it takes."""
+        """Return the start of a pass, after the passes before it. With stages, also compute its `took_us`."""
         there_us = max(share.handed_over_us for share in one.shares)
         if self.stages is None:
             return max(self._free_us, one.held_us, there_us)
@@ -449,7 +465,7 @@ class SimulatedRanks:
             if decoding.size:
                 begins_us = max(begins_us, float(port.device.token_back_us[decoding].max()))
         times_us = cost.stage_us(one.shape)
-        times_us[-1] += one.draft_us - one.sampling_us  # its forward may run before
+        times_us[-1] += one.draft_us - one.sampling_us  # the forward pass may run before a deferred sampling
         send_us = cost.send_us(_tokens_of(one.shape))
         started_us, left_us, spans = self.stages.run(
             begins_us, self.stages.with_copies(times_us, one.copies), send_us, float(one.held_us)
@@ -462,7 +478,7 @@ class SimulatedRanks:
         return begun_us
 
     def _left(self, one: SharedPass, stages: Stages) -> None:
-        """Send the tokens of a pass that left the last stage back to the first one."""
+        """Send the tokens of a pass that left the last stage back to the first stage."""
         assert one.shape is not None
         if one.sampling_us:
             stages.sampled(float(self._free_us), one.sampling_us)
@@ -472,7 +488,10 @@ class SimulatedRanks:
                 port.device.token_back_us[share.plan.rows[share.plan.sample_rows]] = one.ends_us[port.rank] + back_us
 
     def _draft_us(self, together: BatchShape, shares: Sequence[Share], agreed: Ranks) -> float:
-        """Return the time of a drafter's passes: as many as the longest drafts of any rank need, over all rows."""
+        """Return the time of drafting.
+
+        Ranks that run a drafter together run as many passes as the rank with the most drafts needs, over all rows.
+        """
         if agreed.draft_passes is msgspec.UNSET or self._drafter is None:
             return max(share.draft_us for share in shares)
         self.counts.drafted(shares, agreed.draft_passes)
@@ -501,7 +520,7 @@ class RankPort:
             device.notes = StageNotes(len(stages.busy_us)) if device.notes_times else None
 
     def deliver(self, time_us: int, event: RanksAgreed | None) -> None:
-        """Take in an agreement; or, without an event, that another rank waits for this rank's proposal."""
+        """Queue an agreement; None: the information that another rank waits for this rank's proposal."""
         self._inbox.append((time_us, event))
         self.next_us = self._inbox[0][0]
         self.feed.poke()
@@ -513,7 +532,7 @@ class RankPort:
         return None if event is None else replace(event, time_us=now_us)
 
     def propose(self, command: ProposeBatch, now_us: int) -> None:
-        """Propose a batch of this rank."""
+        """Pass this rank's proposal to the group."""
         self.group.proposed(self.rank, command, now_us)
 
     def pause(self, next_us: int) -> Event:
@@ -522,7 +541,7 @@ class RankPort:
 
 
 class Verdicts:
-    """Metrics of one rank; those of the first rank also count what all ranks decided about prompts."""
+    """A metrics sink that also counts the ranks' common decisions about prompts. It is used on the first rank only."""
 
     def __init__(self, metrics: MetricsSink, counts: PassCounts) -> None:
         self._metrics, self._counts = metrics, counts
@@ -530,7 +549,7 @@ class Verdicts:
         self.cpu_interval = metrics.cpu_interval
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one event and its Step."""
+        """Record one event and its Step."""
         for decided in step.decided:
             if type(decided) is PrefillNegotiated:
                 self._counts.decided(decided)
@@ -541,7 +560,7 @@ class Verdicts:
 
 
 class Ranked:
-    """The ranks of a cluster's engines. Their hosts are made in order, rank after rank."""
+    """The ranks of a cluster's engines. Their hosts are created in order, rank after rank."""
 
     def __init__(self, env: Environment) -> None:
         self.env = env
@@ -557,7 +576,7 @@ class Ranked:
         check_every: int,
         port: TransferPort | None = None,
     ) -> tuple[EngineHost, MetricsFold]:
-        """Return the next rank's host and metrics. The first rank of an engine begins a group."""
+        """Create the host of the next rank; return it with its metrics. The first rank of an engine begins a group."""
         ranks, rank = setup.config.dp_ranks, setup.config.dp_rank
         assert ranks is not msgspec.UNSET
         assert rank is not msgspec.UNSET
@@ -623,12 +642,12 @@ class RankCluster:
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Metrics of the engines that stream to clients: all."""
+        """Metrics of the engines that stream to clients, which are all engines."""
         return self.metrics
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler; see `SharedClock`."""
+        """Whether a signal handler requested the end of the run; see `SharedClock`."""
         return self.clock.stop_requested
 
     @stop_requested.setter
@@ -636,13 +655,13 @@ class RankCluster:
         self.clock.stop_requested = value
 
     def run(self, give_up: Callable[[RankCluster], bool] | None = None) -> bool:
-        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         if self.setup.scenario.report_interval_us:
             self.env.process(self._report())
         return self.clock.run(self, give_up)
 
     def _report(self) -> Generator[Event, None, None]:
-        """Report the load of every rank at intervals; the router receives a report later."""
+        """Send the load of every rank to the router at intervals; a report arrives after `report_delay_us`."""
         scenario, ranks = self.setup.scenario, list(enumerate(self.clock.hosts))
         while self.clock.goes_on and not self.stop_requested:
             yield self.env.timeout(scenario.report_interval_us)
@@ -658,7 +677,7 @@ class RankCluster:
         self.clock.at(sent.time_us, functools.partial(feed.add, sent, turn))
 
     def _ended(self, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """Take in the end of a request; the router and the client receive it one hop later."""
+        """Record the end of a request; the router and the client receive it one hop later."""
         seen_us = now_us + self._hop_us
         output_tokens = self.clock.output_tokens(request_id) if answered else 0
         self.clock.at(seen_us, functools.partial(self.routing.tell_end, seen_us, request_id, output_tokens))

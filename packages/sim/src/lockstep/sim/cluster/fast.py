@@ -22,10 +22,10 @@ from lockstep.sim.run.simulate import Run, collecting_seldom, stopping_on_interr
 
 
 class FastCluster:
-    """A cluster of independent engines on the fast path."""
+    """A cluster on the fast path, with engines that interact only at the router."""
 
     def __init__(self, setup: ClusterSetup, on_finish: Callable[[int], None] | None) -> None:
-        """Begin a run of a setup for which `unsupported_by_cluster` returned an empty text."""
+        """Prepare the run of a setup for which `unsupported_by_cluster` is empty."""
         self.setup = setup
         self.metrics = [MetricsFold(kv_pages=one.config.pages, warm_up=one.scenario.warm_up) for one in setup.engines]
         router, turns, seed = setup.scenario.router, setup.workload.turns, setup.scenario.base.seed
@@ -37,12 +37,16 @@ class FastCluster:
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Metrics of the engines that stream to clients: all, up to now."""
+        """Metrics of the engines that stream to clients, which are all engines, up to the present time."""
         self.fast.hand_over()
         return self.metrics
 
     def run(self, give_up: Callable[[FastCluster], bool] | None) -> ClusterRun | None:
-        """Route every request and finish every answer, unless it is given up; None: only the core can simulate it."""
+        """Route every request and finish every answer. Return None if only the core can simulate the run.
+
+        Args:
+            give_up: called at intervals while requests arrive; if it returns True, the run ends there.
+        """
         stopped_early = False
 
         def ask(arrived: int) -> int:
@@ -85,7 +89,7 @@ class FastCluster:
 
 
 def unsupported_by_cluster(setup: ClusterSetup) -> str:
-    """Name what of a cluster only the core can simulate; empty if nothing is known in advance."""
+    """Return the first part of a cluster's setup that only the core can simulate, in a few words; empty if none."""
     scenario, turns = setup.scenario, setup.workload.turns
     beside = {
         "engines that meet": not setup.each_alone,
@@ -97,14 +101,14 @@ def unsupported_by_cluster(setup: ClusterSetup) -> str:
     for name, is_there in beside.items():
         if is_there:
             return name
-    different = {id(engine): engine for engine in setup.engines}  # those of a group share theirs
+    different = {id(engine): engine for engine in setup.engines}  # engines of a group share one setup
     return next(filter(None, map(unsupported_by, different.values())), "")
 
 
 def run_compiled(
     setup: ClusterSetup, on_finish: Callable[[int], None] | None, give_up: Callable[[Any], bool] | None, *, always: bool
 ) -> ClusterRun | None:
-    """Run a cluster on the fast path. None if that is unavailable, unsupported, or not worth loading."""
+    """Run a cluster on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
     if not is_available() or unsupported_by_cluster(setup) or not (always or pays(len(setup.workload.turns))):
         return None
     return FastCluster(setup, on_finish).run(give_up)

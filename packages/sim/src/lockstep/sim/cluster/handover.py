@@ -1,15 +1,16 @@
 """A simulated cluster of prefill and decode engines: routes, transfers of KV, and their times.
 
-Engines here meet in the middle of a request, not at the router only; so they share one clock. A request is routed twice
-at its arrival, to a prefill and to a decode engine. Its KV goes part by part over `Links`, as their hosts order:
+These engines interact in the middle of a request, not only at the router, so they share one clock. A request is routed
+twice at its arrival, to a prefill and to a decode engine. Its KV is sent part by part over `Links`, by commands of the
+hosts:
 
     decode   | pages  ...........................................  done | decode | decode | ...
     prefill      accepted | chunk 1 | chunk 2 (last) |                  ^
     link                            | part 1 |       | part 2 + first token
-             one way of `latency_us` for every message between hosts
+             every message between hosts takes `latency_us`
 
-A part begins when the lane of the prefill engine has taken in the result of its batch, and both sides have pages. What
-clients see is what the decode engines stream: the first token comes with the end of the transfer.
+A part begins when the lane of the prefill engine has collected the result of its batch and both sides have pages. The
+decode engines stream to the clients: the first token is streamed after the end of the transfer.
 """
 
 from __future__ import annotations
@@ -51,35 +52,35 @@ DECODE_ROUTER = RouterConfig(policy="least_tokens")
 
 @dataclass(eq=False)
 class Room:
-    """One transfer of the network. Its id is that of the request, on both sides."""
+    """One transfer between two engines. Its id is the id of the request, on both sides."""
 
     request_id: RequestId
     prefill: int
     decode: int
     prompt_tokens: int
     arrived_us: int
-    parts: deque[StartTransfer] = field(default_factory=deque)  # not sent yet
-    ready: int = 0  # of these, how many may be
-    receive: StartTransfer | None = None
-    flow: Flow | None = None
+    parts: deque[StartTransfer] = field(default_factory=deque)  # parts that are not sent yet
+    ready: int = 0  # number of leading parts whose batches are collected
+    receive: StartTransfer | None = None  # command of the decode engine; None: it has not allocated pages yet
+    flow: Flow | None = None  # the part on its way
     first_token: int = 0
-    over: bool = False  # done or failed, so that nothing moves any more
-    given_us: int = 0  # when the decode engine gave pages
-    computed_us: int = 0  # when the last part could go
+    over: bool = False  # done or failed: no part is sent any more
+    given_us: int = 0  # when the decode engine allocated pages
+    computed_us: int = 0  # when the last part was ready
 
 
 class TransferTimes:
     """Times and sizes of transfers, for metrics.json."""
 
     def __init__(self) -> None:
-        self.wait_us: list[int] = []  # from arrival until pages were given
-        self.behind_us: list[int] = []  # from the last part computed to all of it there
+        self.wait_us: list[int] = []  # from arrival to allocation of pages on the decode engine
+        self.behind_us: list[int] = []  # from readiness of the last part, or allocation if later, to the end
         self.sent = PartSize(0, 0, 0)
-        self.tokens_cached = 0  # of the prompts, on the decode engine already
+        self.tokens_cached = 0  # prompt tokens that were cached on the decode engine
         self.failed = 0
 
     def describe(self, links: Links, sizes: TransferBytes, makespan_us: int | None, *, hybrid: bool) -> dict[str, Any]:
-        """Return all figures; times in microseconds. `hybrid`: whether windows and states have pools of their own."""
+        """Return all figures; times in microseconds. `hybrid`: whether windows and states have separate pools."""
         beside = {
             "window_bytes_per_token": sizes.window_token,
             "transferred_window_tokens": self.sent.window_tokens,
@@ -108,7 +109,7 @@ def _quantiles(name: str, values: Sequence[int]) -> dict[str, float | None]:
 
 
 class Fabric:
-    """Carries out the hosts' commands about transfers, and delivers the outcomes to the hosts."""
+    """Carries out the transfer commands of the hosts, and delivers the outcomes to the hosts."""
 
     def __init__(
         self, env: Environment, links: Links, *, latency_us: int, sizes: TransferBytes, page_tokens: int
@@ -120,17 +121,17 @@ class Fabric:
         self.rooms: dict[RequestId, Room] = {}
         self._latency_us = latency_us
         self._sizes = sizes
-        self._page_tokens = page_tokens  # of engines whose layers differ, all alike
+        self._page_tokens = page_tokens  # equal on all engines with hybrid memory
         self._behind: dict[
             tuple[int, BatchId | None], list[Room]
-        ] = {}  # by engine and batch: rooms with a part that waits for it
+        ] = {}  # by engine and batch: rooms with a part of the batch
 
     def open(self, room: Room) -> None:
         """Open the room of a routed request."""
         self.rooms[room.request_id] = room
 
     def perform(self, engine: int, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """Carry out a command of a host's engine."""
+        """Carry out a command of one engine. Commands of transfers that are over are ignored."""
         room = self.rooms.get(command.transfer_id)
         if room is None or room.over:
             return
@@ -148,7 +149,7 @@ class Fabric:
                 self._at(now_us + self._latency_us, lambda: self._tell(room, room.decode, "offered"))
 
     def collected(self, engine: int, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """Let the parts behind a collected batch go from `now_us` on."""
+        """Release the parts of a collected batch at `now_us`."""
         rooms = self._behind.pop((engine, batch_id), ())
         if not rooms:
             return
@@ -175,7 +176,7 @@ class Fabric:
         self._move(room)
 
     def _move(self, room: Room) -> None:
-        """Send the next part, if it may go and none is going."""
+        """Send the next part, if it is ready, both sides have pages, and no other part is on its way."""
         if room.over or room.receive is None or room.flow is not None or not room.ready:
             return
         part = room.parts[0]
@@ -236,7 +237,7 @@ class Port:
         fabric.ports.append(self)
 
     def deliver(self, event: TransferAdvanced) -> None:
-        """Take in a fact for this host, as of now."""
+        """Queue a fact for this host, dated with the present time."""
         now_us = int(self._fabric.env.now)
         self._inbox.append((now_us, msgspec.structs.replace(event, seq=self._seq)))
         self._seq += 1
@@ -254,11 +255,11 @@ class Port:
         return self._feed.pause(self._fabric.env, next_us)
 
     def perform(self, command: StartTransfer | CancelTransfer, now_us: int) -> None:
-        """Carry out a command."""
+        """Pass a command to the fabric."""
         self._fabric.perform(self._engine, command, now_us)
 
     def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """Take in that the result of a batch was collected."""
+        """Report to the fabric that the result of a batch was collected."""
         self._fabric.collected(self._engine, batch_id, step, now_us)
 
 
@@ -317,7 +318,7 @@ class HandoverCluster:
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler; see `SharedClock`."""
+        """Whether a signal handler requested the end of the run; see `SharedClock`."""
         return self.clock.stop_requested
 
     @stop_requested.setter
@@ -325,7 +326,7 @@ class HandoverCluster:
         self.clock.stop_requested = value
 
     def run(self, give_up: Callable[[HandoverCluster], bool] | None = None) -> bool:
-        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         return self.clock.run(self, give_up)
 
     def _route(self, event: RequestArrived, turn: Turn) -> None:
@@ -338,7 +339,10 @@ class HandoverCluster:
             self.clock.at(time_us, functools.partial(self.feeds[engine].add, event, turn))
 
     def _ended(self, role: str, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """Take in an end on an engine; its router, and of a decode engine the client, receive it one hop later."""
+        """Record the end of a request on an engine of a role. One hop later its router receives the end.
+
+        The client receives the end on a decode engine, also one hop later.
+        """
         seen_us, decodes = now_us + self._hop_us, role == "decode"
         output_tokens = self.clock.output_tokens(request_id) if answered and decodes else 0
         self.clock.at(seen_us, functools.partial(self.routing[role].tell_end, seen_us, request_id, output_tokens))

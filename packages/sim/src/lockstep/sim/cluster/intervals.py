@@ -1,12 +1,12 @@
-"""How sure a simulated answer is: the run again with every batch as slow, and as fast, as the calibration allows.
+"""Intervals of simulated results: the run is repeated with all batches at both ends of the calibration's error.
 
 found = intervals_of(run)
 found.answers["ttft_us_p99"]         # (low, high), or None if there was nothing to measure
 
-The systematic error of a cost model multiplies all times alike, and slower batches make latencies longer and
-throughput lower. So the run at the 5th percentile of (true time) / (predicted time) and the run at the 95th bound each
-answer with the same confidence, queueing included: at a high load ten percent in the batch are more than ten in TTFT.
-TTFT also contains what happens outside the engine; its interval is at least as wide as the residuals of TTFT.
+The systematic error of a cost model multiplies all times by the same factor, and slower batches make latencies longer
+and throughput lower. So the runs at the 5th and at the 95th percentile of (true time) / (predicted time) bound each
+result with the same confidence. This includes queueing: at a high load ten percent more time per batch is more than ten
+percent in TTFT. TTFT also contains time outside the engine; its interval is at least as wide as the residuals of TTFT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.sim.run.simulate import Run, simulate
 
 
 def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals | None:
-    """Simulate the run twice more, at both ends of the systematic error. None if interrupted."""
+    """Simulate the run twice more, at both ends of the systematic error. Return None if a run is interrupted."""
     first = run.setup.engines[0] if isinstance(run.setup, ClusterSetup) else run.setup
     calibration, model = first.calibration, first.model.name
     factors = calibration.interval("time", coverage, model)
@@ -37,7 +37,7 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
                 found[name].append(value)
     answers: Answers = {}
     for name, values in found.items():
-        # What part of the runs had nothing to show for is unknown, not narrow.
+        # A measure without a value in one of the runs has no interval, because its ends are unknown.
         answers[name] = (min(values), max(values)) if len(values) == 1 + len(factors) else None
         ends = answers[name]
         if ends is not None and name.startswith("ttft"):
@@ -47,6 +47,6 @@ def intervals_of(run: Run | ClusterRun, coverage: float = COVERAGE) -> Intervals
 
 
 def _summary_at(setup: Setup | ClusterSetup, factor: float) -> Summary | None:
-    """What comes of the same run with every time multiplied; None if it is interrupted."""
+    """Return the summary of the run with every batch time multiplied by `factor`; None if it is interrupted."""
     run = simulate_cluster(setup.slowed(factor)) if isinstance(setup, ClusterSetup) else simulate(setup.slowed(factor))
     return None if run.interrupted else run.data.summary

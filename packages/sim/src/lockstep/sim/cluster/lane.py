@@ -1,16 +1,16 @@
-"""One engine of a cluster on a clock of its own, which runs ahead as far as no other part of the cluster can affect it.
+"""One engine of a cluster with its own clock, which advances only when its state matters to the rest of the cluster.
 
-Engines meet at the router only: it sends a request, and it receives the end of an answer. Between two of these an
-engine needs no interleaving with the others. An `EngineLane` stands still until its state matters to another part, and
-then catches up in one go:
+Engines interact at the router only: it sends requests, and it receives ends of answers. Between two of these an engine
+needs no interleaving with the others. An `EngineLane` is not advanced until its state matters to another part, and then
+catches up in one go:
 
-    others   --------a-----------a-----a-----------------a------>   arrivals that went elsewhere
-    lane     ====================================|                  no answer could end before: not advanced until here
+    others   --------a-----------a-----a-----------------a------>   arrivals that were routed to other engines
+    lane     ====================================|                  no answer could end before this time
 
-`quiet_until_us` is a lower bound: no answer of this engine ends before. It follows from the known ends of the batches
-in flight, from the launches that must pass before the shortest answer is done, and from the least time of a launch. An
-arrival before the bound does not advance the lane. `tests/sim/test_cluster.py` compares this with advancing every
-engine at every arrival.
+`quiet_until_us` is a lower bound of the time at which the next answer of this engine ends. It follows from the known
+ends of the batches in flight, from the launches that must pass before the shortest answer is done, and from the least
+time of a launch. An arrival before the bound does not advance the lane. `tests/sim/test_cluster.py` compares this with
+advancing every engine at every arrival.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from lockstep.sim.host.engine_host import EngineHost
 from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.turns import Turn
 
-LEAST_SHARE = 0.5  # of a decode of one row: no launch takes less
-LATER_SHARE = 0.9  # of the last decode: no later one of the same requests takes less, tables being bumpy
+LEAST_SHARE = 0.5  # least time of a launch, as a share of the time of a decode of one row
+LATER_SHARE = 0.9  # least time of a later decode of the same requests, as a share of the last: tables are not monotone
 
 Sent = RequestArrived | RequestCancelled | ControlRequested
 
 Ended = Callable[[int, RequestId, int, bool], None]
-"""Called for every request that ends: engine, request, time in us, and whether it was answered."""
+"""Callback for every request that ends: engine, request, time in us, and whether it was answered."""
 
 
 class LaneClock(Environment):
@@ -43,20 +43,20 @@ class LaneClock(Environment):
     horizon_us: float = 0
 
     def peek(self) -> float:
-        """Return when anything but the running process acts next."""
+        """Return the next time at which another process of this clock or another part of the cluster acts."""
         own = super().peek()
         return own if own < self.horizon_us else self.horizon_us
 
     def next_own_us(self) -> float:
-        """Return when a process of this clock acts next; infinite if none will."""
+        """Return the next time at which a process of this clock acts; infinite if there is none."""
         return super().peek()
 
 
 class Feed:
-    """The requests that were sent to one engine; what `host.Arrivals` is to an engine that stands alone."""
+    """The requests that were sent to one engine: the counterpart of `arrivals.Arrivals` in a cluster."""
 
     def __init__(self, engine: int, open_turns: Mapping[RequestId, Turn], ended: Ended, clock: LaneClock) -> None:
-        self.open_turns = open_turns  # of the whole cluster
+        self.open_turns = open_turns  # open turns of the whole cluster
         self.next_us = NEVER_US
         self._engine = engine
         self._ended = ended
@@ -65,7 +65,7 @@ class Feed:
         self._awaited: Event | None = None
 
     def add(self, event: Sent) -> None:
-        """Send one more, not earlier than the one before."""
+        """Queue a fact. Its time must not be before that of the last one."""
         self._queue.append(event)
         self.next_us = self._queue[0].time_us
         if self._awaited is not None:
@@ -73,27 +73,27 @@ class Feed:
             self._awaited = None
 
     def take(self, _max_new_tokens: int | None) -> Sent:
-        """The next fact, due at `next_us`; its limit was set where it came from."""
+        """Return the next fact, due at `next_us`. The cluster has already applied the limit of new tokens."""
         event = self._queue.popleft()
         self.next_us = self._queue[0].time_us if self._queue else NEVER_US
         return event
 
     @property
     def settled_until_us(self) -> int:
-        """The router may send another one from here on."""
+        """Time from which on the router may send further requests."""
         return int(min(self._clock.horizon_us, NEVER_US))
 
     def more(self, env: Environment) -> Event | None:
-        """The router may always send another one."""
+        """Return an event that the next call of `add` triggers."""
         self._awaited = env.event()
         return self._awaited
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended."""
+        """Report the end of an answer to the cluster."""
         self._ended(self._engine, request_id, now_us, True)
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected, or its client left."""
+        """Report the rejection or the cancel of a request to the cluster."""
         self._ended(self._engine, request_id, now_us, False)
 
 
@@ -101,9 +101,9 @@ class EngineLane:
     """One engine of a cluster.
 
     Args:
-        host: on a `LaneClock` of its own, with a `Feed`.
-        cost: of its batches; a model that draws durations promises less.
-        early_ends: whether answers may end before their length, so that any batch may end one.
+        host: host of the engine, on its own `LaneClock` and with a `Feed`.
+        cost: cost model of the engine; with random durations the lower bounds are smaller.
+        early_ends: whether answers may end before their length, so that any batch may end an answer.
     """
 
     def __init__(self, host: EngineHost, feed: Feed, clock: LaneClock, cost: CostModel, *, early_ends: bool) -> None:
@@ -117,7 +117,7 @@ class EngineLane:
             last_stage_us = cost.stage_us(shape)[-1] if isinstance(cost, PipelineModel) else one_row.mean_us
         self._draws = one_row.spread_us > 0
         self._overlaps = isinstance(cost, PipelineModel)
-        self._least_us = LEAST_SHARE * last_stage_us  # one launch may end a stage's time behind another
+        self._least_us = LEAST_SHARE * last_stage_us  # in a pipeline, ends are at least a stage's time apart
         self.quiet_until_us: float = NEVER_US
         clock.process(host.run())
         clock.horizon_us = 0
@@ -128,10 +128,10 @@ class EngineLane:
         self.quiet_until_us = self._quiet_until_us()
 
     def advance(self, until_us: float) -> None:
-        """Do everything that is due before `until_us`."""
+        """Do all work that is due before `until_us`."""
         clock = self.clock
         clock.horizon_us = until_us
-        while clock.next_own_us() < clock.horizon_us:  # which an answer may bring nearer
+        while clock.next_own_us() < clock.horizon_us:  # the end of an answer may lower the horizon
             clock.step()
         self.quiet_until_us = self._quiet_until_us()
 
@@ -141,10 +141,10 @@ class EngineLane:
             self.clock.horizon_us = until_us
 
     def _quiet_until_us(self) -> float:
-        """Return a time before which no request of this engine ends; see the module."""
+        """Return a time before which no request of this engine ends; see the module's docstring."""
         wakes_us = self.clock.next_own_us()
         if wakes_us > NEVER_US:
-            return NEVER_US  # it has nothing to do
+            return NEVER_US  # the engine is idle
         host = self.host
         end_us = min(self._earliest_end_us(wakes_us), self.feed.next_us)  # the next request may be rejected at once
         if host.wake_at_us is not None:
@@ -152,7 +152,7 @@ class EngineLane:
         return max(end_us, wakes_us)
 
     def _earliest_end_us(self, now_us: float) -> float:
-        """Return the earliest time of a result that ends an answer."""
+        """Return a lower bound of the time of the next result that ends an answer."""
         engine, queue = self.host.engine, self.host.device.queue
         if not engine.requests:
             return NEVER_US
@@ -162,7 +162,7 @@ class EngineLane:
             if batch.ending or batch.dead or batch.plan.extend_rows or self._early_ends:
                 return running.finished_us
         known = len(queue)
-        further = self._launches_without_end()  # behind those in flight; the one after these may end an answer
+        further = self._launches_without_end()  # after the batches in flight; the next launch may end an answer
         if self._draws:
             return queue[-1].finished_us if known else now_us
         launch_us = self._least_us
@@ -171,7 +171,7 @@ class EngineLane:
         return (queue[-1].finished_us if known else now_us) + int((further + 1) * launch_us)
 
     def _launches_without_end(self) -> int:
-        """Return a lower bound of launches to come that end no request; 0 if there is none."""
+        """Return a lower bound of the number of future launches that end no request."""
         engine = self.host.engine
         config, running_batch = engine.config, engine.running_batch
         alone = not engine.waiting or (engine.batch_is_full and not config.enable_priority_preemption)
@@ -188,6 +188,6 @@ class EngineLane:
             or engine.microbatches.several
         ):
             return 0
-        # A retraction shrinks the running batch and admits others: count only launches with pages for certain.
+        # A retraction would change the running batch, so only launches that are sure to have pages count.
         fitting = (engine.memory.available_pages // running_batch.size - 1) * config.page_size
         return max(min(engine.microbatches.current.horizon, fitting) - 1, 0)

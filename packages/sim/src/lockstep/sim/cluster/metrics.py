@@ -1,8 +1,8 @@
-"""Several engines measured as one service: what a client of their router sees, and what the engines did for it.
+"""Metrics of several engines as one service: latencies of the router's clients, and the work of the engines.
 
-Latencies are those of all requests together, with the hops between router and engine in them. Counts and rates are
-sums. Levels (waiting, running, pages) are sums of means; of a greatest value the greatest of any engine is given: their
-sum would be a moment that never was.
+Latencies are those of all requests together, with the hops between router and engine included. Counts and rates are
+sums over engines. Mean levels (waiting, running, pages) are sums of means. A maximum is the greatest of any engine,
+because the maxima of different engines need not occur at the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ AMOUNTS = ("prefill_tokens", "decode_tokens")
 
 
 class RefusedRequest(NamedTuple):
-    """A request that a router turned away."""
+    """A request that the router rejected."""
 
     request_id: int
     arrival_us: int
@@ -61,13 +61,14 @@ def combine(
     sent: Sequence[int] = (),
     encoders: Sequence[int] = (),
 ) -> RunData:
-    """One RunData of at least one engine's. Batches are those of all engines, by start; their ids repeat.
+    """Combine the data of at least one engine. Batches are those of all engines, by start; their ids are not unique.
 
     Args:
-        waited_us: how long requests waited at the router, by id, where they did.
-        refused: those that no engine ever saw.
-        sent: ids by the numbers that engines knew requests by, where these are others.
-        encoders: by engine, which encoder GPUs it has where these are not the engine's: ranks share theirs.
+        waited_us: waits at the router by request id; requests without a wait may be missing.
+        refused: requests that were rejected at the router, and so are in no engine's data.
+        sent: request ids by their numbers on engines, if these numbers differ from the ids; else empty.
+        encoders: by engine, the number of the engine whose separate encoder GPUs it uses (ranks share them); empty:
+            every engine has its own.
     """
     requests = _requests(datas, hop_us, waited_us or {}, refused, sent)
     itl_us = ValueCounts.join([data.itl_us for data in datas])
@@ -110,10 +111,13 @@ def combine_handover(
     slos: Sequence[Slo],
     encoders: Sequence[int] = (),
 ) -> RunData:
-    """Combine prefill and decode engines, `decodes` by number: clients receive only what these stream.
+    """Combine the data of prefill and decode engines.
 
-    Cache hits are those of the prefill engines, where prompts are computed. Media are theirs, too, and of those decode
-    engines that had to encode any.
+    Latencies and requests are those of the decode engines, which stream to the clients. Cache hits are those of the
+    prefill engines, where prompts are computed. Media are those of the prefill engines, and of decode engines that
+    encoded some.
+    Args:
+        decodes: numbers of the decode engines.
     """
     whole = combine(datas, hop_us=hop_us, slos=slos)
     answers = combine([datas[engine] for engine in decodes], hop_us=hop_us, slos=slos)
@@ -130,7 +134,7 @@ def combine_handover(
         summary["media"] = _media(
             [datas[engine] for engine in of], summary["throughput"]["makespan_us"], [places[engine] for engine in of]
         )
-    if "adapters" in summary:  # each request runs on its own twice
+    if "adapters" in summary:  # each request uses its adapter on two engines, and counts once
         summary["adapters"] = {**summary["adapters"], "requests": answers.summary["adapters"]["requests"]}
     streamed = _series([datas[engine] for engine in decodes], whole.span_us).output_tokens_per_s
     series = replace(whole.series, output_tokens_per_s=streamed)
@@ -198,7 +202,7 @@ def _with_refused(columns: dict[str, NDArray[Any]], refused: Sequence[RefusedReq
 
 
 def _series(datas: Sequence[RunData], span_us: tuple[int, int]) -> Series:
-    """Bins over the whole span; what the engines' own bins hold is spread over them evenly."""
+    """Return series with bins over the whole span; values of the engines' own bins are spread evenly over them."""
     start_us, stop_us = span_us[0], max(span_us[1], span_us[0] + 1)
     width_us = -(-(stop_us - start_us) // BINS_MAX)
     edges_us = np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
@@ -240,7 +244,7 @@ def _cache(datas: Sequence[RunData]) -> Summary:
 
 
 def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence[int]) -> Summary:
-    """Counts of all engines; mean waits are weighted by requests that waited, other figures are the greatest."""
+    """Return counts of all engines, mean waits weighted by waiting requests, and the greatest of other figures."""
     parts = [data.summary["media"] for data in datas if "media" in data.summary]
     own = {
         at: data.summary["media"]["encoder_gpus"]
@@ -263,7 +267,7 @@ def _media(datas: Sequence[RunData], makespan_us: int | None, encoders: Sequence
 
 
 def _sessions(datas: Sequence[RunData]) -> Summary:
-    """Counts and pages of all engines; of shares the mean, and the greatest."""
+    """Return counts and pages of all engines, the mean of mean shares, and the greatest share."""
     parts = [data.summary["sessions"] for data in datas if "sessions" in data.summary]
     out = _added(parts)
     held = [part["held_share_mean"] for part in parts if part["held_share_mean"] is not None]
@@ -272,7 +276,7 @@ def _sessions(datas: Sequence[RunData]) -> Summary:
 
 
 def _samples(datas: Sequence[RunData]) -> Summary:
-    """Counts of all engines; the mean is weighted by completed requests, percentiles are the greatest."""
+    """Return counts of all engines, means weighted by completed requests, and the greatest percentiles."""
     parts = [data.summary["samples"] for data in datas if "samples" in data.summary]
     out = _added(parts)
     weighted = sum(part["requests_completed"] * (part["e2e_us_mean"] or 0.0) for part in parts)
@@ -281,7 +285,7 @@ def _samples(datas: Sequence[RunData]) -> Summary:
 
 
 def _adapters(datas: Sequence[RunData]) -> Summary:
-    """Counts of all engines, each of which loads for itself; of different adapters, the most on any engine."""
+    """Return counts of all engines, weighted means, and the greatest number of distinct adapters on an engine."""
     parts = [data.summary["adapters"] for data in datas if "adapters" in data.summary]
     out = _added(parts)
     for name, counted in (("load_us_mean", "loads"), ("wait_us_mean", "requests_waited")):
@@ -292,7 +296,7 @@ def _adapters(datas: Sequence[RunData]) -> Summary:
 
 
 def _encoder(datas: Sequence[RunData]) -> NDArray[np.int64] | None:
-    """What the encoders of all engines did."""
+    """Return the encoder tables of all engines, joined; None if there are none."""
     tables = [data.encoder for data in datas if data.encoder is not None]
     return np.concatenate(tables) if tables else None
 

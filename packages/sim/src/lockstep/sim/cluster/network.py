@@ -1,12 +1,11 @@
-"""The network between engines: each has a way out and a way in, which all that it sends or receives share fairly.
+"""The network between engines: each engine has one way out and one way in, which its flows share fairly.
 
     links = Links(env, out_bytes_per_us=[50e3, 50e3], in_bytes_per_us=[50e3, 50e3])
     links.start(0, 1, size_bytes, done)          done is called when the last byte has left
 
-A flow gets what is fair where it is tightest (max-min fairness, by progressive filling: Bertsekas and Gallager, *Data
-Networks*, 2nd edition, section 6.5.2): of all ways the one with the least left per flow is shared out first, then the
-next. Rates change only when a flow begins or ends, so between two such moments nothing has to be computed. What the
-fabric between the engines can carry is taken as enough.
+Rates are max-min fair, by progressive filling (Bertsekas and Gallager, *Data Networks*, 2nd edition, section 6.5.2):
+the way with the least capacity per flow is divided first, then the next. Rates change only when a flow begins or ends,
+so nothing is computed between two such moments. The fabric between the ways is assumed to have enough capacity.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from simpy import Environment
 
 
 def later(env: Environment, delay_us: int, act: Callable[[], None]) -> None:
-    """Call a function after a delay, or at once if that time is past."""
+    """Call a function after a delay; a delay below 0 counts as 0."""
     env.timeout(max(delay_us, 0)).callbacks.append(lambda _: act())
 
 
 @dataclass(eq=False)
 class Flow:
-    """Bytes on their way. Only `Links` changes it."""
+    """Bytes on their way from one engine to another. Only `Links` changes a flow."""
 
     source: int
     target: int
@@ -38,18 +37,18 @@ class Links:
     """Flows between engines, and their rates."""
 
     def __init__(self, env: Environment, out_bytes_per_us: Sequence[float], in_bytes_per_us: Sequence[float]) -> None:
-        """Begin without flows; for each engine, the bytes per us that it can send, and receive."""
+        """Set up links without flows. Both sequences have, by engine, the bytes per us that it can send and receive."""
         self._env = env
         self._out = list(out_bytes_per_us)
         self._in = list(in_bytes_per_us)
         self._flows: list[Flow] = []
-        self._since_us = 0  # all `left_bytes` are of this moment
-        self._changes = 0  # a wake-up of before the last one is void
+        self._since_us = 0  # time for which all `left_bytes` are valid
+        self._changes = 0  # number of changes; a wake-up scheduled before the last change is void
         self.sent_bytes = [0.0] * len(self._out)  # by engine
-        self.busy_us = 0  # with anything under way at all
+        self.busy_us = 0  # time with at least one flow
 
     def start(self, source: int, target: int, size_bytes: float, done: Callable[[], None]) -> Flow:
-        """Begin to send; `done` is called once all of it has gone."""
+        """Begin a flow of `size_bytes`; `done` is called when its last byte has left."""
         self._settle()
         flow = Flow(source, target, max(size_bytes, 0.0), done)
         self._flows.append(flow)
@@ -76,7 +75,7 @@ class Links:
                 self.sent_bytes[flow.source] += gone
 
     def _share(self) -> None:
-        """Give every flow its rate, and wake up when the first one is complete."""
+        """Set the rate of every flow, and schedule a wake-up for the end of the first flow."""
         out, into = list(self._out), list(self._in)
         waiting = list(self._flows)
         while waiting:

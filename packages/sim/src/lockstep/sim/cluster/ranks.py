@@ -1,4 +1,4 @@
-"""Data-parallel ranks with schedulers of their own: how the settings of an engine are shared out among them."""
+"""Checks of clusters whose data-parallel ranks have separate schedulers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_cluster_of_ranks(scenario: ClusterScenario, setups: Sequence[Setup]) -> None:
-    """Raise ConfigError for a cluster of ranks with options that do not go with ranks, or with unequal ranks."""
+    """Raise ConfigError for cluster options that cannot be combined with ranks, or for engines with unequal ranks."""
     others = {
         "autoscale": scenario.scaling,
         "admission": scenario.dispatch,

@@ -24,11 +24,11 @@ class ClusterRun:
 
     setup: ClusterSetup
     engines: tuple[Run, ...]
-    data: RunData  # of all engines together, as a client of the router sees it
+    data: RunData  # all engines together, with the latencies of the router's clients
     routed_by_reason: Mapping[str, int]
     never_sent: int
     interrupted: bool
-    stopped_early: bool  # by `give_up`
+    stopped_early: bool  # `give_up` stopped the arrivals
     cpu_s: float
     intervals: Intervals | None = None  # see intervals_of
     autoscale: Mapping[str, Any] | None = None  # see Cluster.describe_scaling
@@ -44,7 +44,7 @@ class ClusterRun:
         return sum(run.batches for run in self.engines)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what metrics.json holds: all engines together, then each."""
+        """Return the contents of metrics.json: all engines together, then each engine."""
         return {
             "about": self.about(),
             **self.data.summary,
@@ -57,13 +57,13 @@ class ClusterRun:
         }
 
     def balance(self) -> dict[str, Any]:
-        """Return how evenly the work lay over the engines; see `metrics.balance`."""
+        """Return the evenness of the work of the engines; see `metrics.balance`."""
         weights = [share.weight for share in self.setup.shares]
         makespan_us = self.data.summary["throughput"]["makespan_us"]
         return balance([run.data.summary for run in self.engines], weights, makespan_us)
 
     def about(self) -> dict[str, Any]:
-        """Return the provenance of `ClusterSetup.about`, with counts that a reader of the numbers needs."""
+        """Return `ClusterSetup.about` with the facts that qualify the numbers: interruption, clamped, unsent turns."""
         return {
             **self.setup.about(),
             "interrupted": self.interrupted,
@@ -72,7 +72,7 @@ class ClusterRun:
         }
 
     def remarks(self) -> list[str]:
-        """Return remarks for a reader of the table, one line each."""
+        """Return remarks to be shown with the results, one line each."""
         together = Run(
             setup=self.setup.engines[0],
             data=self.data,

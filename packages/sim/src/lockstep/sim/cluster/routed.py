@@ -1,12 +1,11 @@
-"""A cluster whose engines meet only at the router: routing, reports, scaling and waits at the router.
+"""A cluster whose engines interact only at the router: routing, reports, scaling and waits at the router.
 
-A request reaches the router, is routed at that instant, and reaches its engine one hop later; a token takes one hop
-back. At an instant the router has the requests that it routed and the answers whose end has reached it by then: exactly
-what passed through it.
+A request is routed when it reaches the router, and reaches its engine one hop later; a token takes one hop back. The
+router counts exactly what has passed through it: the requests that it routed, and the ends that have reached it.
 
-Where replicas come and go (`scaling`), each has a lane from the beginning. A replica that is off receives no requests,
-and begins again with an empty cache. Where requests wait at the router (`dispatch`), that wait is part of their
-latency, and engines number them by the order in which they were sent: `sent` has their ids.
+With autoscaling (`scaling`) every replica has a lane from the start. A replica that is off receives no requests, and
+starts again with an empty cache. With a queue at the router (`dispatch`) the wait there is part of the latency, and
+requests have numbers on engines in the order in which they were sent; `sent` maps these numbers to request ids.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ from lockstep.sim.run.simulate import Run, arrivals_of, host_of, watch_of
 from lockstep.sim.workload.token_runs import prompt_ids
 from lockstep.sim.workload.turns import Turn
 
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least ...
-GIVE_UP_SHARE = 16  # ... and this part of those that have come
+GIVE_UP_EVERY = 32  # least number of requests between two calls of `give_up`
+GIVE_UP_SHARE = 16  # at least one n-th of the arrived requests lies between two calls of `give_up`
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterWatch:
-    """Callbacks of a cluster of engines that meet only at the router. None of them changes anything."""
+    """Callbacks of a cluster of engines that interact only at the router. None of them changes the cluster."""
 
-    observers: Sequence[Observer] = ()  # one for each engine, or none; see `ports.Observer`
-    on_route: Callable[[RequestRouted], None] | None = None  # receives every request that was sent or turned away
+    observers: Sequence[Observer] = ()  # one per engine, or empty; see `ports.Observer`
+    on_route: Callable[[RequestRouted], None] | None = None  # called for every request that was sent or rejected
 
     @property
     def is_set(self) -> bool:
-        """Whether there is any callback."""
+        """Whether there is a callback."""
         return bool(self.observers) or self.on_route is not None
 
 
@@ -69,7 +68,7 @@ NOT_WATCHED = ClusterWatch()
 
 
 class Cluster:
-    """Lanes behind a router. The only place where engines meet."""
+    """A router and the lanes of its engines. The lanes interact only here."""
 
     def __init__(
         self,
@@ -103,33 +102,31 @@ class Cluster:
         self._by_room = setup.scenario.router.policy == "follow_bootstrap_room"
         self._seed = scenario.seed
         self._by_session = setup.scenario.router.policy == "session_sticky"
-        self._sessions: dict[int, str] = {}  # by index of a turn: the label of the first of its session
+        self._sessions: dict[int, str] = {}  # by turn index: label of the first turn of its session
         self._ended: list[
             tuple[int, int, RequestId, int]
-        ] = []  # heap: when the router sees it, engine, request, output
+        ] = []  # heap of ends: us at the router, engine, request, output tokens
         self._ended_count = 0
         self._on_finish = on_finish
         self._on_route = watch.on_route
         self._eager = eager
         self._stop_requested = False
-        self._held: dict[RequestId, RequestArrived] = {}  # those that wait at the router
+        self._held: dict[RequestId, RequestArrived] = {}  # requests that wait at the router
         self.waited_us: dict[RequestId, int] = {}
-        self.sent: list[
-            RequestId
-        ] = []  # by the number of a request on its engine, where requests may wait at the router
+        self.sent: list[RequestId] = []  # with a queue at the router: request ids by their numbers on engines
         self._sent_turns: dict[RequestId, Turn] = {}  # turns of the open requests in `sent`
         self.refused: list[RefusedRequest] = []
         self._report_interval_us = setup.scenario.report_interval_us
-        self._report_us = self._report_interval_us or NEVER_US  # when engines report next
-        self._reports: deque[LoadReported] = deque()  # on their way
+        self._report_us = self._report_interval_us or NEVER_US  # time of the next reports
+        self._reports: deque[LoadReported] = deque()  # reports on their way to the router
         self._last_end_us = 0
         scaling = setup.scenario.scaling
         self._scaler = None if scaling is None else Autoscaler(scaling.config(len(setup.engines)))
         self._flushes = 0
-        self._turns_on: list[tuple[int, int]] = []  # when, and how many replicas were paid for from then on
+        self._turns_on: list[tuple[int, int]] = []  # us, and the number of paid replicas from then on
         turns = setup.workload.turns
         thinking = turns.think_us[turns.after >= 0]
-        # In a closed loop the next session begins where one ends.
+        # In a closed loop the next session begins when one ends, without a think time.
         closed = scenario.concurrency is not None
         self._think_us_min = int(thinking.min()) if len(thinking) and not closed else 0
         for engine, (one, journal) in enumerate(zip(setup.engines, journals, strict=True)):
@@ -153,12 +150,12 @@ class Cluster:
 
     @property
     def client_metrics(self) -> list[MetricsFold]:
-        """Metrics of the engines that stream to clients: all."""
+        """Metrics of the engines that stream to clients, which are all engines."""
         return self.metrics
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler: every engine stops before its next fact."""
+        """Whether a signal handler requested the end of the run: every engine stops before its next fact."""
         return self._stop_requested
 
     @stop_requested.setter
@@ -168,14 +165,14 @@ class Cluster:
             lane.host.stop_requested = value
 
     def run(self, give_up: Callable[[Cluster], bool] | None = None) -> bool:
-        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         arrivals, lanes, hop_us = self.arrivals, self.lanes, self._hop_us
         until_question = GIVE_UP_EVERY
         while not self._stop_requested:
             now_us = self._next_us()
             if arrivals.awaits_answers or self._held:
-                # A turn to come is not known yet: none comes before the first answer ends and its reader has thought.
-                # A request that waits at the router is sent as soon as another one ends.
+                # The next follow-up turn is not known yet. It arrives after the first end of an answer and the least
+                # think time. A request that waits at the router is sent as soon as another request ends.
                 first_us = min(lane.quiet_until_us for lane in lanes)
                 sure_us = first_us + hop_us + (0 if self._held else self._think_us_min)
                 if sure_us < now_us:
@@ -194,7 +191,7 @@ class Cluster:
                 until_question -= 1
             if give_up is not None and until_question <= 0:
                 until_question = max(GIVE_UP_EVERY, arrivals.arrived // GIVE_UP_SHARE)
-                # All engines to one moment, before which no request sent from now on arrives.
+                # Advance all engines to one time. Requests that are sent later arrive later.
                 self._advance_all(min(now_us + hop_us, self._report_us))
                 if give_up(self):
                     return True
@@ -204,7 +201,7 @@ class Cluster:
         return False
 
     def _advance(self, until_us: float) -> None:
-        """Advance every engine that may end an answer before `until_us` to that time, or to the turn that follows."""
+        """Advance every engine that may end an answer before `until_us` to that time, or to the next known arrival."""
         for lane in self.lanes:
             until_us = min(until_us, self._next_us())
             if lane.quiet_until_us < until_us or self._eager:
@@ -215,9 +212,9 @@ class Cluster:
             lane.advance(until_us)
 
     def _catch_up(self, now_us: int) -> None:
-        """Advance engines until every end has happened that the router receives by now. Requests arrive one hop later.
+        """Advance engines until every end that the router receives by `now_us` has happened.
 
-        No engine runs past the moment of its next report.
+        Engines may run ahead by one hop, because new requests arrive one hop later, but not past the next report.
         """
         seen_us, until_us = now_us - self._hop_us, min(now_us + self._hop_us, self._report_us)
         for lane in self.lanes:
@@ -251,7 +248,7 @@ class Cluster:
         self._decide(offered)
 
     def _decide(self, fact: RouterFact) -> None:
-        """Step the router with a fact, record it, and carry out what was decided."""
+        """Step the router with a fact, write the router's journal, and carry out the decisions."""
         if self._dispatcher is None:
             routed = self.router.step(fact)
             self._journal.append(fact, routed, self.router.digest)
@@ -267,7 +264,7 @@ class Cluster:
                 self._carry_out(each, fact.time_us)
 
     def _carry_out(self, routed: RequestRouted, now_us: int) -> None:
-        """Send a request where it was routed, or turn it away; nothing if it waits."""
+        """Send a request to its engine, or reject it; a request that waits at the router is left there."""
         if routed.reason == "waits":
             return
         event = self._held.pop(routed.request_id)
@@ -291,16 +288,16 @@ class Cluster:
         self.lanes[routed.engine].send(event)
 
     def _numbered(self, event: RequestArrived) -> RequestArrived:
-        """Return the request with a number that increases in the order of sending, which engines require."""
+        """Return the request with a new number. Engines require numbers that increase in the order of sending."""
         number = len(self.sent)
         self.sent.append(event.request_id)
         self._sent_turns[number] = self.arrivals.open_turns[event.request_id]
         return msgspec.structs.replace(event, request_id=number)
 
-    # ------------------------------------------------------------------------------------ what happens beside arrivals
+    # ------------------------------------------------------------------------------------- ends, reports and scaling
 
     def _next_us(self) -> int:
-        """Return when the router takes in its next known fact; ends count only where waiting requests exist."""
+        """Return the time of the router's next known fact; ends count only while requests wait at the router."""
         next_us = self.arrivals.next_us
         if self._held and self._ended:
             next_us = min(next_us, self._ended[0][0])
@@ -315,10 +312,10 @@ class Cluster:
         return min(next_us, self._report_us)
 
     def _look_after(self, now_us: int) -> None:
-        """Handle due reports and replicas, before any request that comes at the same instant."""
+        """Handle due reports and changes of replicas, before requests that arrive at the same time."""
         if now_us == self._report_us:
             self._report_us += self._report_interval_us
-            self._advance_all(now_us)  # what they have done by then, and nothing later
+            self._advance_all(now_us)  # so that reports contain all work before `now_us`
             self._report_ends(now_us)
             due_us = now_us + self.setup.scenario.report_delay_us
             self._reports.extend(
@@ -346,7 +343,7 @@ class Cluster:
         for changed in scaler.step(observed):
             engine = changed.engine
             if changed.state == "up" and router.state[engine] == "down" and self.lanes[engine].host.ended:
-                self._flushes += 1  # another machine, with an empty cache
+                self._flushes += 1  # a replica that starts has an empty cache
                 self.lanes[engine].send(ControlRequested(now_us, self._flushes, Flush()))
             self._decide(changed)
         paid = sum(state != "off" for state in scaler.state)
@@ -354,25 +351,25 @@ class Cluster:
             self._turns_on.append((now_us, paid))
 
     def _on_end(self, engine: int, request_id: RequestId, now_us: int, answered: bool) -> None:
-        """Take in the end of a request on a lane. The router and the client receive it one hop later."""
+        """Record the end of a request on a lane. The router and the client receive it one hop later."""
         seen_us = now_us + self._hop_us
         if self._dispatcher is not None:
             del self._sent_turns[request_id]
             request_id = self.sent[request_id]
-        turn = self.arrivals.open_turns[request_id]  # which it leaves now
+        turn = self.arrivals.open_turns[request_id]  # read now, because it is removed below
         heappush(self._ended, (seen_us, engine, request_id, turn.samples * turn.output_tokens if answered else 0))
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:
             self.arrivals.broke_off(request_id, seen_us)
-        held_us = seen_us if self._held else NEVER_US  # a waiting request is sent then
+        held_us = seen_us if self._held else NEVER_US  # the end lets a waiting request be sent
         self.lanes[engine].hold_at(min(self.arrivals.next_us, held_us) + self._hop_us)
         self._ended_count += 1
         if self._on_finish is not None:
             self._on_finish(self._ended_count)
 
     def _report_ends(self, before_us: int) -> None:
-        """Step the router with the ends that reach it before a moment."""
+        """Step the router with the ends that reach it before `before_us`."""
         while self._ended and self._ended[0][0] < before_us:
             time_us, _, request_id, output_tokens = heappop(self._ended)
             at = self.router.open.get(request_id)
@@ -384,7 +381,7 @@ class Cluster:
                     self._scale(scaler, time_us)
 
     def describe_scaling(self) -> dict[str, Any] | None:
-        """Return what replicas cost: paid from their start until they were given back, or until the last answer."""
+        """Return the cost of replicas, paid from their start to their release or the last end; None without scaling."""
         scaler, setup = self._scaler, self.setup
         if scaler is None:
             return None
@@ -402,7 +399,7 @@ class Cluster:
         }
 
     def describe_admission(self) -> dict[str, Any] | None:
-        """Return how many requests waited at the router, and for how long."""
+        """Return the number of requests that waited at the router, and their waits; None without a queue there."""
         if self._dispatcher is None:
             return None
         waits_us = sorted(self.waited_us.values())
@@ -451,5 +448,5 @@ class Cluster:
 
 
 def room_of(seed: int, request_id: RequestId) -> int:
-    """Draw the room of a request at a router of prefill and decode engines: 63 bits, as in SGLang."""
+    """Return the random room of a request, 63 bits as in SGLang, for the policy `follow_bootstrap_room`."""
     return int.from_bytes(blake2b(f"{seed} {request_id}".encode(), digest_size=8).digest(), "big") >> 1

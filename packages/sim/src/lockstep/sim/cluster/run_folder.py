@@ -7,13 +7,19 @@ from pathlib import Path
 
 from lockstep.sim.cluster.result import ClusterRun
 
-ENGINES_REPORTED = 16  # in report.html, which must stay small enough to open
+ENGINES_REPORTED = 16  # most engines in report.html, to bound its size
 
 
 def write_cluster_run(
     folder: Path, run: ClusterRun, *, requests: bool = True, trace: bool = True, report: bool = True
 ) -> None:
-    """Write what was measured beside the journals; traces lie with their engines."""
+    """Write the results of a cluster beside its journals; traces are in the folders of their engines.
+
+    Args:
+        requests: whether to write requests.parquet and requests.csv.
+        trace: whether to write a trace.json.gz per engine.
+        report: whether to write report.html; it is not written if no request arrived.
+    """
     from lockstep.sim.report import ReportRun, write_report
     from lockstep.sim.results.perfetto import write_trace
     from lockstep.sim.results.results import write_metrics_json, write_requests
@@ -65,7 +71,10 @@ def write_cluster_run(
 
 
 def _engines_to_report(run: ClusterRun) -> list[int]:
-    """The engines that got requests; of very many those with the most and those with the fewest. By number."""
+    """Return the numbers of the engines that received requests.
+
+    Beyond ENGINES_REPORTED they are the engines with the most and with the fewest requests.
+    """
     arrived = [one.data.summary["requests"]["arrived"] for one in run.engines]
     busy = sorted((engine for engine, count in enumerate(arrived) if count), key=lambda engine: -arrived[engine])
     half = ENGINES_REPORTED // 2

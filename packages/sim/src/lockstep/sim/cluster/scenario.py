@@ -14,28 +14,27 @@ from lockstep.core.cluster.autoscale import SCALING_POLICIES, ScalingConfig
 from lockstep.core.cluster.dispatch import DispatchConfig
 from lockstep.core.cluster.router import (
     RouterConfig,
+    policy_settings,
 )
 from lockstep.core.contract.errors import ConfigError
 from lockstep.host.admission_options import admission_word, pairs
 from lockstep.host.options import changed_words, number_word, option_of, value_word
 from lockstep.sim.scenario.scenario import SIMULATE, Scenario, SimOption
 
-LAYOUT = ("ep", "attention_dp", "pp")  # of an engine, besides `tp`
-LINK_GBS, LINK_LATENCY_US = 40.0, 15  # cost.hardware.NETWORK_GBS and NETWORK_LATENCY_US, which have the sources
-ROUTER_SETTINGS = ("load_bound", "load_floor", "block_tokens", "sessions_max")
-"""Fields of RouterConfig besides its policy, in the order in which a command line has them."""
-WEIGHTS = (1e-3, 1e3)  # of an engine in `engines`
+LAYOUT = ("ep", "attention_dp", "pp")  # layout options of an engine besides `tp`
+LINK_GBS, LINK_LATENCY_US = 40.0, 15  # equal to cost.hardware.NETWORK_GBS and NETWORK_LATENCY_US, which have sources
+WEIGHTS = (1e-3, 1e3)  # range of the weight of an engine in `engines`
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineGroup:
-    """Equal engines: `4xh100:tp=2`."""
+    """A number of equal engines, such as `4xh100:tp=2`. Missing options have the values of the base scenario."""
 
     count: int
     gpu: str
-    tp: int | None = None  # None, and what is not in `layout` and `settings`: as the command line says for all
-    layout: Mapping[str, int] = field(default_factory=dict)  # of LAYOUT
-    weight: float | None = None  # at the router; None: what the cost model estimates
+    tp: int | None = None  # None: that of the base scenario
+    layout: Mapping[str, int] = field(default_factory=dict)  # values of options in LAYOUT
+    weight: float | None = None  # weight of an engine at the router; None: estimated by the cost model
     settings: Mapping[str, Any] = field(default_factory=dict)  # fields of SchedConfig
 
     def __str__(self) -> str:
@@ -52,7 +51,12 @@ def _word(value: Any) -> str:
 
 
 def parse_engines(text: str, parse_setting: Callable[[str, str], tuple[str, Any]]) -> tuple[EngineGroup, ...]:
-    """Read `4xh100:tp=2,2xh200:weight=1.5`; `parse_setting` reads a scheduler setting. Raises ConfigError."""
+    """Parse text such as `4xh100:tp=2,2xh200:weight=1.5`.
+
+    Args:
+        parse_setting: function that parses name and value of a scheduler setting; returns field and value.
+    Raises: ConfigError.
+    """
     groups = []
     for item in text.split(","):
         head, *pairs = item.strip().split(":")
@@ -92,16 +96,19 @@ def _parse_weight(head: str, text: str) -> float:
     raise ConfigError(f"`engines`: `weight` of `{head}` must be a number from {low:g} to {high:g}, got `{text}`")
 
 
-DURATIONS = ("start", "interval", "window", "cooldown")  # of Scaling, in its spec with a unit
+DURATIONS = ("start", "interval", "window", "cooldown")  # settings of Scaling that are written with a unit of time
 
 
 class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An autoscaling policy as it is asked for; the replicas that there are bound it. See autoscale.ScalingConfig."""
+    """The option of an autoscaling policy, before its maximum is set; see autoscale.ScalingConfig."""
 
-    settings: dict[str, Any]  # of ScalingConfig, `maximum` aside
+    settings: dict[str, Any]  # fields of ScalingConfig except `maximum`
 
     def config(self, replicas: int) -> ScalingConfig:
-        """For so many replicas at most. Raises ConfigError for what cannot work, in the words of the option."""
+        """Return the configuration for at most `replicas` replicas.
+
+        Raises: ConfigError, with the option's own names of settings.
+        """
         if (minimum := self.settings.get("minimum", 1)) > replicas:
             raise ConfigError(
                 f"`autoscale`: `minimum` is {minimum}, but there are {replicas} replicas\n"
@@ -110,18 +117,18 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         words = {"target": self.settings.get("policy", "target"), **{f"{name}_us": name for name in DURATIONS}}
         try:
             return ScalingConfig(maximum=replicas, **self.settings)
-        except ConfigError as error:  # which names fields of ScalingConfig first
-            said = re.sub(r"^`(\w+)`", lambda field: f"`{words.get(field[1], field[1])}`", str(error))
-            raise ConfigError(f"`autoscale`: {said}") from error
+        except ConfigError as error:  # its message begins with a field of ScalingConfig
+            problem = re.sub(r"^`(\w+)`", lambda field: f"`{words.get(field[1], field[1])}`", str(error))
+            raise ConfigError(f"`autoscale`: {problem}") from error
 
     def within(self, replicas: int) -> Scaling:
-        """The same where there are so few replicas that the minimum would be beyond them."""
+        """Return the policy with `minimum` reduced to at most `replicas`."""
         if self.settings.get("minimum", 1) <= replicas:
             return self
         return Scaling(settings={**self.settings, "minimum": replicas})
 
     def __str__(self) -> str:
-        """`open_requests=24,minimum=2,start=1min`."""
+        """Return the text of the option, such as `open_requests=24,minimum=2,start=60000000us`."""
         left = dict(self.settings)
         words = [f"{left.pop('policy')}={number_word(float(left.pop('target')))}"]
         for name, value in left.items():
@@ -131,7 +138,10 @@ class Scaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def parse_scaling(text: str) -> Scaling:
-    """Read `open_requests=24,minimum=2,start=60s`: the policy with its target, then settings. Raises ConfigError."""
+    """Parse text such as `open_requests=24,minimum=2,start=60s`: a policy with its target, then settings.
+
+    Raises: ConfigError.
+    """
     from lockstep.sim.workload.lengths import parse_duration_us
 
     settings: dict[str, Any] = {}
@@ -162,14 +172,14 @@ def parse_scaling(text: str) -> Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterScenario:
-    """What to simulate on several engines behind a router. Fields are in the order in which a command line has them.
+    """The options of a simulated cluster behind a router. Fields are in the order of the options of a command line.
 
-    `base` holds for every engine, and has the load; its `gpu` is that of groups that name none.
+    `base` has the load and the options of every engine.
     """
 
     base: Scenario
     replicas: Annotated[int, SimOption("engines behind a router", default="one, and no router", commands=SIMULATE)] = (
-        1  # of the base; without effect beside `engines`
+        1  # engines with the options of `base`; not used if `engines` is set
     )
     engines: Annotated[
         tuple[EngineGroup, ...],
@@ -197,7 +207,7 @@ class ClusterScenario:
             default="none",
             commands=SIMULATE,
         ),
-    ] = 0  # 0: no reports, the router counts by itself
+    ] = 0  # 0: no reports, the router uses its own counts
     report_delay_us: Annotated[
         int,
         SimOption("age of a report when the router receives it", flag="--router-report-delay", commands=SIMULATE),
@@ -211,7 +221,7 @@ class ClusterScenario:
             text=str,
             commands=SIMULATE,
         ),
-    ] = None  # None: all replicas are up all the time
+    ] = None  # None: all replicas are always up
     dispatch: Annotated[
         DispatchConfig | None,
         SimOption(
@@ -227,7 +237,7 @@ class ClusterScenario:
         return self.engines or (EngineGroup(count=self.replicas, gpu=self.base.gpu),)
 
     def command(self) -> str:
-        """The command line that runs this again."""
+        """Return the command line that repeats this run."""
         words = shlex.split(self.base.command())
         if self.engines:
             at = words.index("--gpu")
@@ -236,7 +246,7 @@ class ClusterScenario:
             words += ["--replicas", str(self.replicas)]
         words += ["--router", self.router.policy]
         usual = RouterConfig()
-        for name in ROUTER_SETTINGS:
+        for name in policy_settings():
             if (value := getattr(self.router, name)) != getattr(usual, name):
                 words += [f"--router-{option_of(name)[2:]}", value_word(name, value)]
         return shlex.join(words + changed_words(self, leave_out=("replicas", "engines")))

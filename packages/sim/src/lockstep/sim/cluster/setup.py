@@ -1,4 +1,4 @@
-"""A cluster scenario with everything it names loaded, checked and worked out: engines, shares, layout."""
+"""The setup of a simulated cluster: its engines, their shares at the router, and the checks of its options."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lockstep.sim.run.encoding import encoder_tp, encoder_tp_mode
 from lockstep.sim.run.setup import Setup
 from lockstep.sim.workload.workload import Workload
 
-REPORTING = ("total_requests", "total_tokens")  # policies of a router that look at what engines report
+REPORTING = ("total_requests", "total_tokens")  # policies of a router that use the reports of engines
 HOP_US_MAX = 60_000_000
 COMMON = (
     *("format", "format_version", "command", "seed", "version", "commit", "model", "workload"),
     *("max_new_tokens", "grammar_compile_us", "receive_interval", "calibration"),
-)  # provenance of a run that is the same for all engines
+)  # entries of `Setup.about` that are equal for all engines
 REPLICAS_MAX = 1024
 TENANTS_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSetup:
-    """A scenario with everything it names loaded, checked and worked out."""
+    """A cluster scenario with everything that it names, loaded and checked."""
 
     scenario: ClusterScenario
-    engines: tuple[Setup, ...]  # one per engine; those of a group share theirs
-    shares: tuple[EngineShare, ...]
+    engines: tuple[Setup, ...]  # by engine, or by rank; engines of a group share one setup
+    shares: tuple[EngineShare, ...]  # by engine, or by rank
 
     @property
     def workload(self) -> Workload:
@@ -51,18 +51,18 @@ class ClusterSetup:
 
     @property
     def ranks(self) -> int:
-        """Ranks of an engine with a scheduler per rank, which `engines` lists one by one; 1 for others."""
+        """Ranks per engine if ranks have schedulers (`engines` then has an entry per rank); else 1."""
         ranks = self.engines[0].config.dp_ranks
         return ranks if isinstance(ranks, int) else 1
 
     @property
     def whole_engines(self) -> list[Setup]:
-        """The engines, each once: the first rank of an engine stands for all its ranks."""
+        """One setup per engine: of an engine with ranks, that of its first rank."""
         return [setup for setup in self.engines if not setup.config.shares_passes or setup.config.dp_rank == 0]
 
     @property
     def encoders(self) -> list[int]:
-        """By engine, the engine of its encoder GPUs, where encoders have their own: a rank uses those of its engine."""
+        """By entry of `engines`, the number of the engine whose separate encoder GPUs it uses; ranks share them."""
         found: list[int] = []
         for setup in self.engines:
             follows = setup.config.shares_passes and setup.config.dp_rank != 0
@@ -71,16 +71,16 @@ class ClusterSetup:
 
     @property
     def hands_over(self) -> bool:
-        """Whether prompts are computed by some engines and continued by others."""
+        """Whether prefill engines hand requests over to decode engines."""
         return self.engines[0].config.hands_over
 
     @property
     def each_alone(self) -> bool:
-        """Whether every request stays with one engine, which decides by itself."""
+        """Whether engines interact only at the router: no handovers, and no ranks."""
         return self.ranks == 1 and not self.hands_over
 
     def link_bytes_per_us(self, engine: Setup) -> float:
-        """Return the bytes per us that an engine can send to others, and receive."""
+        """Return the bytes per us that an engine, or a rank, can send to others and receive."""
         ranks = engine.config.dp_ranks
         return self.scenario.link_gbs * 1e3 * engine.split.gpus / (ranks if isinstance(ranks, int) else 1)
 
@@ -91,7 +91,7 @@ class ClusterSetup:
         return f"{self.engines[0].model.name} on {on}, {self.scenario.router.policy}"
 
     def about(self) -> dict[str, Any]:
-        """Return all that is needed to repeat the run."""
+        """Return everything that is needed to repeat the run."""
         first = self.engines[0].about()
         return {
             **{name: first[name] for name in COMMON},
@@ -120,7 +120,7 @@ class ClusterSetup:
         }
 
     def shares_of(self, role: str) -> tuple[EngineShare, ...]:
-        """Return the shares of the engines of a role; of all engines where requests are not handed over."""
+        """Return the shares of the engines of a role; without handovers, of all engines."""
         return tuple(
             share
             for share, engine in zip(self.shares, self.engines, strict=True)
@@ -140,19 +140,24 @@ class ClusterSetup:
         return found
 
     def slowed(self, factor: float) -> ClusterSetup:
-        """Return the setup with the time of every batch multiplied; routing weights stay."""
+        """Return a setup with the time of every batch multiplied by `factor`; routing weights are unchanged."""
         return replace(self, engines=tuple(setup.slowed(factor) for setup in self.engines))
 
     def header(self, engine: int) -> JournalHeader:
         """Return the header of one engine's journal."""
-        header = self.engines[engine].header()
-        return msgspec.structs.replace(header, host={**header.host, "engine": engine, "engines": len(self.engines)})
+        return self.engines[engine].header(engine, len(self.engines))
 
 
 def assemble_cluster(
     scenario: ClusterScenario, environ: Mapping[str, str] | None = None, *, workload: Workload | None = None
 ) -> ClusterSetup:
-    """Load and work out what the scenario names. Raises what `simulate.assemble` raises."""
+    """Load and check everything that the scenario names.
+
+    Args:
+        environ: environment, with variables that override settings; None: that of the process.
+        workload: the scenario's workload if it is loaded already; None: it is read.
+    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, like `assemble`.
+    """
     if not 0 <= scenario.hop_us <= HOP_US_MAX:
         hop = f"{scenario.hop_us / 1e6:g}s"
         raise ConfigError(f"`router_hop` must be from 0 to {HOP_US_MAX // 10**6}s, got `{hop}`")
@@ -211,7 +216,7 @@ def assemble_cluster(
 
 
 def _of_ranks(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], setups: list[Setup]) -> ClusterSetup:
-    """Return the setup in which the router chooses among all ranks of all engines."""
+    """Return a setup with an entry per rank: the router chooses among all ranks of all engines."""
     check_cluster_of_ranks(scenario, setups)
     engines: list[Setup] = []
     shares: list[EngineShare] = []
@@ -233,7 +238,7 @@ def kind_of(setup: Setup) -> str:
 
 
 def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
-    """Raise ConfigError for engines that cannot hand requests over to each other, or for requests that they cannot."""
+    """Raise ConfigError if engines or workload do not allow handovers, or an option is not simulated with them."""
     roles = [str(setup.config.role) if setup.config.hands_over else "mixed" for setup in setups]
     if not set(roles) == {"prefill", "decode"}:
         raise ConfigError(
@@ -253,7 +258,7 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
     for name, value in options.items():
         if value:
             raise ConfigError(
-                f"`{name}` is for engines that all do the same, not yet for roles\nhint: drop one of them"
+                f"`{name}` is for engines that all do the same, not yet for roles\nhint: leave out one of them"
             )
     model, turns = setups[0].model, setups[0].workload.turns
     if model.delta is not None and not hybrid:
@@ -263,7 +268,7 @@ def _check_roles(scenario: ClusterScenario, setups: list[Setup]) -> None:
         )
     if (turns.output_tokens == 0).any():
         raise ConfigError(
-            "`workload` has requests that want no output: there is nothing to hand over\nhint: leave out the roles"
+            "`workload` has requests without output: there is nothing to hand over\nhint: leave out the roles"
         )
     if not 0.001 <= scenario.link_gbs <= 1e6:
         raise ConfigError(f"`link_bandwidth` must be from 0.001 to 1,000,000 GB/s, got `{scenario.link_gbs:g}`")
@@ -290,7 +295,7 @@ def _check_options(scenario: ClusterScenario, groups: tuple[EngineGroup, ...], c
 
 
 def _check_shares(dispatch: DispatchConfig, workload: Workload) -> None:
-    """Raise ConfigError for the share of a tenant without any request."""
+    """Raise ConfigError for the share of a tenant that has no request in the workload."""
     known = sorted(tenant for tenant in workload.turns.tenants if tenant)
     for tenant in dispatch.tenant_weights:
         if tenant not in known:
@@ -303,7 +308,10 @@ def _check_shares(dispatch: DispatchConfig, workload: Workload) -> None:
 
 
 def _weights(groups: tuple[EngineGroup, ...], setups: list[Setup]) -> list[float]:
-    """Return the weight of each group: as given, else its estimated capacity over the first group's, to 2 digits."""
+    """Return the weight of each group: the given one, else the group's estimated capacity over the first group's.
+
+    Estimated weights are rounded to 2 digits.
+    """
     if len(groups) == 1:
         return [groups[0].weight or 1.0]
     summary = setups[0].workload.summary()

@@ -1,7 +1,7 @@
-"""Clusters of engines on one shared clock: arrivals of requests, their routes, their ends.
+"""Clusters of engines on one shared clock: arrivals, routes and ends of requests.
 
-Engines that meet only at the router have a clock each (`lane.py`). Engines that meet in the middle of a request share
-one, because they hand the request over (`handover.py`) or run every pass together (`data_parallel.py`).
+Engines that interact only at the router have a clock each (`lane.py`). Engines share a clock if they hand requests over
+(`handover.py`) or run every pass together (`data_parallel.py`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from lockstep.sim.cluster.result import ClusterRun
     from lockstep.sim.cluster.setup import ClusterSetup
 
-GIVE_UP_EVERY = 32  # requests between two questions whether to give up, at least
+GIVE_UP_EVERY = 32  # least number of requests between two calls of `give_up`
 
 Cluster = TypeVar("Cluster")
 
 
 class Routing:
-    """A router and its journal.
+    """A router with its journal.
 
     Args:
-        engines: those of the cluster that it chooses from, by its own numbers.
+        engines: number in the cluster of each engine that the router chooses from, in the order of the router.
     """
 
     def __init__(self, router: Router, journal: RouterJournal | NoRouterJournal, engines: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ def report_of(engine: int, core: Engine, measured_us: int, due_us: int) -> LoadR
 
 
 class SharedFeed:
-    """The requests that were sent to one engine, on a clock that it shares with others."""
+    """The requests that were sent to one engine of a shared clock."""
 
     def __init__(self, env: Environment, ended: Callable[[RequestId, int, bool], None]) -> None:
         self.open_turns: dict[RequestId, Turn] = {}
@@ -106,7 +106,7 @@ class SharedFeed:
         self._awaited: Event | None = None
 
     def add(self, event: RequestArrived, turn: Turn) -> None:
-        """Send one more, not earlier than the one before."""
+        """Queue a request. Its time must not be before that of the last one."""
         self.open_turns[event.request_id] = turn
         self._queue.append(event)
         self.next_us = self._queue[0].time_us
@@ -120,7 +120,7 @@ class SharedFeed:
 
     @property
     def settled_until_us(self) -> int:
-        """The present: other processes act at this instant, before or after this one."""
+        """Time of the next process: at least 1 us from now, because others may still act at the present time."""
         return int(min(max(self._env.peek(), self._env.now + 1), NEVER_US))
 
     def more(self, env: Environment) -> Event | None:
@@ -140,22 +140,22 @@ class SharedFeed:
         self._awaited = None
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """Take in the end of an answer."""
+        """Record the end of an answer."""
         del self.open_turns[request_id]
         self._ended(request_id, now_us, True)
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """Take in the rejection of a request, or its cancel."""
+        """Record the rejection or the cancel of a request."""
         del self.open_turns[request_id]
         self._ended(request_id, now_us, False)
 
 
 class SharedClock(Generic[Cluster]):
-    """The clock, the requests that come by it, and the hosts of all engines.
+    """The clock of a cluster, its arrivals, and the hosts of all engines.
 
     Args:
-        route: sends a request, which comes now, where it belongs.
-        on_finish: called with the number of requests that ended, after each.
+        route: function that sends a request to its engines; called at the time of its arrival.
+        on_finish: called with the number of requests that ended, after each end.
     """
 
     def __init__(
@@ -167,16 +167,16 @@ class SharedClock(Generic[Cluster]):
         self.setup = setup
         self.env = Environment()
         self.arrivals = arrivals_of(setup.engines[0])
-        self.hosts: list[EngineHost] = []  # added to by the cluster
+        self.hosts: list[EngineHost] = []  # the cluster adds them
         self._route = route
         self._on_finish = on_finish
         self._ended_count = 0
         self._stop_requested = False
-        self._changed: Event | None = None  # when the next known arrival changes
+        self._changed: Event | None = None  # triggered when the next known arrival may have changed
 
     @property
     def stop_requested(self) -> bool:
-        """Set from a signal handler: every engine stops before its next fact."""
+        """Whether a signal handler requested the end of the run: every engine stops before its next fact."""
         return self._stop_requested
 
     @stop_requested.setter
@@ -187,7 +187,7 @@ class SharedClock(Generic[Cluster]):
 
     @property
     def goes_on(self) -> bool:
-        """Whether any request is open, or is known to come."""
+        """Whether a request is open, or has a known time of arrival."""
         return bool(self.arrivals.open_turns) or self.arrivals.next_us < NEVER_US
 
     def at(self, time_us: int, act: Callable[[], None]) -> None:
@@ -195,7 +195,7 @@ class SharedClock(Generic[Cluster]):
         later(self.env, time_us - int(self.env.now), act)
 
     def run(self, cluster: Cluster, give_up: Callable[[Cluster], bool] | None) -> bool:
-        """Route every request and finish every answer. Return whether it was given up before all had come."""
+        """Route every request and finish every answer. Return whether `give_up` stopped the arrivals early."""
         stopped_early: list[bool] = []
         for host in self.hosts:
             self.env.process(host.run())
@@ -229,12 +229,12 @@ class SharedClock(Generic[Cluster]):
                     return
 
     def output_tokens(self, request_id: RequestId) -> int:
-        """Return the turn of a request until its client has received the end."""
+        """Return the output tokens of an open request's turn; 0 after its client has received the end."""
         turn = self.arrivals.open_turns.get(request_id)
         return turn.output_tokens if turn is not None else 0
 
     def see_end(self, request_id: RequestId, seen_us: int, answered: bool) -> None:
-        """Let a client receive the end of its request at `seen_us`."""
+        """Record that the client of a request receives its end at `seen_us`."""
         if answered:
             self.arrivals.answered(request_id, seen_us)
         else:
@@ -247,7 +247,7 @@ class SharedClock(Generic[Cluster]):
     def measured(
         self, data: RunData, datas: Sequence[RunData], by_reason: Counter[str], stopped_early: bool, began_s: float
     ) -> ClusterRun:
-        """Return the result of the run. Truncated outputs count on the engines that stream to clients."""
+        """Return the result of the run. Clamped requests count on the engines that stream to clients."""
         from lockstep.sim.cluster.result import ClusterRun
 
         cpu_s = time.process_time() - began_s

@@ -4,10 +4,10 @@ base = Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=4000,rate=40")
 setup = assemble_cluster(ClusterScenario(base=base, replicas=8))
 run = simulate_cluster(setup, folder=Path("runs/0192"))
 
-runs/0192/router.jsonl        every fact that the router took in, and what it decided
-          engines/0/journal/  as of a run with one engine, one per engine; request ids are those of the cluster
+runs/0192/router.jsonl        every fact of the router, with its decision
+          engines/0/journal/  journal of one engine; request ids are those of the cluster
           engines/0/metrics.json
-          metrics.json        all engines together, then each
+          metrics.json        all engines together, then each engine
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.sim.cluster.routed import NOT_WATCHED, Cluster, ClusterWatch
 from lockstep.sim.cluster.setup import ClusterSetup
 from lockstep.sim.run.simulate import collecting_seldom, stopping_on_interrupt
 
-DECODE = "decode"  # in a run folder, what the router of the decode engines decided
+DECODE = "decode"  # folder in a run folder with the journal of the decode engines' router
 
 
 def simulate_cluster(
@@ -44,13 +44,17 @@ def simulate_cluster(
     watch: ClusterWatch = NOT_WATCHED,
     compiled: bool | None = None,
 ) -> ClusterRun:
-    """Run a cluster to its end, or until Ctrl-C. With `folder`, its journals are written there.
+    """Run a cluster to its end, or until Ctrl-C.
 
     Args:
-        give_up: called from time to time while requests still come; once it returns True, no more requests come.
-        eager: advance every engine to every arrival. It changes only the time that the simulation takes.
-        watch: only where `setup.each_alone`.
-        compiled: whether a run without journals may take the fast path, which changes no result; None: once it pays.
+        folder: run folder for the journals; None: no journals.
+        check_every: events of an engine between two checks of its invariants; 0: no checks.
+        on_finish: called with the number of requests that ended.
+        give_up: called at intervals while requests arrive; if it returns True, no more requests arrive.
+        eager: whether to advance every engine to every arrival, which changes the wall-clock time only.
+        watch: callbacks; allowed only if `setup.each_alone`.
+        compiled: whether a run without journals uses the fast path, which does not change results; None: if it pays.
+    Raises: ContractError if `watch` does not fit the setup.
     """
     if watch.is_set and not setup.each_alone:
         raise ContractError("routes and steps cannot be observed where engines hand requests over, or are ranks")

@@ -1,4 +1,4 @@
-"""How long a batch takes, what the scheduler costs, and how much KV fits: microseconds and bytes, with sources.
+"""Cost models: the time of a batch and of the scheduler in microseconds, the KV capacity in bytes, with sources.
 
 model, gpu = load_model("qwen3-8b"), load_gpu("h200")          # lockstep.sim.catalogue
 cost = roofline_model(model, gpu)

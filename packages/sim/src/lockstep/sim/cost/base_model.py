@@ -30,9 +30,11 @@ def base_cost_model(
     fp8_activations: Fp8Activations = "auto",
     lora: LoraSpec | None = None,
 ) -> BaseModel | PipelineModel:
-    """Build the roofline, or with a folder of operator tables the measured model; one per stage.
+    """Build the roofline, or with `operators`, a folder of tables, the measured model; a pipeline of several stages.
 
-    Raises: CatalogueError; CapacityError for a split that is not possible.
+    Raises:
+        CatalogueError: a dtype is not modelled, or an operator table cannot be read.
+        CapacityError: the model cannot be split as requested.
     """
     split = parallelism_of(tp)
     stages: list[BaseModel] = []

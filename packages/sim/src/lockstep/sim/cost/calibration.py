@@ -5,8 +5,8 @@ cost = calibration.cost_model(roofline_model(model, gpu))      # a CostModel: th
 calibration.factors(200, seed=7, model=model.name)       # 200 draws of (true time) / (predicted time)
 calibration.interval("ttft", 0.9, model=model.name)      # the same ratio's central 90 %, for TTFT
 
-Without a file there is `UNCALIBRATED`: no correction, and an uncertainty as wide as the uncorrected roofline was wrong
-on the public serving points. docs/cost-models.md explains the correction, the residuals and the intervals.
+Without a file `UNCALIBRATED` applies: no correction, and the uncertainty of the uncorrected roofline, measured on the
+public serving points. docs/cost-models.md explains the correction, the residuals and the intervals.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Population = Literal["seen", "unseen"]
 
 FORMAT = "lockstep-calibration"
 VERSION = 1
-COVERAGE = 0.9  # of an interval, by default: from the 5th to the 95th percentile
+COVERAGE = 0.9  # default coverage of an interval: from the 5th to the 95th percentile
 PROBABILITIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99)
 FEATURES = ("kernels", "collectives", "step_us", "row_us", "collective_us")
-"""The parts of a batch that a correction weighs, in the order of a row of `batch_features`."""
+"""The parts of a batch's time that a correction has weights for, in the order of a row of `batch_features`."""
 
 
 class SplitCostModel(CostModel, Protocol):
-    """A cost model that is a sum of terms, with the communication between GPUs apart: `TermSum`."""
+    """A cost model that is a sum of terms and reports the time of collectives separately: `TermSum`."""
 
     collectives: int  # in one forward pass
 
     def collectives_us(self, tokens: int) -> float:
-        """Return the part of `batch_us` that is collectives, for a batch of so many tokens."""
+        """Return the part of `batch_us` that is collectives, for a batch of `tokens` new tokens."""
         ...
 
     def collective_terms_us(self, tokens: int) -> dict[str, float]:
@@ -56,7 +56,7 @@ class SplitCostModel(CostModel, Protocol):
         ...
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of kernels that take `us`: at least what launching them takes."""
+        """Return the time of a batch with kernels that take `us`: at least the time of launching them."""
         ...
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
@@ -65,20 +65,20 @@ class SplitCostModel(CostModel, Protocol):
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is done to the time of a batch. Nothing is negative, so more work never becomes faster.
+    """Weights that correct the time of a batch. No weight is negative, so more work never takes less time.
 
     us = kernels * kernels' time + collectives * collectives' time
          + step_us + row_us * rows + collective_us * number of collectives
 
-    where the first two are together at least `kernels` times what launching takes.
+    The first two summands together are at least `kernels` times the launching time.
     """
 
     kernels: float = 1.0
     collectives: float = 1.0
-    step_us: float = 0.0  # of every forward pass: what the engine does while the GPU waits
-    row_us: float = 0.0  # of every row of a pass, extend or decode
-    collective_us: float = 0.0  # of every collective: ranks wait for the last one
-    frontend_us: float = 0.0  # of every request before the engine sees it, and behind its first token: TTFT only
+    step_us: float = 0.0  # per forward pass: work of the engine while the GPU is idle
+    row_us: float = 0.0  # per row of a pass, extend or decode
+    collective_us: float = 0.0  # per collective: the wait for the slowest rank
+    frontend_us: float = 0.0  # per request, before it reaches the engine and after its first token; TTFT only
 
     def __post_init__(self) -> None:
         for field in self.__struct_fields__:
@@ -89,7 +89,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The weights of FEATURES."""
+        """The weights in the order of FEATURES."""
         return tuple(getattr(self, field) for field in FEATURES)
 
     @property
@@ -98,12 +98,12 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How far predictions were off: quantiles of measured / predicted."""
+    """The errors of predictions: quantiles of measured / predicted."""
 
-    metric: Metric  # time: of batches, and so of TPOT, end-to-end time and throughput; ttft: of time to first token
-    population: Population  # predicted rows of models that the fit had seen, or of models it had not
+    metric: Metric  # "time": times of batches, and so TPOT, end-to-end time and throughput; "ttft": TTFT
+    population: Population  # predictions for models of the fit's data ("seen"), or for other models ("unseen")
     method: str  # such as "leave one row out"
-    count: int  # of predictions
+    count: int  # number of predictions
     probabilities: tuple[float, ...]
     ratios: tuple[float, ...]
 
@@ -120,10 +120,12 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def of(
         cls, ratios: Sequence[float] | Float64s, *, metric: Metric, population: Population, method: str
     ) -> Residuals:
-        """Summarise measured / predicted of at least three predictions that their own measurement had no part in.
+        """Summarise the ratios measured / predicted of at least three predictions made without their own measurement.
 
-        The i-th of n sorted ratios stands at probability i / (n + 1). Beyond the outermost ones the logarithm goes on
-        like a normal distribution of their standard deviation, so that few points do not mean narrow intervals.
+        The i-th of n sorted ratios has probability i / (n + 1). Beyond the outermost ratios the logarithm is
+        extrapolated as a normal distribution with the standard deviation of the logarithms, so that few points do not
+        give narrow intervals.
+        Raises: CalibrationError if there are fewer than three ratios.
         """
         if len(ratios) < 3:
             raise CalibrationError(f"residuals of {metric} need at least 3 predictions, got {len(ratios)}")
@@ -146,7 +148,7 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         )
 
     def at(self, probabilities: Sequence[float] | Float64s) -> Float64s:
-        """Return the ratios at these probabilities; those beyond the table are its outermost."""
+        """Return the ratios at these probabilities; a probability outside the table gets the outermost ratio."""
         normal = NormalDist()
         scores = [normal.inv_cdf(p) for p in self.probabilities]
         wanted = [normal.inv_cdf(p) for p in probabilities]
@@ -155,10 +157,10 @@ class Residuals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class CalibrationSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file that a calibration was made of."""
+    """A file that a calibration was fitted to."""
 
     kind: Literal["serving_points", "operator_tables", "journal", "batch_times"]
-    file: str  # its name, without the folder
+    file: str  # name without the folder
     sha256: str
     rows_used: int
     rows_left_out: int = 0
@@ -166,22 +168,22 @@ class CalibrationSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A correction, how wrong it still is, and where both come from."""
+    """A correction, the errors that remain with it, and the sources of both."""
 
     format: str = FORMAT
     version: int = VERSION
     engine: str  # the engine that was measured, such as "vllm"; "none" for no calibration
     engine_version: str = ""
     gpu: str = ""  # catalogue name of the GPU it was measured on
-    models: tuple[str, ...] = ()  # catalogue names, for those the fit has seen
-    date: str = ""  # given by the caller, such as "2026-11-22"
+    models: tuple[str, ...] = ()  # catalogue names of the models in the fit's data
+    date: str = ""  # set by the caller, such as "2026-11-22"
     base: str = "roofline"  # kind of the cost model that is corrected
-    cpu: Literal["separate", "included"] = "separate"  # included: the correction has the engine's CPU time in it
+    cpu: Literal["separate", "included"] = "separate"  # included: the correction contains the engine's CPU time
     correction: Correction = Correction()
-    spread: float = 0.0  # of single batches around the systematic error: a standard deviation, as a share of the mean
+    spread: float = 0.0  # standard deviation of single batches around the systematic error, as a share of the mean
     residuals: tuple[Residuals, ...]
     sources: tuple[CalibrationSource, ...] = ()
-    notes: tuple[str, ...] = ()  # what must be known to use it, one sentence each
+    notes: tuple[str, ...] = ()  # limits of its use, one sentence each
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -201,7 +203,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read a file that `save` or `lockstep calibrate` wrote. Raises CalibrationError naming file and field."""
+        """Read a file written by `save` or `lockstep calibrate`. Raises CalibrationError with file and field."""
         try:
             data = Path(path).read_bytes()
         except OSError as error:
@@ -212,7 +214,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Calibration:
-        """Read a file's bytes; `path` is for the error. Raises CalibrationError."""
+        """Parse the bytes of a calibration file. Raises CalibrationError, which names `path`."""
         try:
             return msgspec.json.decode(data, type=cls, strict=True)
         except CalibrationError as error:
@@ -223,33 +225,33 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             ) from error
 
     def to_json(self) -> str:
-        """Return the file's text: equal calibrations give equal bytes."""
+        """Return the text of the calibration file: equal calibrations give equal bytes."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the file."""
+        """Write the calibration file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the file's text, hexadecimal."""
+        """SHA-256 of `to_json`, hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    # --- what it is for -----------------------------------------------------------------------------------------------
+    # --- use of a calibration -----------------------------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """The calibration in a few words."""
+        """Engine, GPU, date and digest in one line; `none` for no calibration."""
         if self.engine == "none":
             return "none"
         version = f" {self.engine_version}" if self.engine_version else ""
         return f"{self.engine}{version} on {self.gpu}, {self.date}, {self.digest[:12]}"
 
     def cost_model(self, base: CostModel, factor: float = 1.0) -> CostModel:
-        """Return `base` corrected, and every time multiplied by `factor`, such as one of `factors`.
+        """Return `base` with the correction applied and every time multiplied by `factor`, such as one of `factors`.
 
-        Raises: CalibrationError if `base` is of another kind than was calibrated, or reports no collectives; or if
-            it has several stages, where only `factor` has a meaning.
+        Raises: CalibrationError if `base` is of another kind than the calibrated model or reports no collectives, or
+            if it has several stages and there is a correction: stages can only be scaled by `factor`.
         """
         if not 0.0 < factor < math.inf:
             raise CalibrationError(f"`factor` must be above 0 and finite, got `{factor}`")
@@ -273,15 +275,18 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return CalibratedModel(base, self, factor)
 
     def cpu_model(self, cpu: CpuModel) -> CpuModel:
-        """Return the CPU lane to simulate with: free if the correction has the engine's CPU time in it."""
+        """Return the cost of the CPU lane: zero if the correction contains the engine's CPU time, else `cpu`."""
         if self.cpu == "separate":
             return cpu
         return CpuModel(plan_fixed_us=0.0, plan_row_us=0.0, result_fixed_us=0.0, result_row_us=0.0, arrival_us=0.0)
 
     def residuals_of(self, metric: Metric, model: str | None = None) -> Residuals:
-        """Return the residuals of a metric: of models not seen if `model` is not one of `models`, where known.
+        """Return the residuals of a metric, for `model`.
 
-        `model` None is any model. Without residuals of TTFT those of time stand for them.
+        Residuals of unseen models are preferred if `models` is not empty and lacks `model`. Residuals of `time`
+        replace missing residuals of `ttft`.
+        Args:
+            model: catalogue name; None is a model outside the fit's data.
         """
         seen = not self.models or (model is not None and model in self.models)
         wanted = [(m, p) for m in (metric, "time") for p in (("seen",) if seen else ("unseen", "seen"))]
@@ -291,10 +296,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def factors(self, n: int, seed: int, model: str | None = None) -> Float64s:
         """Return `n` draws of (true time) / (predicted time), one per replication of a simulation.
 
-        Multiplying a cost model by one is `cost_model(base, factor)`. Draws are stratified: one from each n-th of the
+        `cost_model(base, factor)` multiplies a cost model by one draw. Draws are stratified: one from each n-th of the
         distribution, in random order, so that few replications cover it. Equal arguments give equal draws.
         Args:
-            model: catalogue name of the model that is simulated; None is one the calibration has not seen.
+            model: catalogue name of the simulated model; None is a model outside the fit's data.
         """
         if n < 1:
             raise CalibrationError(f"`n` must be at least 1, got `{n}`")
@@ -312,9 +317,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     def doubts(
         self, model: str, gpu: str, overlap_depth: int, split: Parallelism = USUAL, *, has_intervals: bool = True
     ) -> list[str]:
-        """Return where a simulation leaves what was measured, one sentence each.
+        """Return the respects in which a simulation goes beyond the measurements, one sentence each.
 
-        `has_intervals`: the answers have intervals; otherwise the sentences mention none.
+        Args:
+            has_intervals: whether results have intervals; if not, the sentences do not mention them.
         """
         if self.engine == "none":
             beyond = [name for name in split.describe() if name not in ("ep", "expert_cv")]
@@ -340,13 +346,13 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return lines
 
     def describe(self) -> dict[str, Any]:
-        """Return everything, and the digest; for metrics.json."""
+        """Return all fields with title and digest, for metrics.json."""
         described: dict[str, Any] = msgspec.to_builtins(self)
         return {"title": self.title, "digest": self.digest, **described}
 
 
 class CalibratedModel:
-    """A cost model corrected. As fast as its base and a look-up: what depends on the number of tokens is remembered."""
+    """A cost model with a correction. It adds one look-up to its base: values per number of tokens are cached."""
 
     def __init__(self, base: Any, calibration: Calibration, factor: float = 1.0) -> None:
         self.base: SplitCostModel = base
@@ -357,14 +363,15 @@ class CalibratedModel:
         c = calibration.correction
         self._kernels = c.kernels * factor
         self._collectives = c.collectives * factor
-        self._may_undercut = c.collectives < c.kernels  # then launching may take longest, where it did not before
+        # With this, corrected times can fall below the launching time, although the base's times do not.
+        self._may_undercut = c.collectives < c.kernels
         self._row_us = c.row_us * factor
         self._fixed_us = (c.step_us + c.collective_us * self.collectives) * factor
         self._spread = calibration.spread
         self._tokens_us: dict[int, float] = {}
 
     def batch_us(self, shape: BatchShape) -> Duration:
-        """Return the corrected time. The spread is that of single batches, not the systematic error of all."""
+        """Return the corrected time. Its spread is that of single batches, without the systematic error."""
         decode_rows = shape.decode_rows
         tokens = shape.extend_tokens + decode_rows + shape.draft_tokens
         if not tokens:
@@ -384,9 +391,9 @@ class CalibratedModel:
         return Duration(us, spread_us)
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
-        """Return the corrected time by term: the base's terms scaled, and what the correction adds, by its own names.
+        """Return the corrected time by term: the scaled terms of the base, and the terms that the correction adds.
 
-        Every collective is scaled at an even spread of tokens over shards, as `collectives_us` takes it.
+        Collectives are scaled for an even spread of tokens over shards, as in `collectives_us`.
         """
         tokens = new_tokens(shape)
         if not tokens:
@@ -406,13 +413,13 @@ class CalibratedModel:
         return terms | {name: us * self.factor for name, us in added_us.items() if us}
 
     def collectives_us(self, tokens: int) -> float:
-        """Return the corrected time of collectives, for a batch of so many tokens."""
+        """Return the corrected time of collectives, for a batch of `tokens` new tokens."""
         waiting_us: float = self.calibration.correction.collective_us * self.factor * self.collectives
         corrected_us: float = self._collectives * self.base.collectives_us(tokens)
         return corrected_us + waiting_us
 
     def describe(self) -> dict[str, Any]:
-        """Return the base's description with the correction beside it."""
+        """Return the description of the base, with correction, spread and factor."""
         return {
             **self.base.describe(),
             "kind": f"{self.base.describe()['kind']}, calibrated",
@@ -423,9 +430,9 @@ class CalibratedModel:
 
 
 def batch_features(base: SplitCostModel, shape: BatchShape) -> tuple[float, float, float, float, float]:
-    """Return what FEATURES weigh: a correction's time of the batch is the sum of weights times these.
+    """Return the features of a batch, in the order of FEATURES; their weighted sum is the corrected time.
 
-    The time is at least that of launching (see `Correction`), which is not part of a fit.
+    The lower bound by launching (see `Correction`) is not part of a fit.
     """
     tokens = new_tokens(shape)
     collectives_us = base.collectives_us(tokens)
@@ -452,7 +459,7 @@ UNSEEN_MODELS = (
         ratios=(0.545, 0.584, 0.648, 0.692, 0.798, 1.19, 1.29, 1.36, 1.42, 1.45, 1.49),
     ),
 )  # fmt: skip
-"""For calibrations made of fewer than three models: how far other engines' fits were off on a model they lacked."""
+"""Residuals for calibrations fitted to fewer than three models: errors of other engines' fits on a left-out model."""
 
 UNCALIBRATED = Calibration(
     engine="none",
@@ -467,5 +474,7 @@ UNCALIBRATED = Calibration(
         ),
     ),
 )  # fmt: skip
-"""What holds without a calibration: ratios of measured times to those of the roofline. Kept equal to
-benchmarks/results/serving_points.json by a test."""
+"""The calibration that applies without a file: residuals are ratios of measured times to those of the roofline.
+
+A test keeps them equal to benchmarks/results/serving_points.json.
+"""

@@ -1,7 +1,7 @@
-"""How many tokens of KV fit beside the weights.
+"""KV capacity: the tokens of KV that fit beside the weights.
 
 # 0 ......... weights ......... activations ........ runtime ........ KV pages ......... mem_fraction ... memory
-# | per rank    | peak of one chunk  | context, NCCL   | what is left, whole pages only  | left to others
+# | per rank    | peak of one chunk  | context, NCCL   | the rest, in whole pages        | not used
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIB = 2**20
 RUNTIME_BYTES = 1024 * MIB  # estimate: CUDA context and libraries about 500 MiB, graphs and fragmentation as much
 NCCL_BYTES = {  # ai-dynamo/aiconfigurator@095f58a5 systems/*.yaml, by number of GPUs
     2: 342 * MIB,
-    4: 392 * MIB,  # and from there on
+    4: 392 * MIB,  # 4 GPUs or more
 }
 LOGITS_BYTES_PER_VALUE = 10  # bf16 logits, a float32 copy and float32 probabilities
 CHUNK_TOKENS = 8192  # SGLang's chunked_prefill_size on 60 to 160 GB
@@ -39,9 +39,9 @@ SAMPLED_ROWS = 256  # rows with logits in memory at once: a full decode batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCapacity:
-    """The memory of one GPU, divided. All bytes are per rank; `tokens` and `pages` are those the engine can hold.
+    """The memory of one GPU by use, in bytes per rank. `tokens` and `pages` are the capacity of the whole engine.
 
-    Of several stages the figures are those of the one with the least room for KV, which decides for all.
+    With several stages the figures are those of the stage with the least room for KV, which limits the engine.
     """
 
     tokens: int
@@ -52,20 +52,20 @@ class KvCapacity:
     weights_bytes: int
     activation_bytes: int
     runtime_bytes: int
-    state_bytes: int  # linear-attention state of `state_rows` requests, or of a shard's part of them
+    state_bytes: int  # linear-attention state of `state_rows` requests, or of one shard's part of them
     kv_bytes: int
     kv_bytes_per_token: int
-    shards: int = 1  # of attention data parallelism: a token is in one of them
-    stages_weights_bytes: tuple[int, ...] = ()  # where there are several stages
-    stages_left_bytes: tuple[int, ...] = ()  # of each of several stages: what it has for KV; not described
-    window_pages: int = 0  # of sliding layers, where they have a pool of their own; `kv_bytes` is then of both pools
-    window_bytes_per_token: int = 0  # there; `kv_bytes_per_token` is then of full layers
-    state_slots: int = 0  # of linear attention, where checkpoints are kept; `state_bytes` is then of all of them
+    shards: int = 1  # shards of attention data parallelism; one shard has the KV of a token
+    stages_weights_bytes: tuple[int, ...] = ()  # weights of each stage; empty with one stage
+    stages_left_bytes: tuple[int, ...] = ()  # room for KV of each stage; empty with one stage, not in `describe`
+    window_pages: int = 0  # pages of a separate pool of sliding layers; if above 0, `kv_bytes` covers both pools
+    window_bytes_per_token: int = 0  # KV of sliding layers in that pool; `kv_bytes_per_token` is then of full layers
+    state_slots: int = 0  # state slots if checkpoints are kept; `state_bytes` then covers all slots
     state_bytes_per_request: int = 0
 
     @property
     def shard_tokens(self) -> int:
-        """What one shard can hold, which is the most a single request can have."""
+        """Tokens of one shard, which is the most that a single request can have."""
         return self.tokens // self.shards
 
     def describe(self) -> dict[str, Any]:
@@ -83,28 +83,28 @@ class KvCapacity:
 
 
 class StageBytes(NamedTuple):
-    """What the GPUs of a stage have besides its layers of the language model, each."""
+    """Bytes on each GPU of a stage besides its layers of the language model."""
 
     weights: int = 0
     activations: int = 0
-    kv_per_token: int = 0  # of the drafter, in the same pages
+    kv_per_token: int = 0  # KV of the drafter, in the same pages
 
 
 NOTHING = StageBytes()
 
 
 class MemoryNeeds(NamedTuple):
-    """What an engine needs besides the weights and the KV of its model."""
+    """The memory needs of an engine besides the weights and the KV of its model."""
 
-    chunk_tokens: int = CHUNK_TOKENS  # of the largest pass
+    chunk_tokens: int = CHUNK_TOKENS  # new tokens of the largest pass
     sampled_rows: int = SAMPLED_ROWS
     state_rows: int = SAMPLED_ROWS  # requests with a state of linear attention
     lora: LoraSpec | None = None
     first_stage: StageBytes = NOTHING
-    last_stage: StageBytes = NOTHING  # of several
+    last_stage: StageBytes = NOTHING  # used with several stages only
 
     def beside(self, stage: Stage) -> StageBytes:
-        """Return what the GPUs of a stage have besides its layers."""
+        """Return the bytes on each GPU of a stage besides its layers."""
         return self.first_stage if stage.is_first else self.last_stage if stage.is_last else NOTHING
 
 
@@ -123,10 +123,11 @@ def kv_capacity(
 ) -> KvCapacity:
     """Return the KV tokens that fit on the GPUs. `mem_fraction` covers weights, activations and KV, as in vLLM.
 
-    Every attention layer keeps every token: separate pools for sliding layers are not modelled. With attention data
-    parallelism each shard has KV of its own, and the engine as much as all of them; with stages, the fullest decides.
-    Slots for adapters, of `needs.lora`, count as weights, as they do in the runtime's memory table.
-    Raises: CapacityError with the numbers when nothing, or not one page, is left for KV.
+    Every attention layer keeps every token: separate pools for sliding layers are not modelled here. With attention
+    data parallelism each shard has its own KV, and the engine's capacity is their sum. With several stages the stage
+    with the fewest pages limits the engine. Slots for adapters (`needs.lora`) count as weights, as in the runtime's
+    memory table.
+    Raises: CapacityError with the numbers if less than one page is left for KV.
     """
     if not 0.0 < mem_fraction <= 1.0:
         raise CapacityError(f"`mem_fraction` must be above 0 and at most 1, got `{mem_fraction}`")
@@ -147,12 +148,12 @@ def kv_capacity(
     return replace(tightest, stages_weights_bytes=tuple(one.weights_bytes for one in found), stages_left_bytes=left)
 
 
-UNBOUNDED_PAGES = 2**40  # of a stage without layers that keep KV
+UNBOUNDED_PAGES = 2**40  # capacity of a stage without layers that keep KV
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """The memory of the GPUs of every stage, and what is divided alike among stages."""
+    """The settings that all stages share when their memory is divided."""
 
     gpu: GpuSpec
     split: Parallelism
@@ -162,7 +163,11 @@ class _Room:
     needs: MemoryNeeds
 
     def of(self, stage: Stage, number: int, dtype: WeightsDtype) -> KvCapacity:
-        """Return the capacity of one stage: `pages` for the whole engine, as if this stage decided."""
+        """Return the capacity of one stage; `pages` is that of the engine if this stage limits it.
+
+        Args:
+            number: position of the stage, from 1, for the error message.
+        """
         model, gpu, split, needs = stage.model, self.gpu, self.split, self.needs
         beside, lora = needs.beside(stage), needs.lora
         slots = 0 if lora is None else lora.slots * slot_bytes(model, replace(split, pp=1), lora)
@@ -213,11 +218,11 @@ class _Room:
 
 
 def activation_bytes(model: ModelSpec, tp: int | Parallelism, chunk_tokens: int, sampled_rows: int) -> int:
-    """Return the peak of one forward pass: the widest layer over the chunk, or the logits of the sampled rows.
+    """Return the peak bytes of one forward pass: the widest layer over the chunk, or the logits of the sampled rows.
 
-    Shards have their part of the chunk each while attention runs, and the rows of all for the feed-forward. Grouped
-    kernels set memory aside for every choice of an expert, on whichever rank it is; all-to-all exchanges the number
-    first.
+    Each shard has its part of the chunk in attention, and the rows of all shards in the feed-forward. Without
+    all-to-all, grouped kernels allocate room for the assignments of all ranks. All-to-all kernels exchange the number
+    of assignments first and allocate only those of the rank.
     """
     split, a = parallelism_of(tp), model.attention
     tp, heads_tp = split.tp, split.attention_tp

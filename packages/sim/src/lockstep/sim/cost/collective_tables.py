@@ -1,12 +1,12 @@
-"""What the rows of a collective's table are: which operation, of how many bytes.
+"""The operation and the bytes of each row in a table of collectives.
 
-Sizes in the tables of ai-dynamo/aiconfigurator count elements, not bytes (collector/network/collect_nccl.py divides by
-the element's size; collect_all_reduce.py sends a tensor of so many elements). The two tables show it themselves: beyond
-the sizes of its own kernel `custom_allreduce` falls back to NCCL, and takes there, to a percent, what the all-reduce of
-`nccl` takes at the same number.
+Sizes in the tables of ai-dynamo/aiconfigurator count elements, not bytes: collector/network/collect_nccl.py divides by
+the element's size, and collect_all_reduce.py sends a tensor of that many elements. The tables confirm it: beyond the
+sizes of its own kernel `custom_allreduce` falls back to NCCL, and its times there are within a percent of those of the
+all-reduce in `nccl` at the same number.
 
-`nccl` has four operations. The column `op_name` names them; where it was lost, the rows of one dtype, number of GPUs
-and size stand in the order in which they were measured (MEASURED_ORDER).
+`nccl` has four operations. The column `op_name` names them. In a table without this column, the rows of one dtype,
+number of GPUs and size are in the order in which they were measured (MEASURED_ORDER).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Columns = dict[str, NDArray[Any]]
 MEASURED_ORDER = ("all_gather", "alltoall", "reduce_scatter", "all_reduce")
 ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "float": 4, "float32": 4}
 DTYPE_COLUMNS = {"custom_allreduce": "allreduce_dtype", "nccl": "nccl_dtype"}
-HALF_BYTES = 2  # of an element where no column names its dtype
+HALF_BYTES = 2  # bytes of an element if no column names its dtype
 
 
 def add_operations(path: Path, operator: str, columns: Columns) -> None:
     """Add the columns `operation`, `element_bytes` and `message_bytes` (of all ranks together) to a collective's rows.
 
-    Raises: CatalogueError for a dtype of unknown size, and for a row of an operation that no column names.
+    Raises: CatalogueError for a dtype of unknown size, and for rows with operations that cannot be determined.
     """
     rows = len(columns["message_size"])
     columns["element_bytes"] = _element_bytes(path, columns.get(DTYPE_COLUMNS[operator]), rows)
@@ -69,7 +69,7 @@ def _operations_by_order(path: Path, columns: Columns) -> list[str]:
             dtype, gpus, size = key
             raise CatalogueError(
                 f"{path}, row {row}: {counts[key]} rows of {size:g} {dtype} elements on {gpus:g} GPUs, and no column "
-                f"`op_name` tells of which operation\nhint: add `op_name`, one of {', '.join(MEASURED_ORDER)}"
+                f"`op_name` names their operations\nhint: add `op_name`, one of {', '.join(MEASURED_ORDER)}"
             )
         operations.append(MEASURED_ORDER[seen[key]])
         seen[key] += 1

@@ -1,7 +1,7 @@
-"""The CPU lane: what one loop of the scheduler costs on the host's processor, in microseconds.
+"""The cost of one loop of the scheduler on the host's processor (the CPU lane), in microseconds.
 
-It runs beside the GPU lane; with overlap its time hides behind the forward pass in flight. The cost hardly grows with
-the batch because steady decode works on columns.
+The CPU lane runs beside the GPU lane; with overlap its time hides behind the forward pass in flight. The cost grows
+little with the batch, because steady decode works on columns.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ ARRIVAL_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """Straight lines in the number of rows; every coefficient can be overridden."""
+    """CPU times that are linear in the number of rows; every coefficient can be overridden."""
 
     plan_fixed_us: float = 120.0
     plan_row_us: float = 0.25
     result_fixed_us: float = 40.0
     result_row_us: float = 0.25
-    arrival_us: float = 60.0  # fold one arrival: validate, match the radix tree, enqueue
+    arrival_us: float = 60.0  # per arrival: validate, match the radix tree, enqueue
 
     def __post_init__(self) -> None:
         for field, value in asdict(self).items():
@@ -46,7 +46,7 @@ class CpuModel:
         return self.plan_fixed_us + self.plan_row_us * (shape.extend_rows + shape.decode_rows)
 
     def result_us(self, rows: int) -> float:
-        """Return the time to fold one `BatchFinished` of `rows` rows and hand out its messages."""
+        """Return the time to collect one `BatchFinished` of `rows` rows and send its messages."""
         return self.result_fixed_us + self.result_row_us * rows
 
     def describe(self) -> dict[str, Any]:

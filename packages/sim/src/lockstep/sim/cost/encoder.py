@@ -1,18 +1,18 @@
-"""Encoders of media: what one makes of an image, a video or a sound, and how long it takes.
+"""Encoders of media: the prompt tokens of an image, a video or a sound, and the time to encode it.
 
     encoders = load_encoders("qwen2.5-vl-7b")              # lockstep.sim.catalogue
     image = encoders.image(1024, 768)                      # 999 tokens, of 3,996 patches
     cost = EncoderCost(encoders, load_gpu("h100"), tp=4, mode="data")
-    cost.group_us([image] * 8)                             # two on each GPU
+    cost.group_us([image] * 8)                             # two images on each GPU
 
     picture --resized to whole patches--> positions --tower--> positions --merger, or pooling--> tokens of the prompt
 
-A tower is a transformer without a cache: every position attends to every other of its segment (an image, two frames of
-a video, 30 s of sound), or to those of its window. Fields are those of the checkpoint's config.json. What processors do
-to a picture before stands in PROCESSORS, with sources.
+A tower is a transformer without a KV cache: every position attends to all positions of its segment (an image, two
+frames of a video, 30 s of sound), or of its window. Fields are those of the checkpoint's config.json. PROCESSORS has
+the bounds by which pictures are resized before, with sources.
 
-One encoder on several GPUs is either split like the language model (`weights`: two all-reduces per layer) or whole on
-each, every GPU with other contents (`data`: one all-gather of what came out). The names are vLLM's.
+On several GPUs an encoder is either split like the language model (`weights`: two all-reduces per layer), or each GPU
+has the whole encoder and encodes other contents (`data`: one all-gather of the embeddings). The names are vLLM's.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ ALL_REDUCES_PER_LAYER = 2
 
 
 class MediaContent(NamedTuple):
-    """What an encoder sees of one image, video or sound."""
+    """One image, video or sound as the input of an encoder."""
 
     kind: MediaKind
-    tokens: int  # of the prompt
-    segments: int = 1  # that see nothing of each other: pairs of frames, stretches of sound
+    tokens: int  # placeholder tokens in the prompt
+    segments: int = 1  # parts without attention to each other: pairs of frames, pieces of sound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:
-    """One encoder. Widths and counts as in its config."""
+    """One encoder. Widths and counts are those of its config."""
 
     hidden: int
     layers: int
     heads: int
     ffn: int
     gated: bool = False  # a third matrix in the feed-forward
-    window: int = 0  # positions that a windowed layer sees; 0: there are no such layers
-    full_layers: int  # the others
+    window: int = 0  # positions that a position attends to in a windowed layer; 0: no windowed layers
+    full_layers: int  # layers without a window
     inputs: int  # numbers that the stem reads per position, all its convolutions together
     merge: int  # positions that become one token
-    merger: int  # parameters of what makes tokens of positions, each used once per token
-    out: int  # numbers of an embedding that the language model takes, those for its deeper layers included
-    vectors: int  # parameters that are no matrices: norms, biases, positions
+    merger: int  # parameters of the layers that merge positions into tokens, each used once per token
+    out: int  # numbers in the embedding of a token, those for deeper layers of the language model included
+    vectors: int  # parameters outside matrices: norms, biases, positions
 
     @property
     def layer_params(self) -> int:
-        """Of the matrices of one layer."""
+        """Parameters of the matrices of one layer."""
         return 4 * self.hidden * self.hidden + (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
@@ -73,7 +73,7 @@ class Tower:
 
 
 class Pixels(NamedTuple):
-    """Which sizes a processor leaves alone: others are scaled, keeping their shape."""
+    """Bounds of the pixels of a picture: a processor scales pictures outside them, keeping their aspect ratio."""
 
     least: int
     most: int
@@ -81,12 +81,12 @@ class Pixels(NamedTuple):
 
 
 class Frames(NamedTuple):
-    """How a processor samples a video."""
+    """The sampling of a video by a processor: frames per second, with bounds of frames and pixels."""
 
     per_second: float
     least: int
     most: int
-    pixels: Pixels  # of one frame; with `together`, of all
+    pixels: Pixels  # bounds of one frame; with `together`, of all frames in sum
     together: bool
     source: str
 
@@ -118,61 +118,61 @@ PROCESSORS: dict[str, Processor] = {
         ),
     ),
 }  # fmt: skip
-"""By family. A checkpoint of a family that names other bounds is simulated with these."""
+"""Processors by model family. They also apply to a checkpoint of the family with other bounds in its own files."""
 
-ASPECT_MAX = 200  # of the sides of a picture; processors of these families refuse more
-AUDIO_SECONDS_MAX = 30.0  # Whisper's encoder hears stretches of 30 s, and Qwen2-Audio one of them
+ASPECT_MAX = 200  # ratio of the sides of a picture; processors of these families refuse more
+AUDIO_SECONDS_MAX = 30.0  # Whisper's encoder takes pieces of 30 s, and Qwen2-Audio passes it one piece per sound
 MEL_FRAMES_PER_SECOND = 100  # hops of 10 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoders:
-    """What a model has to see and hear with."""
+    """The media encoders of a model."""
 
     model: str
     source: str
     vision: Tower | None = None
     audio: Tower | None = None
-    processor: Processor | None = None  # None: pictures are of one size, `image_tokens` each
+    processor: Processor | None = None  # None: pictures have one size, and `image_tokens` tokens each
     image_tokens: int = 0
-    patch: int = 0  # pixels, of one side
-    side: int = 1  # patches, of the square that becomes a token
-    frames: int = 1  # of a video, in one patch
+    patch: int = 0  # side of a patch, in pixels
+    side: int = 1  # side of the square of patches that becomes one token, in patches
+    frames: int = 1  # frames of a video in one patch
 
     def kinds(self) -> tuple[MediaKind, ...]:
-        """What it takes."""
+        """Return the kinds of media that the model accepts."""
         seen: tuple[MediaKind, ...] = (
             () if self.vision is None else ("image", "video") if self.processor else ("image",)
         )
         return (*seen, "audio") if self.audio is not None else seen
 
     def tower(self, kind: MediaKind) -> Tower:
-        """Which one sees this kind. Raises CatalogueError if none does."""
+        """Return the tower that encodes this kind. Raises CatalogueError if the model does not accept it."""
         found = self.audio if kind == "audio" else self.vision
         if found is None or kind not in self.kinds():
             raise CatalogueError(
                 f"{self.model} takes no {kind}, but {' and '.join(self.kinds())}\n"
-                "hint: leave it out, or take another --model"
+                "hint: leave it out, or choose another --model"
             )
         return found
 
     @property
     def params(self) -> int:
-        """Of all its encoders."""
+        """Parameters of all encoders."""
         return sum(tower.params for tower in (self.vision, self.audio) if tower is not None)
 
     @property
     def weights_bytes(self) -> int:
-        """In bf16, whatever the language model's weights are."""
+        """Bytes of all encoders' weights. They are bf16 for any `weights_dtype` of the language model."""
         return self.params * ACTIVATION_BYTES
 
     @property
     def embedding_bytes(self) -> int:
-        """Of one token in the embedding cache."""
+        """Bytes of one token in the encoder cache."""
         return ACTIVATION_BYTES * max((t.out for t in (self.vision, self.audio) if t is not None), default=0)
 
     def image(self, width: int, height: int) -> MediaContent:
-        """An image of so many pixels. Raises CatalogueError for one that the processor refuses."""
+        """Return the content of an image, with sides in pixels. Raises CatalogueError if the processor refuses it."""
         self.tower("image")
         if self.processor is None:
             return MediaContent("image", self.image_tokens)
@@ -180,31 +180,34 @@ class Encoders:
         return MediaContent("image", rows * columns)
 
     def video(self, width: int, height: int, seconds: float) -> MediaContent:
-        """A video, of which some frames are sampled. Raises CatalogueError likewise."""
+        """Return the content of a video, with sides in pixels. Raises CatalogueError if the processor refuses it."""
         self.tower("video")
         assert self.processor is not None
-        asked = self.processor.video
-        sampled = min(max(int(seconds * asked.per_second), asked.least), asked.most)
+        sampling = self.processor.video
+        sampled = min(max(int(seconds * sampling.per_second), sampling.least), sampling.most)
         pairs = max(sampled // self.frames, 1)
-        pixels = asked.pixels
-        if asked.together:
+        pixels = sampling.pixels
+        if sampling.together:
             frames = pairs * self.frames
             pixels = Pixels(ceil_div(pixels.least, frames), max(pixels.most // frames, 1), pixels.source)
         rows, columns = self._grid(width, height, pixels)
         return MediaContent("video", pairs * rows * columns, pairs)
 
     def sound(self, seconds: float) -> MediaContent:
-        """A sound. Raises CatalogueError for one that is longer than the encoder hears."""
+        """Return the content of a sound. Raises CatalogueError if it is longer than AUDIO_SECONDS_MAX."""
         self.tower("audio")
         if not 0.0 < seconds <= AUDIO_SECONDS_MAX:
             raise CatalogueError(
-                f"{self.model} hears sounds of up to {AUDIO_SECONDS_MAX:g} s, got `{seconds:g}s`\nhint: cut them"
+                f"{self.model} takes sounds of up to {AUDIO_SECONDS_MAX:g} s, got `{seconds:g}s`\nhint: cut them"
             )
         positions = (int(seconds * MEL_FRAMES_PER_SECOND) - 1) // 2 + 1  # the second convolution has stride 2
         return MediaContent("audio", max((positions - 2) // 2 + 1, 1))
 
     def _grid(self, width: int, height: int, pixels: Pixels) -> tuple[int, int]:
-        """Rows and columns of tokens: whole squares of patches, within the bounds, of about the same shape."""
+        """Return the rows and columns of tokens of a picture scaled into the bounds, with about the same aspect ratio.
+
+        Raises: CatalogueError for an aspect ratio above ASPECT_MAX.
+        """
         if max(width, height) > ASPECT_MAX * min(width, height):
             raise CatalogueError(
                 f"a picture of {width}x{height} is more than {ASPECT_MAX} times as long as wide\nhint: crop it"
@@ -221,13 +224,13 @@ class Encoders:
         return rows, columns
 
     def positions(self, content: MediaContent) -> int:
-        """What its tower computes for it. Sound is padded to the stretch that the encoder hears."""
+        """Return the positions that a tower computes for a content. Sound is padded to AUDIO_SECONDS_MAX."""
         if content.kind == "audio":
             return round(AUDIO_SECONDS_MAX * MEL_FRAMES_PER_SECOND) // 2
         return content.tokens * self.tower(content.kind).merge
 
     def describe(self) -> dict[str, Any]:
-        """Every figure, for metrics.json."""
+        """Return every figure, for metrics.json."""
         towers = {"vision": self.vision, "audio": self.audio}
         return {
             "source": self.source,
@@ -246,10 +249,13 @@ def _spelt(processor: Processor) -> dict[str, Any]:
 
 
 class EncoderCost:
-    """Time of contents that are encoded together. A pure function, by the rates that the roofline has for a GPU."""
+    """Time to encode contents together: a pure function that uses the roofline's rates of a GPU."""
 
     def __init__(self, encoders: Encoders, gpu: GpuSpec, tp: int, mode: EncoderTpMode, factor: float = 1.0) -> None:
-        """`factor` multiplies every time. Raises CapacityError for a split that cannot be."""
+        """Set up the constants. `factor` multiplies every time.
+
+        Raises: CapacityError if the encoder cannot be split over `tp` GPUs.
+        """
         self.encoders, self.gpu, self.tp, self.mode, self.factor = encoders, gpu, tp, mode, factor
         if mode == "weights":
             for tower in (encoders.vision, encoders.audio):
@@ -274,14 +280,14 @@ class EncoderCost:
         return self.constants[name].value
 
     def group_us(self, contents: Sequence[MediaContent]) -> float:
-        """Contents that are begun together, on all GPUs; with `data` each is on one of them."""
+        """Return the time of contents that start together on all GPUs; in mode `data` one GPU encodes each content."""
         if not contents:
             return 0.0
         if self.mode == "weights" or self.tp == 1:
             return self.factor * self._pass_us(contents, self.tp)
         ranks: list[list[MediaContent]] = [[] for _ in range(self.tp)]
         loads = [0] * self.tp
-        for content in sorted(contents, key=self.encoders.positions, reverse=True):  # the longest to the least loaded
+        for content in sorted(contents, key=self.encoders.positions, reverse=True):  # longest first, to the least load
             rank = loads.index(min(loads))
             ranks[rank].append(content)
             loads[rank] += self.encoders.positions(content)
@@ -289,21 +295,21 @@ class EncoderCost:
         return self.factor * (max(self._pass_us(rank, 1) for rank in ranks) + self._gather_us(gathered))
 
     def single_us(self, content: MediaContent) -> float:
-        """One content on one GPU that has the encoder whole."""
+        """Return the time of one content on one GPU that has the whole encoder."""
         return self.factor * self._pass_us([content], 1)
 
     def weights_bytes(self) -> int:
-        """On each GPU."""
+        """Return the bytes of encoder weights on each GPU."""
         return self.encoders.weights_bytes if self.mode == "data" else ceil_div(self.encoders.weights_bytes, self.tp)
 
     def _pass_us(self, contents: Sequence[MediaContent], tp: int) -> float:
-        """What towers take for these, one pass each, split over so many GPUs."""
+        """Return the time of one pass of each tower that the contents need, each split over `tp` GPUs."""
         seen = [content for content in contents if content.kind != "audio"]
         heard = [content for content in contents if content.kind == "audio"]
         return sum(self._tower_us(part, tp) for part in (seen, heard) if part)
 
     def _tower_us(self, contents: Sequence[MediaContent], tp: int) -> float:
-        """Contents of one tower, laid end to end."""
+        """Return the time of one pass of a tower over contents laid end to end. All contents are of this tower."""
         tower = self.encoders.tower(contents[0].kind)
         lengths = [(self.encoders.positions(content), content.segments) for content in contents]
         positions = sum(length for length, _ in lengths)
@@ -327,7 +333,7 @@ class EncoderCost:
         return max(us, kernels * EAGER_KERNEL_US.value)
 
     def _gemm_us(self, params: int, rows: int, tp: int) -> float:
-        """Products of so many rows with matrices of so many numbers, one after the other, on one of `tp` GPUs."""
+        """Return the time on one of `tp` GPUs to multiply `rows` rows by matrices of `params` numbers in all."""
         return max(2.0 * params * rows / self._flops_us, params * ACTIVATION_BYTES * self._byte_us) / tp
 
     def _reduce_us(self, size: int, tp: int) -> float:
@@ -346,7 +352,7 @@ class EncoderCost:
         return line.latency_us + (self.tp - 1) / self.tp * size / (line.gbs * 1e3)
 
     def describe(self) -> dict[str, Any]:
-        """Settings and every constant with its source, for metrics.json."""
+        """Return settings, encoders and every constant with its source, for metrics.json."""
         return {
             "encoders": self.encoders.describe(),
             "tp": self.tp,
@@ -360,7 +366,7 @@ class EncoderCost:
 
 
 def encoders_from_config(config: Mapping[str, Any], name: str, where: str) -> Encoders | None:
-    """The encoders of a model, from its config.json; None if it has none.
+    """Build the encoders of a model from its config.json; None if it has no encoders.
 
     Raises: CatalogueError for a field that is missing, and for an encoder that is not modelled.
     """
@@ -405,7 +411,7 @@ class _EncoderFields(NamedTuple):
         return value
 
     def count(self, field: str) -> int:
-        """Of the entries of a list."""
+        """Return the number of entries of a list."""
         value = self.data.get(field)
         if not isinstance(value, list):
             raise CatalogueError(f"{self.where}: `{self.section}.{field}` must be a list of layers, got `{value}`")
@@ -413,7 +419,11 @@ class _EncoderFields(NamedTuple):
 
 
 def _qwen(name: str, source: str, f: _EncoderFields, kind: str) -> Encoders:
-    """Qwen2.5-VL: gated, windowed, RMS norms. Qwen3-VL: plain, full, layer norms, embeddings for several layers."""
+    """Build the encoder of Qwen2.5-VL or Qwen3-VL.
+
+    Qwen2.5-VL has gated feed-forwards, windowed layers and RMS norms. Qwen3-VL has plain feed-forwards, full attention,
+    layer norms, and embeddings for several layers of the language model.
+    """
     hidden, layers, ffn, out = (
         f.whole(field) for field in ("hidden_size", "depth", "intermediate_size", "out_hidden_size")
     )
@@ -429,7 +439,7 @@ def _qwen(name: str, source: str, f: _EncoderFields, kind: str) -> Encoders:
     else:
         deep, windowed = f.count("deepstack_visual_indexes"), 0
         vectors = layers * (biases + 4 * hidden) + hidden * (1 + f.whole("num_position_embeddings"))
-        vectors += 2 * hidden + wide + out + deep * (2 * wide + wide + out)  # mergers, the deep ones with wider norms
+        vectors += 2 * hidden + wide + out + deep * (2 * wide + wide + out)  # mergers; deep mergers have wider norms
     tower = Tower(
         hidden=hidden,
         layers=layers,
@@ -450,7 +460,7 @@ def _qwen(name: str, source: str, f: _EncoderFields, kind: str) -> Encoders:
 
 
 def _siglip(name: str, source: str, f: _EncoderFields, config: _EncoderFields, text: _EncoderFields) -> Encoders:
-    """Gemma 3: SigLIP on pictures of one size, pooled, then one matrix to the width of the language model."""
+    """Build the encoder of Gemma 3: SigLIP on pictures of one size, pooling, and a matrix to the language model."""
     hidden, layers, ffn = (f.whole(field) for field in ("hidden_size", "num_hidden_layers", "intermediate_size"))
     patch, tokens, out = f.whole("patch_size"), config.whole("mm_tokens_per_image"), text.whole("hidden_size")
     positions = (f.whole("image_size") // patch) ** 2
@@ -474,11 +484,11 @@ def _siglip(name: str, source: str, f: _EncoderFields, config: _EncoderFields, t
 
 
 def _whisper(name: str, source: str, f: _EncoderFields, out: int) -> Encoders:
-    """Qwen2-Audio: Whisper's encoder, two positions averaged into one, then one matrix to the language model."""
+    """Build the encoder of Qwen2-Audio: Whisper's encoder, pooling by two, and a matrix to the language model."""
     hidden, layers, ffn = (f.whole(field) for field in ("d_model", "encoder_layers", "encoder_ffn_dim"))
-    # Convolutions over three frames: the first over mel bins, the second over what came of it.
+    # Both convolutions span three frames: the first reads mel bins, the second the output of the first.
     inputs = 3 * f.whole("num_mel_bins") + 3 * hidden
-    vectors = layers * (3 * hidden + ffn + hidden + 4 * hidden)  # biases, keys having none; two norms
+    vectors = layers * (3 * hidden + ffn + hidden + 4 * hidden)  # biases (keys have none); two norms
     vectors += 2 * hidden + hidden * f.whole("max_source_positions") + 2 * hidden + out
     tower = Tower(
         hidden=hidden,

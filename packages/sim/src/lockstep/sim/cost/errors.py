@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class CatalogueError(ValueError):
-    """A model or GPU that is unknown, malformed, or of a kind the cost model would get wrong."""
+    """A model or GPU that is unknown, malformed, or of a kind that the cost model does not cover."""
 
 
 class CapacityError(ValueError):
@@ -12,4 +12,4 @@ class CapacityError(ValueError):
 
 
 class CalibrationError(ValueError):
-    """A calibration that cannot be read, or points that none can be made of."""
+    """A calibration file that cannot be read, or measurements that cannot be fitted."""

@@ -1,12 +1,12 @@
-"""What the GPUs of one stage exchange where they do more than add up: attention shards, experts by all-to-all.
+"""The collectives of one stage with attention shards or experts by all-to-all, where all-reduces do not suffice.
 
     plain, and ep alone       all-reduce after attention, all-reduce after the feed-forward: every rank has every row,
                               so experts need no dispatch, and the sum over ranks is the combine
     attention_dp              ... attention of own rows | all-gather | feed-forward of all rows | reduce-scatter | ...
     attention_dp, moe_a2a     ... attention of own rows | dispatch | experts | combine | ...
 
-Where the heads of a shard are on several GPUs, a reduce-scatter among them comes behind attention and an all-gather
-before the next layer: together the bytes of the all-reduce they replace.
+If the heads of a shard are split over several GPUs, a reduce-scatter among these GPUs follows attention and an
+all-gather precedes the next layer. Together they move as many bytes as the all-reduce that they replace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.sim.cost.parallel import Parallelism
 from lockstep.sim.cost.terms import Constants, CostTerm, TermUs, new_tokens
 
 RatioOf = Callable[[str, int, int], float]
-"""By what to multiply an operation among so many GPUs, of the rows of so many tokens."""
+"""Function (operation, GPUs, tokens) that returns the factor by which the operation's time is corrected."""
 
 FP8_SCALE_TOKENS = 128  # values that share a float32 scale in a row dispatched as fp8
 SCALE_BYTES = 4
@@ -33,7 +33,7 @@ class Exchange:
 
     Args:
         fp8: rows are dispatched as fp8 with scales, for experts that compute in fp8; combined rows are bf16.
-        all_reduce_us: time of an all-reduce of so many bytes over all GPUs of the stage.
+        all_reduce_us: function that returns the time of an all-reduce over all GPUs of the stage, given its bytes.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Exchange:
         return found + [(name, self._split.ep) for name in ("dispatch", "combine") if self._a2a_layers]
 
     def terms(self) -> Iterator[CostTerm]:
-        """One term per kind of collective, those of logits excluded."""
+        """Yield one term per kind of collective, the gathering of logits excluded."""
         for name, calls in self._calls().items():
             yield CostTerm(name, "tokens", self.term_us(name), self._constants.read, calls, is_collective=True)
 
@@ -92,7 +92,7 @@ class Exchange:
         """Return the time of all collectives of one kind in a pass.
 
         Args:
-            ratio: a correction of all-gathers, reduce-scatters and all-reduces; None for none.
+            ratio: correction of all-gathers, reduce-scatters and all-reduces; None: no correction.
         """
         split, layers, a2a = self._split, self._layers, self._a2a_layers
         other = layers - a2a
@@ -114,17 +114,18 @@ class Exchange:
         return us
 
     def gather_us(self, tokens: float, gpus: int) -> float:
-        """Return the time in which `gpus` GPUs gather `tokens` rows from each other, or reduce and scatter them."""
+        """Return the time of an all-gather or a reduce-scatter of `tokens` rows among `gpus` GPUs."""
         if gpus == 1:
             return 0.0
         line = self.lines[gpus]
         return line.latency_us + (gpus - 1) / gpus * tokens * self._row_bytes / (line.gbs * 1e3)
 
     def all_to_all_us(self, name: str, rows: int, tokens: int) -> float:
-        """Return the time to dispatch or combine once, for `rows` rows of one rank and `tokens` of all.
+        """Return the time of one dispatch or combine, for `rows` rows of one rank and `tokens` rows of all ranks.
 
-        The faster of two kernels: one sends a row once to every rank that needs it, the other, with less latency, once
-        for every expert. Uneven routing makes the fullest rank receive so much more than it would if routing were even.
+        It is that of the faster of two kernels: one sends a row once to every rank that needs it; the other, with less
+        latency, sends it once for every expert. Uneven routing lengthens both by the ratio of the fullest rank's load
+        to its load under even routing.
         """
         experts, split = self._experts, self._split
         assert experts is not None

@@ -1,13 +1,15 @@
-"""What placing experts by their load (EPLB) changes: how full the fullest rank is, and what moving them costs.
+"""The effects of placing experts by load (EPLB): the load of the fullest rank, and the experts that are moved.
 
-Popularities of LAYERS_DRAWN layers are drawn as `experts.py` takes them to be, placed by the balancer that an engine
-would use, `lockstep.core.cluster.expert_placement`, and measured under the traffic of the interval that follows,
-in which a share `expert_drift` of the experts has a popularity drawn anew. What comes of it goes back into the formulas
-of `experts.py` as two numbers: the coefficients of variation with which experts placed at random would fill the fullest
-rank as much (`load_cv`), and with which slots are chosen (`slot_cv`). So chance, which no placement removes, stays in.
+Popularities of LAYERS_DRAWN layers are drawn from the distribution of `experts.py`. The balancer of engines,
+`lockstep.core.cluster.expert_placement`, places the experts. The placement is then measured under the traffic of the
+next interval, in which a share `expert_drift` of the experts has newly drawn popularities. The result enters the
+formulas of `experts.py` as two coefficients of variation. With `load_cv`, experts placed at random would give the
+fullest rank the same load; `slot_cv` is that of the popularity of slots. The formulas keep the variation of single
+batches, which no placement removes.
 
-Each `eplb_interval` passes the new placement is fetched, GPU by GPU, renamed so that much of it is there already. Loads
-are those of expectation: a balancer that counts a finite window estimates them a little worse.
+After every `eplb_interval` passes each GPU fetches the experts of the new placement that it lacks; ranks of the new
+placement are renumbered so that most experts are in place already. Loads are expectations: a balancer that counts
+tokens over a finite window estimates them slightly less well.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from lockstep.sim.cost.models import ExpertShape
 from lockstep.sim.cost.parallel import Parallelism
 
 LAYERS_DRAWN = 64
-SEED = 20_250_224  # of the draws: the same in every run, so that configurations differ by what they are
-POINTS = 16_384  # of an integral over a rank's popularity
-SHAPES = (1e-3, 1e9)  # of a gamma distribution, that are looked at
+SEED = 20_250_224  # seed of the draws; fixed, so that chance adds no difference between configurations
+POINTS = 16_384  # grid points of the integral over a rank's popularity
+SHAPES = (1e-3, 1e9)  # bounds of the search for the shape of a gamma distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How unevenly assignments fall on ranks, and tokens on the slots of a rank."""
+    """The imbalance of assignments over ranks, and of tokens over the slots of a rank."""
 
-    slots: int  # of all ranks, in one layer
+    slots: int  # expert slots of all ranks in one layer
     load_cv: float
     slot_cv: float
-    long_run: float = 0.0  # the fullest rank's share of everything over its even share; with EPLB only
-    unbalanced: float = 0.0  # the same without it
-    fetched: float = 0.0  # experts per layer that a GPU gets at each rebalancing, of the GPU with the most
+    long_run: float = 0.0  # long-run load of the fullest rank over the mean load; 0 without EPLB
+    unbalanced: float = 0.0  # the same ratio for experts placed at random; 0 without EPLB
+    fetched: float = 0.0  # experts per layer fetched at each rebalancing by the GPU that fetches the most
 
 
 def spread_of(experts: ExpertShape, split: Parallelism) -> Spread:
-    """How the experts of a layer lie over `split.ep` ranks."""
+    """Return the imbalance of the experts of a layer over `split.ep` ranks."""
     if not split.eplb:
         return Spread(slots=experts.count, load_cv=split.expert_cv, slot_cv=split.expert_cv)
     slots = experts.count + split.redundant_experts
@@ -72,12 +74,12 @@ def _balanced(experts: int, slots: int, ranks: int, cv: float, drift: float) -> 
 
 
 def _by_slot(loads: Float64s, placement: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Float64s:
-    """What each slot has to do, [layers, slots]: with one slot to a GPU, what each GPU has."""
+    """Return the load of each slot, float64 [layers, slots]: `gpu_loads` with one slot per GPU."""
     return gpu_loads(loads, placement, placement.shape[1])
 
 
 def _shape_of(factor: float, ranks: int) -> float:
-    """The shape of gamma distributed popularities of ranks, the fullest of which has `factor` times its share."""
+    """Return the shape of the gamma distribution of rank popularities whose greatest is `factor` times the mean."""
     low, high = map(math.log, SHAPES)
     for _ in range(60):
         middle = (low + high) / 2
@@ -90,10 +92,11 @@ def _shape_of(factor: float, ranks: int) -> float:
 
 @cache
 def fullest_of_gammas(shape: float, ranks: int) -> float:
-    """Return the expected greatest of so many shares of a whole, over their mean, if they are Dirichlet distributed.
+    """Return the expected greatest of `ranks` Dirichlet-distributed shares over their mean.
 
-    Shares of independent gammas do not depend on their sum, so the expected greatest share is the expected greatest
-    gamma over the expected sum. It is integrated over the logarithm, in which the density is smooth for every shape.
+    The shares of independent gammas are independent of their sum, so the expected greatest share is the expected
+    greatest gamma over the expected sum. The integral is over the logarithm, where the density is smooth for every
+    shape.
     """
     deviation = math.sqrt(shape)
     low = math.log(max(shape - 12.0 * deviation, 1e-12 * shape))

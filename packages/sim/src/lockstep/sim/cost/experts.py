@@ -1,17 +1,17 @@
-"""How unevenly routed tokens fall on the ranks of an expert-parallel group: all ranks wait for the slowest.
+"""The imbalance of routed tokens over the ranks of an expert-parallel group, in which all ranks wait for the slowest.
 
     load       token-expert pairs ("assignments") that a rank computes
-    touched    different experts of a rank that got any; the rank reads their weights
+    touched    distinct experts of a rank with at least one assignment; the rank reads their weights
 
-Experts' popularity is drawn from a symmetric Dirichlet distribution with the coefficient of variation `cv` (0: all are
-equally popular), assignments from that popularity, and each rank holds the same number of experts, placed at random.
-Then the loads of `ranks` ranks are Dirichlet-multinomial; with cv 0 they are multinomial. That is also how independent
-negative binomials (cv 0: Poissons) are distributed once their sum is known, which is what makes the maximum easy:
+The popularity of experts is drawn from a symmetric Dirichlet distribution with the coefficient of variation `cv` (0:
+all are equally popular), and assignments are drawn by popularity. Each rank holds the same number of experts, placed at
+random. Then the loads of `ranks` ranks are Dirichlet-multinomial; with cv 0 they are multinomial. Independent negative
+binomials (cv 0: Poissons) under the condition of a known sum have the same distribution, which gives the maximum:
 
     P(max <= m) = P(all X_i <= m and their sum is n) / P(sum is n)
 
-For many assignments the condition on the sum hardly matters and is dropped. Not in it: that the experts of one token
-differ, which makes loads a little more even, and placing experts by their popularity, which is what load balancers do.
+For many assignments the condition on the sum has little effect and is dropped. Two effects are not modelled: the
+experts of one token differ, which makes loads slightly more even, and load balancers place experts by their popularity.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 Float64s = NDArray[np.float64]
 
 EXACT_MAX = 64  # assignments up to which the sum is conditioned on
-TAIL_DEVIATIONS = 12.0  # standard deviations of a rank's load that are summed over, on either side of its mean
+TAIL_DEVIATIONS = 12.0  # half-width of the range of a rank's load that is summed, in standard deviations
 
 
 @cache
@@ -34,7 +34,7 @@ def expected_max_load(assignments: int, ranks: int, experts: int, cv: float = 0.
     if ranks == 1 or not assignments:
         return float(assignments)
     mean = assignments / ranks
-    shape = experts / cv**2 if cv else math.inf  # of the gamma distribution of a rank's popularity
+    shape = experts / cv**2 if cv else math.inf  # shape of the gamma distribution of a rank's popularity
     if assignments <= EXACT_MAX:
         found = _conditioned(_pmf(mean, shape, 0, assignments), assignments, ranks)
     else:
@@ -47,7 +47,11 @@ def expected_max_load(assignments: int, ranks: int, experts: int, cv: float = 0.
 
 
 def _pmf(mean: float, shape: float, first: int, last: int) -> Float64s:
-    """Probabilities of `first` to `last`: Poisson, or the negative binomial that a gamma of `shape` makes of it."""
+    """Return the probabilities of the counts `first` to `last`, both included, float64 [last - first + 1].
+
+    The distribution is Poisson for an infinite `shape`, else the negative binomial of a Poisson distribution whose rate
+    is drawn from a gamma distribution with this shape.
+    """
     counts = np.arange(first, last, dtype=np.float64)
     if math.isinf(shape):
         start = first * math.log(mean) - mean - math.lgamma(first + 1)
@@ -62,7 +66,10 @@ def _pmf(mean: float, shape: float, first: int, last: int) -> Float64s:
 
 
 def _conditioned(pmf: Float64s, assignments: int, ranks: int) -> float:
-    """Expected maximum of `ranks` numbers distributed by `pmf`, [assignments + 1], with the sum `assignments`."""
+    """Return the expected maximum of `ranks` numbers distributed by `pmf`, given that their sum is `assignments`.
+
+    `pmf` is float64 [assignments + 1].
+    """
     all_sums = _power(pmf, ranks)[assignments]
     total = 0.0
     for most in range(assignments):
@@ -72,7 +79,7 @@ def _conditioned(pmf: Float64s, assignments: int, ranks: int) -> float:
 
 
 def _power(pmf: Float64s, ranks: int) -> Float64s:
-    """The distribution of the sum of `ranks` independent numbers, as far as `pmf` goes."""
+    """Return the distribution of the sum of `ranks` independent numbers, cut off at the length of `pmf`."""
     result = np.zeros_like(pmf)
     result[0] = 1.0
     square = pmf
@@ -86,7 +93,7 @@ def _power(pmf: Float64s, ranks: int) -> Float64s:
 
 
 def chosen_share(tokens: float, per_token: int, count: int, cv: float = 0.0) -> float:
-    """Return the expected share of `count` experts that `tokens` tokens visit, each choosing `per_token`."""
+    """Return the expected share of `count` experts that `tokens` tokens visit, if each token visits `per_token`."""
     if not cv:
         missed: float = (1.0 - per_token / count) ** tokens
         return 1.0 - missed
@@ -98,9 +105,9 @@ def chosen_share(tokens: float, per_token: int, count: int, cv: float = 0.0) -> 
 
 @cache
 def expected_max_touched(tokens: int, per_token: int, count: int, ranks: int, cv: float = 0.0) -> float:
-    """Return the expected number of experts visited on the rank with most of them; `ranks` share `count` evenly.
+    """Return the expected number of experts visited on the rank with the most; `ranks` share `count` experts evenly.
 
-    Experts are taken to be visited independently of each other, so a rank's number is binomial.
+    Visits of different experts are assumed to be independent, so a rank's number is binomial.
     """
     share, own = chosen_share(tokens, per_token, count, cv), count // ranks
     if share >= 1.0 or ranks == 1:

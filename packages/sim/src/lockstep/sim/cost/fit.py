@@ -1,12 +1,12 @@
-"""Fitting a correction: weights of a batch's parts, never negative, pulled towards no correction.
+"""Fit of a correction: nonnegative weights of a batch's parts, with a prior near no correction.
 
 weights = fit_weights(features, measured_us)     # features float64 [n, 5], as in calibration.FEATURES
 predicted_us = features @ weights
 
-A point is the mean time of something (a batch, a token gap of a serving run) with the parts it consists of. The fit
-minimises squared relative errors; points further out than 1.5 typical errors count less, so that one that was measured
-wrongly does not bend the rest (Huber). Few points decide little: a weak prior holds each weight near what it is without
-a correction, within what is physically likely (PRIOR).
+A point is a measured mean time (of a batch, or of a token gap in a serving run) with its features. The fit minimises
+squared relative errors. Points with an error above HUBER typical errors have less weight, so that a wrong measurement
+does not distort the fit (Huber loss). A weak prior keeps each weight near its value without a correction, within
+physically likely bounds (PRIOR), so that few points change the weights little.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lockstep.sim.cost.errors import CalibrationError
 
 Float64s = NDArray[np.float64]
 
-# Per feature: the weight without a correction, and how far from it a weight may be expected (one standard deviation).
+# Per feature: the weight without a correction, and the standard deviation of weights around it.
 PRIOR: dict[str, tuple[float, float]] = {
-    "kernels": (1.0, 0.15),  # medians of kernels against others' shapes: tens of percent
-    "collectives": (1.0, 0.5),  # measured back to back in a loop; between kernels they wait
+    "kernels": (1.0, 0.15),  # rates are medians over shapes; single shapes differ by tens of percent
+    "collectives": (1.0, 0.5),  # measured back to back in a loop; between kernels, ranks also wait for each other
     "step_us": (0.0, 1500.0),  # engines' loops take 0.1 to 3 ms
     "row_us": (0.0, 20.0),  # 0.3 to 17 us a row were measured (docs/cost-models.md, section 4)
     "collective_us": (0.0, 10.0),  # a kernel's launch or two
 }
 POINT_ERROR = 0.06  # typical relative error of a point that the correction cannot explain
 HUBER = 1.5  # typical errors beyond which a point counts less
-ROUNDS = 8  # of reweighting; the weights settle in four or five
+ROUNDS = 8  # rounds of reweighting; weights converge in four or five
 
 
 class Fitter(Protocol):
-    """Anything that turns features and measured times into weights."""
+    """A function from features and measured times to weights."""
 
     def __call__(self, features: Float64s, measured_us: Float64s) -> Float64s:
         """Return the weights."""
@@ -47,9 +47,9 @@ def fit_weights(features: Float64s, measured_us: Float64s) -> Float64s:
     """Return the weights of FEATURES that explain `measured_us`.
 
     Args:
-        features: float64 [n, 5], what each point consists of, in microseconds and counts.
+        features: float64 [n, 5], the parts of each point, in microseconds and counts.
         measured_us: float64 [n], above 0.
-    Raises: CalibrationError if there is no point, or one that is not a positive finite time.
+    Raises: CalibrationError if there are no points, or values are not finite, or a time is not above 0.
     """
     if len(measured_us) == 0:
         raise CalibrationError("there is no point to fit")
@@ -98,13 +98,13 @@ def nonnegative_least_squares(matrix: Float64s, target: Float64s) -> Float64s:
 
 
 def correction_of(weights: Float64s, frontend_us: float = 0.0) -> Correction:
-    """Return a correction with these weights, rounded to what they are worth."""
+    """Return a correction with these weights, rounded to 4 decimals, and `frontend_us`, rounded to 1."""
     values: dict[str, Any] = {name: round(float(w), 4) for name, w in zip(FEATURES, weights, strict=True)}
     return Correction(**values, frontend_us=round(frontend_us, 1))
 
 
 def relative_shift(predicted_us: Float64s, measured_us: Float64s) -> float:
-    """Return the constant, at least 0, that added to all predictions makes the mean relative error smallest.
+    """Return the constant, at least 0, that minimises the mean relative error if it is added to all predictions.
 
     The best constant for the sum of |predicted + shift - measured| / measured is a weighted median of the differences.
     """

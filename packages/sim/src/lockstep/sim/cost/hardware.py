@@ -1,7 +1,7 @@
-"""GPUs: data-sheet peaks, medians measured by others, and what a kernel can be expected to achieve.
+"""GPUs: data-sheet peaks, published measurements, and the rates that a kernel is expected to achieve.
 
-A rate is taken from measurements where the catalogue has one, otherwise from the data sheet times a fraction stated
-here. Either way it travels as a `Constant`, so that a result can name the source of each of its numbers.
+A rate is the measured one if the catalogue has it, else the data sheet's peak times a fraction of this file. It is a
+`Constant` in both cases, so that a result can name the source of each of its numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.sim.cost.errors import CapacityError, CatalogueError
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number and whence it came. The unit is in the name it is stored under."""
+    """A number with its source. The name under which it is stored has the unit."""
 
     value: float
     source: str
@@ -23,7 +23,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """Two straight lines, whichever is lower: direct reads between peers, and NCCL's ring.
+    """The lower of two straight lines: direct reads between peers, and NCCL's ring.
 
     us = latency_us + 2 (n - 1) / n * bytes / rate, for n GPUs.
     """
@@ -39,7 +39,7 @@ class AllReduce:
 class AllGather:
     """A straight line, for an all-gather and for a reduce-scatter: us = latency_us + (n - 1) / n * bytes / rate.
 
-    `bytes` is what all ranks together have, n the number of GPUs.
+    `bytes` is the message of all ranks together, n the number of GPUs.
     """
 
     latency_us: float
@@ -60,7 +60,7 @@ class GpuSpec:
     all_gather: Mapping[int, AllGather]  # by number of GPUs
     usd_per_gpu_hour: Mapping[str, Constant]  # owned_hyperscaler, rental_3yr, on_demand_low, on_demand_high, ...
     notes: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # other names it goes by, in lower case
+    aliases: tuple[str, ...] = ()  # further names, in lower case
 
     @property
     def memory_bytes(self) -> int:
@@ -75,9 +75,8 @@ class GpuSpec:
         return "fp8_tflops" in self.datasheet
 
 
-# What a kernel achieves of the data sheet, for GPUs without measurements: (data-sheet field, fraction, why this
-# fraction). The fractions are rounded from the measured GPUs of the catalogue, A100, H100, H200, B200 and L40S in that
-# order.
+# Fractions of the data sheet that kernels achieve, for GPUs without measurements: (data-sheet field, fraction, source).
+# The fractions are rounded from the measured GPUs of the catalogue, A100, H100, H200, B200 and L40S in that order.
 FRACTIONS: dict[str, tuple[str, float, str]] = {
     "bf16_gemm_tflops": ("bf16_tflops", 0.70, "measured: 0.78, 0.74, 0.70, 0.65, 0.52"),
     "fp8_gemm_tflops": ("fp8_tflops", 0.58, "measured: none, 0.61, 0.60, 0.59, 0.42"),
@@ -90,7 +89,7 @@ FRACTIONS: dict[str, tuple[str, float, str]] = {
     "latent_decode_tflops": ("bf16_tflops", 0.55, "measured: H100 0.56, H200 0.58; L40S, in Triton, 0.11"),
 }
 
-# The same for what goes over the link between GPUs: (fraction of the link, why this fraction).
+# Fractions of the link's rate that transfers between GPUs achieve: (fraction, source).
 LINK_FRACTIONS: dict[str, tuple[float, str]] = {
     "dispatch_gbs": (0.58, "DeepEP on 8 GPUs: H100 0.58, H200 0.58"),
     "dispatch_low_latency_gbs": (0.62, "DeepEP on 8 GPUs: H100 0.61, H200 0.63"),
@@ -118,7 +117,7 @@ LATENCIES: dict[str, tuple[float, str]] = {
 }
 
 # All-reduce where the catalogue has no table: fractions of the link, from the fits of 8 GPUs (A100, H100, H200) and of
-# 2 (L40S: more GPUs share its PCIe paths). Switches of Hopper's NVLink and later add up themselves.
+# 2 (L40S: more GPUs share its PCIe paths). ADDING_*: NVLink switches from Hopper on compute the sum themselves.
 DIRECT_LINK_FRACTION, DIRECT_LATENCY_US = 0.51, 4.1
 RING_LINK_FRACTION, RING_LATENCY_US = 0.72, 68.0
 ADDING_LINK_FRACTION, ADDING_LATENCY_US = 0.99, 51.0
@@ -126,17 +125,20 @@ PCIE_LINK_FRACTION, PCIE_LATENCY_US = 0.60, 5.5
 ADDING_ARCHS = ("Hopper", "Blackwell")
 
 # All-gather and reduce-scatter where the catalogue has no table: fractions of the link, from H100 and H200.
-GATHER_LINK_FRACTIONS = {2: 0.46, 4: 0.59, 8: 0.66}  # by number of GPUs, and from there on
+GATHER_LINK_FRACTIONS = {2: 0.46, 4: 0.59, 8: 0.66}  # by number of GPUs; 8 is also for more
 GATHER_LATENCIES_US = {2: 6.0, 4: 8.0, 8: 12.0}
 
-# Between nodes. Nothing was measured: an estimate of what 400 Gbit/s per GPU, as in HGX H100 systems, gives.
+# The network between nodes. Not measured: an estimate for 400 Gbit/s per GPU, as in HGX H100 systems.
 NETWORK_GBS = Constant(40.0, "estimate: 0.8 of 400 Gbit/s per GPU (InfiniBand NDR, one adapter per GPU)")
 NETWORK_LATENCY_US = Constant(15.0, "estimate: one message between nodes, GPU to GPU")
-PCIE_GPUS_MAX = 8  # GPUs of one node, which is as far as tensor parallelism over PCIe is modelled
+PCIE_GPUS_MAX = 8  # GPUs of one node: the limit of tensor parallelism over PCIe
 
 
 def achieved(gpu: GpuSpec, name: str) -> Constant:
-    """Return a rate or latency: the measured median, else the data sheet times its fraction, else the usual value."""
+    """Return a rate or latency: the measured median, else the default latency, or data sheet or link times a fraction.
+
+    Raises: CatalogueError if the data sheet lacks the field that a fraction refers to.
+    """
     if name in gpu.measured:
         return gpu.measured[name]
     if name in LATENCIES:
@@ -198,12 +200,12 @@ def all_gather_of(gpu: GpuSpec, gpus: int) -> AllGather:
 
 
 def link_of(gpu: GpuSpec) -> Constant:
-    """Return the data sheet's rate between two GPUs of a domain, GB/s in one direction."""
+    """Return the data sheet's rate between two GPUs of a domain, in GB/s per direction."""
     return gpu.datasheet.get("scale_up_gbs") or gpu.datasheet["pcie_gbs"]
 
 
 def scale_up_gpus(gpu: GpuSpec) -> int:
-    """Return how many GPUs tensor parallelism may span: the NVLink domain, or a node where there is only PCIe."""
+    """Return how many GPUs tensor parallelism may span: the NVLink domain, or with PCIe alone a node."""
     domain = int(gpu.datasheet["scale_up_gpus"].value)
     return domain if "scale_up_gbs" in gpu.datasheet else max(domain, PCIE_GPUS_MAX)
 
@@ -215,7 +217,7 @@ COLLECTIVES = {"all_reduce": ALL_REDUCE_FIELDS, "all_gather": ALL_GATHER_FIELDS}
 
 
 def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
-    """Build a GpuSpec from a catalogue entry. Raises CatalogueError naming the field and its value."""
+    """Build a GpuSpec from a catalogue entry. Raises CatalogueError with the field and its value."""
     name = data.get("name")
     if not isinstance(name, str) or not name:
         raise CatalogueError(f"{where}: `name` must be a text, got `{name}`")
@@ -245,7 +247,7 @@ def gpu_from_json(data: Mapping[str, Any], where: str) -> GpuSpec:
     for field in measured:
         if field not in FRACTIONS and field not in LATENCIES and field not in LINK_FRACTIONS:
             raise CatalogueError(
-                f"{where}: `measured.{field}` is not a rate the cost model knows\n"
+                f"{where}: `measured.{field}` is not a rate of the cost model\n"
                 f"hint: one of {', '.join((*FRACTIONS, *LATENCIES, *LINK_FRACTIONS, *COLLECTIVES))}"
             )
 

@@ -1,14 +1,14 @@
-"""LoRA: what adapters add to the products of a pass, what a slot on the device weighs, and what a load carries.
+"""LoRA: the time that adapters add to the products of a pass, and the bytes of a slot and of a load.
 
-Laid out as the runtime lays it out (`lockstep.runtime.lora.slots`): each slot has room for every target at the largest
-rank, matrices that read one input are one product, and what an adapter adds comes in two kinds of kernel:
+The layout is that of the runtime (`lockstep.runtime.lora.slots`): each slot has room for every target at the largest
+rank, matrices that read the same input form one product, and adapters run in two kinds of kernel:
 
     shrink   inner [tokens, parts * rank]    = down[slot] x          one launch for each product of each layer
     expand   out [tokens, outputs of a part] += up[slot] inner       one launch for each part
 
-Tokens of one adapter are one product however they are spread over the batch, so the matrices of each adapter in it are
-read once. Ranks share the rows of `up` where they share those of the product, and the columns of `down` likewise:
-adapters add no collective. Tokens that run on the model alone cost nothing.
+Tokens of one adapter form one product wherever they are in the batch, so the matrices of each adapter of a batch are
+read once. Rows of `up` are split over ranks like the rows of the product, and columns of `down` like its columns, so
+adapters add no collective. Tokens without an adapter cost nothing here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lockstep.sim.cost.models import ACTIVATION_BYTES, LatentAttention, ModelSpe
 from lockstep.sim.cost.parallel import Parallelism
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA_RANK = 16  # of the slots by default, as in the server
+LORA_RANK = 16  # default rank of the slots, as in the server
 LORA_RANK_MAX = 512
-TILE_TOKENS = 16  # the fewest that tensor cores multiply at once: an adapter with one token computes so many
+TILE_TOKENS = 16  # smallest tile of tensor cores: an adapter with one token computes as many
 TILE_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Room for adapters: how many at a time, of which rank, for which matrices."""
+    """Room for adapters on the device: number of slots, rank, and matrices."""
 
     slots: int
     rank: int = LORA_RANK
@@ -39,7 +39,7 @@ class LoraSpec:
 
 
 class Product(NamedTuple):
-    """Targets of one rank that read the same input, in so many layers."""
+    """The targets that read the same input: one product in each of `layers` layers, on one rank."""
 
     name: str
     layers: int
@@ -47,14 +47,14 @@ class Product(NamedTuple):
     sizes: tuple[int, ...]  # outputs of each part
 
     def slot_values(self, rank: int) -> int:
-        """Numbers of one slot in one layer: `down` [parts * rank, inputs] and `up` [outputs, rank]."""
+        """Return the numbers of one slot in one layer: `down` [parts * rank, inputs] and `up` [outputs, rank]."""
         return rank * (len(self.sizes) * self.inputs + sum(self.sizes))
 
 
 def products_of(model: ModelSpec, split: Parallelism, targets: tuple[str, ...]) -> tuple[Product, ...]:
-    """Return what adapters change on one rank. Experts take none, nor do layers of linear attention.
+    """Return the products that adapters change on one rank. Experts and linear-attention layers have no adapters.
 
-    Raises: CatalogueError for latent attention, which has other matrices, and for a model with none of the targets.
+    Raises: CatalogueError for latent attention, which has other matrices.
     """
     check_split(model, split)
     a = model.attention
@@ -85,7 +85,7 @@ def products_of(model: ModelSpec, split: Parallelism, targets: tuple[str, ...]) 
 
 
 def check_targets(model: ModelSpec, split: Parallelism, spec: LoraSpec) -> None:
-    """Raise CatalogueError for a model of which adapters could change nothing."""
+    """Raise CatalogueError for a model without any matrix that the adapters of `spec` change."""
     if not products_of(model, split, spec.targets):
         raise CatalogueError(
             f"{model.name} has no matrix that adapters of {', '.join(spec.targets)} change: experts take none\n"
@@ -94,7 +94,7 @@ def check_targets(model: ModelSpec, split: Parallelism, spec: LoraSpec) -> None:
 
 
 def slot_bytes(model: ModelSpec, split: Parallelism, spec: LoraSpec) -> int:
-    """Return the bytes of one slot on one rank, which is also what a load brings there: zeros are loaded, too."""
+    """Return the bytes of one slot on one rank. A load copies as many, because padding zeros are loaded, too."""
     values = sum(product.layers * product.slot_values(spec.rank) for product in products_of(model, split, spec.targets))
     return values * ACTIVATION_BYTES
 
@@ -102,8 +102,8 @@ def slot_bytes(model: ModelSpec, split: Parallelism, spec: LoraSpec) -> int:
 class LoraCost:
     """Microseconds of the products of adapters, for the layers of one stage on one rank.
 
-    A kernel takes its latency and the longer of computing and moving, as other operators do. Constants are those of
-    bf16 GEMMs: these kernels have not been measured on a GPU of the catalogue.
+    A kernel takes its latency plus the larger of compute time and memory time, like other operators. Constants are
+    those of bf16 GEMMs: these kernels have not been measured on a GPU of the catalogue.
     """
 
     def __init__(self, model: ModelSpec, gpu: GpuSpec, split: Parallelism, spec: LoraSpec) -> None:
@@ -124,10 +124,11 @@ class LoraCost:
         self._us: dict[tuple[int, int], float] = {}
 
     def products_us(self, tokens: int, adapters: int) -> float:
-        """Return the time of a pass's products; remembered.
+        """Return the time of the adapters' products in a pass; results are cached.
 
         Args:
-            tokens: new ones that run on adapters; adapters: different ones among them.
+            tokens: new tokens that run on adapters.
+            adapters: distinct adapters of these tokens.
         """
         if not tokens:
             return 0.0
@@ -138,7 +139,7 @@ class LoraCost:
         return us
 
     def terms_us(self, tokens: int, adapters: int) -> dict[str, float]:
-        """Return the same by product, all layers together."""
+        """Return the time by product, all layers together; the values sum to `products_us`."""
         rank = self.spec.rank
         computed, padded = max(tokens, TILE_TOKENS * adapters), max(rank, TILE_RANK)
         terms = {}
@@ -147,7 +148,7 @@ class LoraCost:
             us = self._kernel_us(
                 2.0 * computed * inputs * len(sizes) * padded, adapters * inner * inputs + tokens * (inputs + inner)
             )
-            for size in sizes:  # what is added to is read and written
+            for size in sizes:  # 2: the output is read and written
                 us += self._kernel_us(
                     2.0 * computed * size * padded, adapters * size * rank + tokens * (rank + 2 * size)
                 )

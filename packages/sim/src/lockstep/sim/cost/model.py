@@ -1,4 +1,4 @@
-"""What a cost model is: a batch's shape goes in, microseconds come out."""
+"""The interface of cost models: the shape of a batch goes in, microseconds come out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class BatchShape(msgspec.Struct, frozen=True, gc=False):
-    """All that the cost of one forward pass depends on. Sums over rows, never the rows themselves."""
+    """The shape of one forward pass: everything that its cost depends on. It has sums over rows, no single rows."""
 
     extend_rows: int = 0
     extend_tokens: int = 0  # new tokens of all extend rows
@@ -16,11 +16,11 @@ class BatchShape(msgspec.Struct, frozen=True, gc=False):
     extend_pairs: int = 0  # query-key pairs: sum of new * context + new * (new + 1) / 2
     decode_rows: int = 0
     decode_context_tokens: int = 0  # KV tokens read by decode rows, summed
-    sampled_rows: int = 0  # rows that need logits and a token; of a row that verifies drafts, each position
+    sampled_rows: int = 0  # rows that need logits and a token; a row that verifies drafts counts once per position
     draft_tokens: int = 0  # drafts that decode rows verify behind their newest tokens, summed
-    adapter_tokens: int = 0  # new tokens that run on an adapter (LoRA), drafts included; the others cost nothing more
-    adapters: int = 0  # different ones among them
-    own: BatchShape | None = None  # what the slowest shard has of it; None: rows are spread evenly over shards
+    adapter_tokens: int = 0  # new tokens that run on an adapter (LoRA), drafts included; other tokens cost no more
+    adapters: int = 0  # distinct adapters of these tokens
+    own: BatchShape | None = None  # the part of the batch on the slowest shard; None: rows are spread evenly
 
 
 class Duration(msgspec.Struct, frozen=True, gc=False):
@@ -31,7 +31,7 @@ class Duration(msgspec.Struct, frozen=True, gc=False):
 
 
 class CostModel(Protocol):
-    """How long a batch takes. A pure function: equal shapes give equal durations."""
+    """A pure function from a batch shape to a duration: equal shapes give equal durations."""
 
     def batch_us(self, shape: BatchShape) -> Duration:
         """Return the time on the GPU from the first kernel's start to the sampled tokens' arrival."""

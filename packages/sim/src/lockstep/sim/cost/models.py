@@ -1,10 +1,10 @@
-"""Models: the fields of a Hugging Face config.json, and every number that follows from them.
+"""Models: the fields of a Hugging Face config.json, and the figures that are computed from them.
 
 A model is a list of weight matrices plus a description of its attention. Parameters, weight bytes, FLOPs and KV bytes
 are all sums over that list, so the roofline and the capacity model cannot disagree about a model's size.
 
-A field that changes the arithmetic and is not understood is refused by name: a wrong cost looks like any other number.
-Bytes of weights and KV in fewer bits are those of `lockstep.host.quantization`, by which the runtime loads them.
+A field that changes the arithmetic and is not modelled is refused by name, because a wrong cost is not recognisable as
+such. Bytes of weights and KV in fewer bits are those of `lockstep.host.quantization`, which the runtime uses, too.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightMatrix:
-    """`count` equal weight matrices, as one rank holds them."""
+    """`count` weight matrices of the same size on one rank."""
 
     name: str
     inputs: int
     outputs: int
-    count: int  # over all layers; for experts, layers x experts
-    kind: Literal["linear", "expert", "plain"] = "linear"  # plain stays bf16 whatever the weights' dtype
+    count: int  # matrices in all layers; for experts, layers x experts
+    kind: Literal["linear", "expert", "plain"] = "linear"  # plain is bf16 for every dtype of the weights
 
     @property
     def params(self) -> int:
@@ -51,7 +51,7 @@ class WeightMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Grouped-query attention; with window it reads at most `window` keys in sliding layers."""
+    """Grouped-query attention. Sliding layers read at most `window` keys."""
 
     heads: int
     kv_heads: int
@@ -61,12 +61,12 @@ class AttentionShape:
     o_bias: bool = False
     gated: bool = False  # the query projection also yields an output gate (Qwen3-Next)
     sinks: bool = False  # one learned logit per head (gpt-oss)
-    window: int = 0  # tokens a sliding layer sees; 0: no sliding layers
+    window: int = 0  # tokens that a sliding layer attends to; 0: no sliding layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek): one shared latent per token is cached, on every rank alike."""
+    """Multi-head latent attention (DeepSeek): every rank caches the same latent per token, shared by all heads."""
 
     heads: int
     q_rank: int  # 0: the query is projected directly
@@ -96,7 +96,7 @@ class GatedDelta:
 
     @property
     def chunk_flops(self) -> int:
-        """FLOPs of one token and value head by the chunked rule: with the state, and with the tokens of its chunk."""
+        """FLOPs of the chunked rule per token and value head: products with the state and with tokens of the chunk."""
         return 4 * self.key_dim * self.value_dim + 4 * DELTA_CHUNK * (self.key_dim + self.value_dim)
 
     @property
@@ -112,7 +112,7 @@ class ExpertShape:
     count: int
     per_token: int
     ffn: int
-    shared_ffn: int = 0  # width of the expert every token visits; 0: none
+    shared_ffn: int = 0  # width of the expert that every token visits; 0: none
     shared_gate: bool = False
     bias: bool = False  # biases in router and experts (gpt-oss)
     score_bias: bool = False  # a correction per expert for load balance (DeepSeek-V3)
@@ -125,7 +125,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model as the cost model sees it. The language model only: vision towers and MTP heads are not counted."""
+    """The figures of a model that determine its cost. Vision towers and MTP heads are not counted."""
 
     name: str
     source: str
@@ -133,7 +133,7 @@ class ModelSpec:
     hidden: int
     vocab: int
     tied_embedding: bool
-    ffn: int  # width of the dense feed-forward
+    ffn: int  # width of the dense feed-forward; 0 without dense layers
     dense_layers: int
     moe_layers: int
     full_layers: int
@@ -144,7 +144,7 @@ class ModelSpec:
     experts: ExpertShape | None = None
     norms_per_layer: int = 2
     checkpoint_dtype: WeightsDtype = "bf16"
-    weights_only: bool = False  # a checkpoint in fp8 without a declared precision of activations
+    weights_only: bool = False  # the checkpoint is fp8 and declares no precision of activations
     context_tokens_max: int
 
     @property
@@ -157,7 +157,7 @@ class ModelSpec:
         return self.full_layers + self.sliding_layers
 
     def matrices(self, tp: int | Parallelism = 1) -> tuple[WeightMatrix, ...]:
-        """List the weight matrices one rank of `tp` holds, in the order they are used, as if it had all layers.
+        """Return the weight matrices of one rank of `tp`, in order of use, as if one stage had all layers.
 
         Raises: CapacityError for a split that is not possible.
         """
@@ -202,7 +202,7 @@ class ModelSpec:
             found.append(WeightMatrix("expert_gate_up", hidden, 2 * ffn, total, "expert"))
             found.append(WeightMatrix("expert_down", ffn, hidden, total, "expert"))
             if e.shared_ffn:
-                # With all-to-all a rank sees the rows of its own only, so it needs the shared expert whole.
+                # With all-to-all a rank has only its own rows there, so it needs the whole shared expert.
                 shared = ceil_div(e.shared_ffn, 1 if split.moe_a2a else tp)
                 found.append(WeightMatrix("shared_gate_up", hidden, 2 * shared, self.moe_layers))
                 found.append(WeightMatrix("shared_down", shared, hidden, self.moe_layers))
@@ -214,7 +214,7 @@ class ModelSpec:
 
     @property
     def vector_params(self) -> int:
-        """Norm weights, biases and other parameters that are not matrices. In bf16."""
+        """Number of norm weights, biases and other parameters that are not matrices; all are bf16."""
         total = self.layers * self.norms_per_layer * self.hidden + self.hidden
         a = self.attention
         if isinstance(a, LatentAttention):
@@ -234,7 +234,7 @@ class ModelSpec:
         return total
 
     def vector_params_of(self, tp: int | Parallelism) -> int:
-        """Return those on one rank: all of them, but biases of experts it does not have."""
+        """Return the `vector_params` of one rank: all except biases of experts on other ranks."""
         split, e = parallelism_of(tp), self.experts
         if e is None or split.ep == 1:
             return self.vector_params
@@ -247,7 +247,7 @@ class ModelSpec:
 
     @property
     def active_params(self) -> int:
-        """Parameters one token uses, the embedding table counted whole."""
+        """Parameters that one token uses; the whole embedding table is counted."""
         if self.experts is None:
             return self.params
         e = self.experts
@@ -256,31 +256,28 @@ class ModelSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of one token's matrix products, logits included, attention over the context not."""
+        """FLOPs of one token's matrix products, logits included, attention over the context excluded."""
         table = 0 if self.tied_embedding else self.hidden * self.vocab
         return 2 * (self.active_params - self.vector_params - table)
 
     def weights_bytes(self, dtype: WeightsDtype | None = None, tp: int | Parallelism = 1) -> int:
-        """Return the bytes of weights on one rank that has all layers; `dtype` None is the checkpoint's own."""
+        """Return the bytes of weights on one rank that has all layers; `dtype` None is that of the checkpoint."""
         cost = WEIGHT_BYTES[checked_weights_dtype(self, dtype)]
         return int(sum(m.params * cost[m.kind] for m in self.matrices(tp)) + self.vector_params_of(tp) * 2)
 
     def kv_values_per_layer(self, tp: int | Parallelism = 1) -> int:
-        """Return the numbers one token caches in one layer on one rank, if that rank is of the token's shard."""
+        """Return how many numbers one token caches in one layer, on one rank of the token's shard."""
         a = self.attention
         if isinstance(a, LatentAttention):
             return a.kv_rank + a.rope_dim
         return 2 * ceil_div(a.kv_heads, parallelism_of(tp).attention_tp) * a.head_dim
 
     def kv_bytes_per_token(self, dtype: KvDtype = "bf16", tp: int | Parallelism = 1) -> int:
-        """Return the KV bytes of one token on one rank, as if every attention layer kept every token.
-
-        With attention data parallelism: on one rank of the token's shard; other shards have nothing of it.
-        """
+        """Return the KV bytes of one token on one rank of its shard, as if every attention layer kept every token."""
         return self.attention_layers * self.kv_values_per_layer(tp) * KV_BYTES[checked_kv_dtype(dtype)]
 
     def state_bytes_per_request(self, tp: int | Parallelism = 1) -> int:
-        """Return the bytes of linear-attention state one request holds on one rank of its shard, however long it is."""
+        """Return the bytes of a request's linear-attention state on one rank of its shard, equal for every length."""
         if self.delta is None:
             return 0
         return self.linear_layers * ceil_div(self.delta.state_bytes, parallelism_of(tp).attention_tp)
@@ -304,10 +301,10 @@ def checked_kv_dtype(dtype: KvDtype) -> KvDtype:
 
 
 def products_in_fp8(model: ModelSpec, gpu: GpuSpec, weights: WeightsDtype, setting: Fp8Activations) -> bool:
-    """Whether products with the weights run in fp8, by the runtime's own rule; else these are widened for them.
+    """Return whether products with the weights run in fp8, by the runtime's own rule; else weights are widened.
 
-    Weights that are fp8 by `--weights-dtype` alone are taken for a checkpoint with fp8 activations.
-    Raises: CatalogueError where they are to be in fp8, and cannot.
+    Weights that are fp8 by `--weights-dtype` alone count as a checkpoint with fp8 activations.
+    Raises: CatalogueError if `setting` requires fp8 and the weights are not fp8 or the GPU lacks it.
     """
     if setting not in get_args(Fp8Activations):
         raise CatalogueError(f"`fp8_activations` must be auto, on or off, got `{setting}`")
@@ -364,7 +361,7 @@ def check_split(model: ModelSpec, tp: int | Parallelism) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What `model_type` implies beyond the fields of the config: the parts of the architecture that live in code."""
+    """Properties of an architecture that follow from `model_type`, because they are not fields of the config."""
 
     qk_norm: bool = False
     qkv_bias: bool | None = None  # None: the value of `attention_bias`
@@ -420,7 +417,7 @@ TORCH_DTYPES = ("bfloat16", "float16", "float32")  # float32 checkpoints are ser
 
 @dataclass(frozen=True, slots=True)
 class _ConfigFields:
-    """Typed access to a config: every complaint names the file, the field and the value."""
+    """Typed access to a config. Every error names the file, the field and the value."""
 
     where: str
     data: Mapping[str, Any]
@@ -462,7 +459,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     if not isinstance(config, dict):
         raise CatalogueError(f"{where}: a config.json must be an object, got `{type(config).__name__}`")
     inner = _ConfigFields(where, config).table("text_config")
-    f = _ConfigFields(where, {**config, **inner})  # a language model inside a multimodal one: its own fields win
+    f = _ConfigFields(where, {**config, **inner})  # fields of the language model inside a multimodal model come first
     for field, meaning in REFUSED.items():
         if f.data.get(field):
             raise CatalogueError(f"{where}: `{field}` {f.data[field]} ({meaning}) is not modelled")
@@ -558,7 +555,10 @@ def _experts(f: _ConfigFields, family: Family) -> ExpertShape:
 
 
 def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
-    """Count the layers with experts: not the first few (DeepSeek), not those listed, every n-th (Qwen)."""
+    """Return the number of layers with experts.
+
+    Every n-th layer has experts (Qwen), without the first `first_k_dense_replace` (DeepSeek) and `mlp_only_layers`.
+    """
     if not family.experts:
         return 0
     first = f.whole("first_k_dense_replace", 0, 0)
@@ -571,7 +571,7 @@ def _moe_layers(f: _ConfigFields, family: Family, layers: int) -> int:
 
 
 def _layer_kinds(f: _ConfigFields, family: Family, layers: int) -> tuple[int, int]:
-    """Return how many layers slide and how many are linear attention."""
+    """Return the numbers of sliding-window layers and of linear-attention layers."""
     kinds = f.data.get("layer_types")
     if kinds is not None:
         known = ("full_attention", "sliding_attention", "linear_attention")
@@ -614,7 +614,7 @@ def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
                         "is not modelled\n"
                         f"hint: {modelled} is; or remove the field and choose --weights-dtype"
                     )
-        elif method in ("compressed-tensors", "modelopt"):  # which also have kinds that are not fp8
+        elif method in ("compressed-tensors", "modelopt"):  # these methods have formats besides fp8
             problems: list[str] = []
             read_weight_format(f.data, problems)
             if problems:
@@ -627,7 +627,7 @@ def _checkpoint_dtype(f: _ConfigFields) -> WeightsDtype:
 
 
 def _weights_only(f: _ConfigFields) -> bool:
-    """Whether a checkpoint in fp8 requires its rows unrounded, as the runtime reads it."""
+    """Return whether an fp8 checkpoint declares no precision of activations, by the runtime's own reader."""
     stored = read_weight_format(f.data, [])
     return stored is not None and stored.layout == "fp8" and not stored.activations
 
@@ -635,8 +635,8 @@ def _weights_only(f: _ConfigFields) -> bool:
 def _context_tokens_max(f: _ConfigFields, model_type: str) -> int:
     """Return the longest context the config allows.
 
-    `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn counts
-    from `original_max_position_embeddings`; linear and dynamic multiply. These are vLLM's and SGLang's conventions.
+    `max_position_embeddings` already includes llama3 and longrope scaling, and Gemma 3's linear scaling. yarn scales
+    `original_max_position_embeddings`; linear and dynamic scale `max_position_embeddings`. vLLM and SGLang do the same.
     """
     limit = f.whole("max_position_embeddings")
     scaling = f.table("rope_scaling") or f.table("rope_parameters")

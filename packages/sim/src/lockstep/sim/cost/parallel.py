@@ -1,7 +1,7 @@
-"""How one engine is laid out over GPUs: tensor, expert, attention-data and pipeline parallelism.
+"""The layout of one engine over GPUs: tensor, expert, attention-data and pipeline parallelism.
 
-`tp` GPUs make up one stage, as in SGLang; `ep` and `attention_dp` divide them, and do not multiply them. `pp` stages
-of `tp` GPUs are an engine:
+`tp` GPUs form one stage, as in SGLang; `ep` and `attention_dp` divide these GPUs and add none. An engine has `pp`
+stages of `tp` GPUs:
 
     tp 8, ep 4, attention_dp 2     attention: 2 shards of 4 GPUs, each with its own rows and their KV
                                    experts:   4 groups of 2 GPUs; a group holds a quarter of the experts, each GPU of it
@@ -21,7 +21,10 @@ EPLB_INTERVAL = 1000  # SGLang's eplb_rebalance_num_iterations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The GPUs of an engine, and what is assumed of the experts on them. Raises CapacityError for what cannot be."""
+    """The GPUs of an engine, and the assumptions about its experts.
+
+    Raises: CapacityError for values that contradict each other or are out of range.
+    """
 
     tp: int = 1  # GPUs of a stage
     ep: int = 1  # groups that the experts are divided among
@@ -30,9 +33,9 @@ class Parallelism:
     moe_a2a: bool = False  # rows go to their experts by all-to-all instead of all-gather; needs ep = tp
     expert_cv: float = 0.0  # standard deviation of the experts' popularity over its mean; 0: routing is even
     eplb: bool = False  # experts are placed by their load, and moved as it changes; see `expert_balance.py`
-    redundant_experts: int = 0  # slots of a layer for further copies, all ranks together; with eplb
+    redundant_experts: int = 0  # slots of a layer for copies of experts, all ranks together; with `eplb` only
     eplb_interval: int = EPLB_INTERVAL  # passes between two rebalancings
-    expert_drift: float = 0.0  # share of the experts with another popularity in the next interval
+    expert_drift: float = 0.0  # share of the experts whose popularity is drawn again in the next interval
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -85,40 +88,40 @@ class Parallelism:
 
     @property
     def attention_tp(self) -> int:
-        """GPUs that share the heads of one shard."""
+        """GPUs that the heads of one shard are split over."""
         return self.tp // self.attention_dp
 
     @property
     def expert_tp(self) -> int:
-        """GPUs that share the width of one expert."""
+        """GPUs that the width of one expert is split over."""
         return self.tp // self.ep
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is tensor parallelism and nothing else."""
+        """Whether the layout is tensor parallelism alone."""
         return self == Parallelism(tp=self.tp)
 
     def describe(self) -> dict[str, Any]:
-        """What is not as usual, `tp` aside: empty for plain tensor parallelism."""
+        """Return the fields that differ from their defaults, `tp` excluded: empty for plain tensor parallelism."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tp" and self._is_set(f.name)}
 
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != getattr(USUAL, name))
 
     def __str__(self) -> str:
-        """`tp 8, ep 8, attention_dp 4`."""
+        """Return the layout as text, such as `tp 8, ep 8, attention_dp 4`."""
         words = [name if value is True else f"{name} {value:g}" for name, value in self.describe().items()]
         return ", ".join([f"tp {self.tp}", *words])
 
 
-COUNTS = ("tp", "ep", "attention_dp", "pp")  # the fields that are whole numbers of something
+COUNTS = ("tp", "ep", "attention_dp", "pp")  # the fields that are counts of at least 1
 BESIDES_TP = tuple(field.name for field in fields(Parallelism) if field.name != "tp")
 EXPERT_CV_MAX = 8.0
 USUAL = Parallelism()
 
 
 def parallelism_of(tp: int | Parallelism) -> Parallelism:
-    """`tp` GPUs of plain tensor parallelism, or what it is already."""
+    """Return `tp` itself if it is a layout, else the layout of `tp` GPUs with plain tensor parallelism."""
     return tp if isinstance(tp, Parallelism) else Parallelism(tp=tp)
 
 

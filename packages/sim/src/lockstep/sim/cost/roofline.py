@@ -47,7 +47,7 @@ Float64s = NDArray[np.float64]
 Precision = Literal["bf16", "fp8"]
 MatrixLine = tuple[str, int, float, float, float, float]  # name, layers, us: latency, per token, weights, per token
 
-# Estimates, used as they are; a calibration replaces them.
+# Estimates. A calibration corrects times that are computed with them.
 EAGER_KERNEL_US = Constant(5.0, "estimate: CPU time to launch one kernel from Python, 4 to 6 us in PyTorch eager mode")
 LATENT_EAGER_US = Constant(
     620.0,
@@ -66,22 +66,22 @@ ATTENTION_SMALL_KERNELS = 2  # rope; KV write
 ACTIVATION_KERNELS = 1  # silu and multiply
 EXPERT_KERNELS = 3  # top-k, sort by expert, sum over experts
 DELTA_KERNELS = 3  # convolution, recurrence, gated norm
-LATENT_KERNELS = 8  # of one layer of latent attention: four GEMMs, attention, and small ones with the latents' norms
+LATENT_KERNELS = 8  # kernels of one layer of latent attention: four GEMMs, attention, small ones with latents' norms
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward
 
-# Compute and latency of attention that decodes.
+# Names of the compute rate and the latency of decode attention.
 DECODE = ("attention_prefill_tflops", "attention_decode_latency_us")
 LATENT_DECODE = ("latent_decode_tflops", "latent_decode_latency_us")
 
-# Matrices by the rows that they see: those of a shard; with all-to-all, those of a rank; all others see the rows of
-# all.
+# Matrices by the rows that they multiply. OF_SHARD: the rows of a shard. OF_RANK: with all-to-all, the rows of a rank.
+# All other matrices multiply the rows of all shards.
 OF_SHARD = frozenset(("qkv_a", "q_b", "kv_b", "qkv", "o", "delta_qkvz", "delta_ba", "delta_o"))
 OF_RANK = frozenset(("router", "shared_gate_up", "shared_down", "shared_gate"))
 
 
 class Dtypes(NamedTuple):
-    """The precisions of a model that is priced."""
+    """The precisions with which a model is served."""
 
     weights: WeightsDtype
     kv: KvDtype
@@ -89,7 +89,7 @@ class Dtypes(NamedTuple):
 
 
 class Graphs(NamedTuple):
-    """Which batches are replayed as CUDA graphs: of decode rows alone, up to so many."""
+    """CUDA graphs of decode batches: whether they are captured, and up to how many rows."""
 
     captured: bool = True
     rows_max: int = GRAPH_ROWS_MAX
@@ -99,9 +99,9 @@ GRAPHS = Graphs()
 
 
 class RooflineModel(TermSum):
-    """Cost of a batch of one model on the GPUs of one stage, which has all its layers: see `stages.py` for several.
+    """Cost of a batch of one model on the GPUs of one stage that has all its layers. `stages.py` has several stages.
 
-    The list of its terms is what the builders in TERMS return. It has no spread: nothing of it was calibrated.
+    Its list of terms is what the builders in TERMS return. The spread of its durations is 0.
     """
 
     def __init__(
@@ -116,11 +116,11 @@ class RooflineModel(TermSum):
         self.gemm_matrices = [m for m in self.matrices if m.kind != "expert" and m.name != "lm_head"]
         self.all_reduce: AllReduce | None = all_reduce_of(gpu, tp) if tp > 1 else None
         self.memory_us = 1.0 / (achieved(gpu, "weight_read_gbs").value * 1e3)  # per byte of weights and activations
-        self.exchange: Exchange | None = None  # None: all-reduces, if anything
+        self.exchange: Exchange | None = None  # None: all-reduces, or no collectives at tp 1
         if split.attention_dp > 1 or split.moe_a2a:
             self.exchange = Exchange(model, gpu, split, fp8=self.fp8_products, all_reduce_us=self.all_reduce_us)
         self.spread: Spread | None = None if model.experts is None else spread_of(model.experts, split)
-        self.is_even = split.ep == 1 and not split.expert_cv and self.exchange is None  # all ranks do the same
+        self.is_even = split.ep == 1 and not split.expert_cv and self.exchange is None  # all ranks do equal work
         self.lora = LoraCost(model, gpu, split, lora) if lora is not None else None
         self._prepare_attention()
         terms = [term for build in TERMS for term in build(self)]
@@ -132,7 +132,7 @@ class RooflineModel(TermSum):
         super().__init__(terms, split.attention_dp, launching)
 
     def _launching(self, terms: Sequence[CostTerm]) -> tuple[Launching, dict[str, Constant]]:
-        """Work out what launching adds, from the kernels of all terms; return it with its constants."""
+        """Return the launching time, computed from the kernels of all terms, and its constants."""
         read, model = Constants(self.gpu), self.model
         kernel_us = read.note("eager_kernel_us", EAGER_KERNEL_US)
         eager_us = self.kernels * kernel_us
@@ -181,11 +181,11 @@ class RooflineModel(TermSum):
     # --- projections, experts, norms, all-reduce: functions of the number of tokens -----------------------------------
 
     def precision_of(self, m: WeightMatrix) -> Precision:
-        """Return the precision a dense matrix is multiplied in: low-precision weights are widened where need be."""
+        """Return the precision that a dense matrix is multiplied in: weights in fewer bits are widened to bf16."""
         return "fp8" if self.fp8_products and m.kind == "linear" else "bf16"
 
     def gemm_us(self, precision: Precision, m: Float64s, k: Float64s, n: Float64s, weight_bytes: float) -> Float64s:
-        """Return the time of GEMMs [m, k] x [k, n], each float64 [shapes]; what `tokens_terms_us` charges a matrix."""
+        """Return the times of GEMMs [m, k] x [k, n], by the formula of `matrix_terms`; arrays are float64 [shapes]."""
         compute = 2.0 * m * k * n / (achieved(self.gpu, f"{precision}_gemm_tflops").value * 1e6)
         memory = (k * n * weight_bytes + m * (k + n) * ACTIVATION_BYTES) * self.memory_us
         return achieved(self.gpu, f"{precision}_gemm_latency_us").value + np.maximum(compute, memory)
@@ -200,9 +200,12 @@ class RooflineModel(TermSum):
         ep: int = 1,
         cv: float = 0.0,
     ) -> Float64s:
-        """Return the time of the grouped GEMMs of one layer, each float64 [shapes]; what `tokens_terms_us` charges.
+        """Return the times of the grouped GEMMs of one layer, by the formula of the term `experts`.
 
-        With `ep` above 1: on the fullest of so many ranks; `cv` is that of the popularity of experts, 0: routing even.
+        Arrays are float64 [shapes].
+        Args:
+            ep: ranks that share the experts; above 1 the time is that of the fullest rank.
+            cv: coefficient of variation of the popularity of experts; 0: routing is even.
         """
         low = self.fp8_products
         flops_us = achieved(self.gpu, "fp8_moe_tflops" if low else "bf16_moe_tflops").value * 1e6
@@ -222,9 +225,10 @@ class RooflineModel(TermSum):
         return total
 
     def seen_tokens(self, name: str, tokens: int, own_tokens: int) -> int:
-        """Return the tokens that a matrix multiplies on one rank: of all, of its shard, or of the rank alone.
+        """Return the tokens that a matrix multiplies on one rank: those of all shards, of its shard, or of the rank.
 
         Args:
+            tokens: new tokens of all shards.
             own_tokens: new tokens of the shard with the most rows.
         """
         if name in OF_SHARD:
@@ -234,7 +238,7 @@ class RooflineModel(TermSum):
         return tokens
 
     def matrix_terms(self) -> Iterator[CostTerm]:
-        """One term per dense matrix: its latency, plus the larger of compute and memory time, in all its layers."""
+        """Yield a term per dense matrix: its latency plus the larger of compute and memory time, in all its layers."""
         weight_bytes = WEIGHT_BYTES[self.weights_dtype]
         for m in self.gemm_matrices:
             read, precision = Constants(self.gpu), self.precision_of(m)
@@ -253,7 +257,10 @@ class RooflineModel(TermSum):
             yield CostTerm(m.name, "tokens", us, read.read, kernels=m.count)
 
     def layer_terms(self) -> Iterator[CostTerm]:
-        """Experts, small kernels and moves of experts, in the order in which floats have always been added."""
+        """Yield the terms of experts, small kernels and moves of experts.
+
+        Their order is fixed, because it decides how the sum is rounded.
+        """
         small = self._small_kernels_term()
         if self.model.experts is None:
             yield small
@@ -265,7 +272,10 @@ class RooflineModel(TermSum):
                 yield self._expert_moves_term()
 
     def _experts_term(self, e: ExpertShape) -> CostTerm:
-        """Both grouped GEMMs of all layers with experts, on the rank with the most rows and experts to read."""
+        """Return the term of both grouped GEMMs of all layers with experts.
+
+        The time is that of a rank with the greatest load and the greatest number of experts to read.
+        """
         read, low, split = Constants(self.gpu), self.fp8_products, self.split
         memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
         flops_us = read.us_rate("fp8_moe_tflops" if low else "bf16_moe_tflops", 1e6)
@@ -288,7 +298,7 @@ class RooflineModel(TermSum):
                 seen, touched = float(tokens), e.touched(tokens)
             else:
                 assert self.spread is not None
-                seen = self._expert_load(e, tokens) / e.per_token  # the fullest rank is as busy as all with so many
+                seen = self._expert_load(e, tokens) / e.per_token  # tokens that would give one rank this load
                 touched = expected_max_touched(tokens, e.per_token, self.spread.slots, split.ep, self.spread.slot_cv)
             return layers * sum(
                 latency + max(seen * compute, touched * weights + seen * memory) for compute, weights, memory in lines
@@ -297,13 +307,13 @@ class RooflineModel(TermSum):
         return CostTerm("experts", "tokens", us, read.read, kernels=len(matrices) * layers)
 
     def _expert_load(self, e: ExpertShape, tokens: int) -> float:
-        """Return the assignments of tokens to experts on the rank with the most."""
+        """Return the expected assignments of tokens to experts on the fullest rank."""
         assert self.spread is not None
         ep = self.split.ep
         return expected_max_load(tokens * e.per_token, ep, self.spread.slots // ep, self.spread.load_cv)
 
     def _expert_moves_term(self) -> CostTerm:
-        """Moves of experts at a rebalancing, spread over the passes between two of them."""
+        """Return the term of expert moves: the time of one rebalancing, spread over the passes between two of them."""
         read = Constants(self.gpu)
         read.rate("send_gbs")
         return CostTerm(
@@ -311,14 +321,17 @@ class RooflineModel(TermSum):
         )
 
     def _small_kernels_term(self) -> CostTerm:
-        """Norms, rope, KV writes, activations and the sorting of rows by expert: kernels and the bytes they move."""
+        """Return the term of norms, rope, KV writes, activations and the sorting of rows by expert.
+
+        Its time is a latency per kernel plus the time of the bytes moved.
+        """
         model, tp, heads_tp = self.model, self.tp, self.split.attention_tp
         hidden = model.hidden
         kernels = model.layers * model.norms_per_layer * NORM_KERNELS
         values = model.layers * model.norms_per_layer * 4 * hidden  # read input and residual, write both
         a = model.attention
         if isinstance(a, LatentAttention):
-            kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + 1)  # and the norms of the two latents
+            kernels += model.attention_layers * (ATTENTION_SMALL_KERNELS + 1)  # 1: the norms of the two latents
             latent = a.q_rank + a.kv_rank + a.rope_dim + a.heads // heads_tp * a.rope_dim
             values += model.attention_layers * 2 * latent
         else:
@@ -357,9 +370,10 @@ class RooflineModel(TermSum):
         return CostTerm("small_kernels", "tokens", even_us if self.is_even else uneven_us, read.read, kernels)
 
     def _small_experts_us(self, e: ExpertShape, tokens: int, own_tokens: int) -> float:
-        """Return the time to sort rows by expert, of activations and of the sum over experts, where ranks differ.
+        """Return the time of the small kernels around experts, for ranks with different loads.
 
-        Without all-to-all every rank sorts and sums the rows of all, as grouped kernels do.
+        These kernels sort rows by expert, apply the activation and sum over experts. Without all-to-all every rank
+        sorts and sums the rows of all ranks, as grouped kernels do.
         """
         split, hidden, load = self.split, self.model.hidden, self._expert_load(e, tokens)
         if split.moe_a2a:
@@ -373,7 +387,7 @@ class RooflineModel(TermSum):
     # --- communication ------------------------------------------------------------------------------------------------
 
     def collective_terms(self) -> Iterator[CostTerm]:
-        """All-reduces, or the operations of `Exchange` where ranks do more than add up; none on one GPU."""
+        """Yield the terms of collectives: all-reduces, or the operations of `Exchange`; none on one GPU."""
         if self.exchange is not None:
             yield from self.exchange.terms()
         elif self.all_reduce is not None:
@@ -386,7 +400,7 @@ class RooflineModel(TermSum):
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of the weights of one expert of one layer, on one of the GPUs that share its width."""
+        """Bytes of one expert's weights in one layer, on one of the GPUs that share its width."""
         e = self.model.experts
         assert e is not None
         width = ceil_div(e.ffn, self.split.expert_tp)
@@ -394,16 +408,16 @@ class RooflineModel(TermSum):
 
     @property
     def moved_bytes(self) -> float:
-        """Bytes that the GPU with the most of them fetches at a rebalancing, all layers together; 0 without EPLB."""
+        """Bytes that the GPU with the most moves fetches at a rebalancing, all layers together; 0 without EPLB."""
         return self.spread.fetched * self.model.moe_layers * self.expert_bytes if self.spread is not None else 0.0
 
     @property
     def rebalancing_us(self) -> float:
-        """The time to fetch moved experts between two passes: nothing else runs then, and senders delay nothing."""
+        """Time to fetch moved experts between two passes. Nothing else runs meanwhile, and sending costs no time."""
         return self.moved_bytes / (achieved(self.gpu, "send_gbs").value * 1e3) if self.split.eplb else 0.0
 
     def all_reduce_bytes(self, tokens: int) -> int:
-        """Return the size of one all-reduce for a batch of so many tokens."""
+        """Return the bytes of one all-reduce for a batch of `tokens` new tokens."""
         return tokens * self.model.hidden * ACTIVATION_BYTES
 
     def all_reduce_us(self, message_bytes: float) -> float:
@@ -419,7 +433,7 @@ class RooflineModel(TermSum):
     # --- attention: a function of contexts ----------------------------------------------------------------------------
 
     def _prepare_attention(self) -> None:
-        """Work out microseconds per query-key pair and per KV token of one layer."""
+        """Compute and store the microseconds per query-key pair and per KV token of one layer."""
         model, tp, a = self.model, self.split.attention_tp, self.model.attention
         decoding, extending = Constants(self.gpu), Constants(self.gpu)
         flops_us = extending.us_rate("attention_prefill_tflops", 1e6)
@@ -436,7 +450,7 @@ class RooflineModel(TermSum):
             decode_latency_us = decoding.rate(LATENT_DECODE[1])
             kv_b = next(m for m in self.gemm_matrices if m.name == "kv_b")
             rate = extending.us_rate(f"{self.precision_of(kv_b)}_gemm_tflops", 1e6)
-            # Per context token and layer: keys and values of earlier chunks are computed once more.
+            # Per context token and layer: keys and values of earlier chunks are expanded again.
             self._expand_us = 2.0 * kv_b.inputs * kv_b.outputs / rate
         else:
             pair_flops = decode_flops = 4.0 * heads * a.head_dim
@@ -454,11 +468,12 @@ class RooflineModel(TermSum):
         self._delta_constants = {} if model.delta is None else self._prepare_delta(model.delta)
 
     def _prepare_delta(self, d: GatedDelta) -> dict[str, Constant]:
-        """Work out the gated delta rule of all linear layers together; return the constants it was made of.
+        """Compute and store the times of the gated delta rule, all linear layers together; return the constants read.
 
-        A prompt goes through a row of kernels: inverses within chunks of DELTA_CHUNK tokens, then states from chunk to
-        chunk, then outputs. So there is a latency, a time per chunk of a request, because its chunks follow one
-        another, and work that all tokens and heads share the GPU for. Little work stays in the cache and costs nothing.
+        A prompt passes through a series of kernels: inverses within chunks of DELTA_CHUNK tokens, states from chunk to
+        chunk, and outputs. So its time has three parts: a latency; a time per chunk of a request, because the chunks
+        of a request run one after another; and work that is parallel over all tokens and heads. Work small enough to
+        stay in the GPU's cache costs nothing.
         """
         layers, tp, read = self.model.linear_layers, self.split.attention_tp, Constants(self.gpu)
         memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
@@ -472,30 +487,31 @@ class RooflineModel(TermSum):
         return read.read
 
     def attention_terms(self) -> Iterator[CostTerm]:
-        """Attention of decode rows, of extend rows, and linear attention of both, on the shard with the most rows."""
+        """Yield the terms of decode attention, extend attention, and linear attention, on the shard with most rows."""
         decoding, extending = self._attention_constants
-        layers = self.model.attention_layers  # a kernel each, which has the rows of both
+        layers = self.model.attention_layers  # one kernel per layer, with decode and extend rows
         yield CostTerm("attention_decode", "decode", self.decode_attention_us, decoding, kernels=layers)
         yield CostTerm("attention_prefill", "extend", self.extend_attention_us, extending)
         if self.model.linear_layers:
             yield CostTerm("linear_attention", "rows", lambda batch, own: self.delta_us(own), self._delta_constants)
 
     def decode_attention_us(self, batch: BatchShape, own: BatchShape) -> float:
-        """Return the time of attention of the decode rows of `own` in all layers that keep KV; see `delta_us`.
+        """Return the time of attention of the decode rows of `own` in all layers that keep KV.
 
-        A row that verifies drafts reads its KV once for all its queries.
+        `delta_us` has the other layers. A row that verifies drafts reads its KV once for all its queries.
         """
         token_us, rows, context_tokens = self._decode_token_us, own.decode_rows, own.decode_context_tokens
         if own.draft_tokens:
             token_us = max(self._read_us, self._decode_query_us * (rows + own.draft_tokens) / rows)
         us = self._decode_latency_us + self._full * context_tokens * token_us
         if self._sliding:
-            # Sums hide which rows are longer than the window: exact if all or none are, otherwise too high.
+            # The sums do not show which rows are longer than the window. The result is exact if all rows or no rows
+            # are longer, and too high otherwise.
             us += self._sliding * min(context_tokens, rows * self._window) * token_us
         return us
 
     def delta_us(self, shape: BatchShape) -> float:
-        """Return the time of linear attention in all its layers, for the rows of one shard."""
+        """Return the time of all linear-attention layers, for the rows of one shard."""
         us = shape.decode_rows * self._delta_row_us + shape.draft_tokens * self._delta_token_us
         if shape.extend_tokens:
             tokens = shape.extend_tokens
@@ -505,9 +521,10 @@ class RooflineModel(TermSum):
         return us
 
     def _per_kv_token(self, heads: Float64s, *rest: Float64s, expanded: bool) -> tuple[Float64s, Float64s]:
-        """Return values read, and FLOPs of one query, per token of KV in one layer; float64 [shapes] both.
+        """Return the values read and the FLOPs of one query, per token of KV in one layer; both float64 [shapes].
 
-        MLA, which has no `rest`, computes in the latent unless `expanded`.
+        Args:
+            rest: number of KV heads and size of a head; empty for MLA, which computes in the latent unless `expanded`.
         """
         if rest:
             kv_heads, head_dim = rest
@@ -518,9 +535,11 @@ class RooflineModel(TermSum):
         return np.full_like(heads, a.kv_rank + a.rope_dim), 2.0 * heads * width
 
     def one_layer_decode_us(self, tokens: Float64s, heads: Float64s, *rest: Float64s) -> Float64s:
-        """Return the time of one layer that reads `tokens` of KV in all, each float64 [shapes].
+        """Return the decode time of one layer, by the formula of `decode_attention_us`; arrays are float64 [shapes].
 
-        `rest` is the number of KV heads and the head's size, for attention that has them.
+        Args:
+            tokens: KV tokens that all rows of a batch read together.
+            rest: number of KV heads and size of a head; empty for MLA.
         """
         values, flops = self._per_kv_token(heads, *rest, expanded=False)
         read_us = achieved(self.gpu, "attention_decode_read_gbs").value * 1e3
@@ -531,9 +550,12 @@ class RooflineModel(TermSum):
     def one_layer_extend_us(
         self, rows: Float64s, tokens: Float64s, heads: Float64s, *rest: Float64s, expanded: bool = True
     ) -> Float64s:
-        """Return the time of one layer over `rows` prompts of `tokens` each, each float64 [shapes].
+        """Return the extend time of one layer over `rows` prompts of `tokens` tokens each; arrays are float64 [shapes].
 
-        MLA with `expanded` False is that of a kernel that stays in the latent, which `batch_us` never charges.
+        Args:
+            rest: number of KV heads and size of a head; empty for MLA.
+            expanded: of MLA, whether keys and values are expanded per head. False is a kernel that stays in the
+                latent, which `batch_us` never charges.
         """
         values, flops = self._per_kv_token(heads, *rest, expanded=expanded)
         pairs = rows * tokens * (tokens + 1.0) / 2.0 + self._extra_keys * rows * tokens
@@ -543,7 +565,7 @@ class RooflineModel(TermSum):
         return achieved(self.gpu, "attention_prefill_latency_us").value + np.maximum(compute, memory)
 
     def extend_attention_us(self, batch: BatchShape, own: BatchShape) -> float:
-        """Return the time of attention of the extend rows of `own` in all layers that keep KV; see `delta_us`."""
+        """Return the time of attention of the extend rows of `own` in all layers that keep KV."""
         tokens, context, rows = own.extend_tokens, own.extend_context_tokens, own.extend_rows
         extra = self._extra_keys * tokens
         us = self._extend_latency_us
@@ -559,7 +581,7 @@ class RooflineModel(TermSum):
     # --- logits and sampling: a function of the sampled rows ----------------------------------------------------------
 
     def sampling_terms(self) -> Iterator[CostTerm]:
-        """The logits GEMM, the gathering of logits from all ranks, and the draw."""
+        """Yield the term of the logits GEMM, the gathering of logits from all ranks, and the draw."""
         vocab, hidden, read = ceil_div(self.model.vocab, self.tp), self.model.hidden, Constants(self.gpu)
         memory_us = 1.0 / read.us_rate("weight_read_gbs", 1e3)
         latency_us = read.rate("bf16_gemm_latency_us")
@@ -573,7 +595,7 @@ class RooflineModel(TermSum):
             rows = batch.sampled_rows
             head = latency_us + max(rows * row_us, weights_us)
             gather = self.all_reduce_us(rows * self.model.vocab * ACTIVATION_BYTES) / 2.0  # half an all-reduce
-            if shards > 1:  # every rank multiplies the rows of all shards, and draws for its own
+            if shards > 1:  # every rank multiplies the rows of all shards, and draws tokens for the rows of its own
                 assert exchange is not None
                 gather += exchange.gather_us(rows, self.tp)
                 rows = ceil_div(rows, shards)
@@ -584,7 +606,10 @@ class RooflineModel(TermSum):
     # --- adapters -----------------------------------------------------------------------------------------------------
 
     def lora_terms(self) -> Iterator[CostTerm]:
-        """What adapters add to the products. Its time raises CapacityError where the model has no room for any."""
+        """Yield the term of the products that adapters add.
+
+        Its `us` raises CapacityError if the model has no LoraSpec.
+        """
         lora = self.lora
 
         def us(batch: BatchShape, own: BatchShape) -> float:
@@ -608,17 +633,17 @@ TERMS: tuple[Callable[[RooflineModel], Iterable[CostTerm]], ...] = (
     RooflineModel.sampling_terms,
     RooflineModel.lora_terms,
 )
-"""Every cost term there is, in the order of summation. A new term is one more builder here."""
+"""The builders of all cost terms, in the order of summation. A new term is one more builder here."""
 
 
 def long_row_tokens(shape: BatchShape) -> float:
-    """Return the new tokens of the row that an average new token is in: those of each row if they are equally long.
+    """Return the mean length in new tokens of extend rows, weighted by length; equal rows give their common length.
 
-    Rows behind a context look longer, because sums do not separate contexts from lengths; at most one row has all
-    tokens.
+    A row behind a context is overestimated, because `extend_pairs` does not separate contexts from lengths. The
+    result is at most the length of one row if all other rows had one token.
     """
     tokens = shape.extend_tokens
-    squares = 2.0 * shape.extend_pairs - tokens  # without contexts, of the rows' lengths, summed
+    squares = 2.0 * shape.extend_pairs - tokens  # sum of squared lengths, if no row has a context
     return min(squares / tokens, tokens - shape.extend_rows + 1.0)
 
 
@@ -632,12 +657,14 @@ def roofline_model(
     fp8_activations: Fp8Activations = "auto",
     lora: LoraSpec | None = None,
 ) -> RooflineModel:
-    """Build the roofline of `model` on `tp` GPUs, or on one stage with a layout; `base_cost_model` builds several.
+    """Build the roofline of `model` on one pipeline stage; `base_cost_model` builds several stages.
 
-    `weights_dtype` None is the checkpoint's own. `fp8_activations` is whether fp8 weights meet rows in fp8. `lora` is
-    the room for adapters, of models that serve any.
-
-    Batches with extend rows, or with more decode rows than `graphs.rows_max`, are launched eagerly.
+    Args:
+        tp: GPUs of plain tensor parallelism, or the layout of the stage.
+        weights_dtype: precision of the weights; None is that of the checkpoint.
+        graphs: batches with extend rows, or with more decode rows than `graphs.rows_max`, are launched eagerly.
+        fp8_activations: whether rows are rounded to fp8 for products with fp8 weights.
+        lora: room for adapters; None: the model serves none.
     Raises: CatalogueError for a dtype that is not modelled, CapacityError for a split that is not possible.
     """
     weights, split = checked_weights_dtype(model, weights_dtype), parallelism_of(tp)

@@ -3,9 +3,9 @@
     stage 1   | embedding | layers 0 .. 30  | send
     stage 2                                       | layers 31 .. 60 | logits, sampling |
 
-Stages differ by a layer at most. Which layers a stage gets decides little and is not known from a model's counts: dense
-feed-forward layers are taken to come first (DeepSeek), kinds of attention to be mixed evenly. Sends go on beside the
-next batch: they take time of the batch, none of the stage.
+Stages differ by at most one layer. A model's counts do not contain the order of its layers, which has little effect:
+dense feed-forward layers are assumed to come first (DeepSeek), and kinds of attention to be mixed evenly. A send
+overlaps with the next batch of its stage: it lengthens the batch and does not occupy the stage.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from lockstep.sim.cost.terms import new_tokens
 if TYPE_CHECKING:
     from lockstep.sim.cost.tables import BaseModel
 
-SENT_TENSORS = 2  # the hidden states and the residual they have not been added to yet
+SENT_TENSORS = 2  # the hidden states, and the residual to which they are added later
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The layers of one stage, as a model of its own, and what besides them is there."""
+    """The layers of one stage, as a model of its own, with the ends of the model that the stage has."""
 
     model: ModelSpec
     is_first: bool  # has the embedding
     is_last: bool  # has the last norm and the logits
 
     def weights_bytes(self, dtype: WeightsDtype, split: Parallelism) -> int:
-        """Return the bytes of weights on one rank of this stage. A tied embedding is on the first and on the last."""
+        """Return the bytes of weights on one rank of this stage. The first and the last stage have a tied embedding."""
         model, cost, split = self.model, WEIGHT_BYTES[dtype], replace(split, pp=1)
         if self.is_first and self.is_last:
             return model.weights_bytes(dtype, split)
@@ -62,7 +62,7 @@ class Stage:
 
 
 def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
-    """Return the stages of `split.pp`, in order; each as a model with `pp` 1.
+    """Return the `split.pp` stages in order.
 
     Raises: CapacityError for a split that is not possible.
     """
@@ -89,7 +89,7 @@ def stages_of(model: ModelSpec, split: Parallelism) -> tuple[Stage, ...]:
 
 
 def _evenly(counts: Counter[str]) -> Iterator[str]:
-    """Each kind as often as it counts, always the one that is furthest behind its share."""
+    """Yield each kind as often as `counts` has it, each time the kind that is furthest behind its share."""
     total, given = sum(counts.values()), Counter[str]()
     for position in range(1, total + 1):
         kind = max(counts, key=lambda k: counts[k] * position / total - given[k])
@@ -99,7 +99,7 @@ def _evenly(counts: Counter[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class StageLink:
-    """From one stage to the next: every rank sends its share of the rows, which the receivers gather."""
+    """The link from one stage to the next: every rank sends its share of the rows, and the receivers gather them."""
 
     latency_us: Constant
     gbs: Constant
@@ -110,7 +110,7 @@ class StageLink:
 
     @classmethod
     def of(cls, model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> StageLink:
-        """NVLink or PCIe if all stages are in one domain, else the network between nodes."""
+        """Return the link: NVLink or PCIe if all stages are in one scale-up domain, else the network between nodes."""
         inside = split.gpus <= scale_up_gpus(gpu)
         line = all_gather_of(gpu, split.tp) if split.tp > 1 else None
         return cls(
@@ -123,7 +123,7 @@ class StageLink:
         )
 
     def send_us(self, tokens: int) -> float:
-        """Return the time from the end of a stage to the start of the next, for so many rows."""
+        """Return the time from the end of a stage to the start of the next, for the rows of `tokens` tokens."""
         size = tokens * self.row_bytes
         us = self.latency_us.value + size / self.ranks / (self.gbs.value * 1e3)
         if self.ranks > 1:
@@ -132,7 +132,7 @@ class StageLink:
 
 
 class PipelineModel:
-    """Cost of a batch in a pipeline: `batch_us` if it goes through alone, `stage_us` where batches share the stages."""
+    """Cost of a batch in a pipeline: `batch_us` for a batch alone in it, `stage_us` if batches share the stages."""
 
     def __init__(self, stages: Sequence[BaseModel], split: Parallelism, model: ModelSpec, gpu: GpuSpec) -> None:
         self.stages, self.split, self.model, self.gpu = tuple(stages), split, model, gpu
@@ -142,7 +142,7 @@ class PipelineModel:
         self.collectives = sum(stage.collectives for stage in stages)
 
     def scaled(self, factor: float) -> PipelineModel:
-        """Return the same with every time multiplied."""
+        """Return a copy with every time multiplied by `factor`."""
         other = PipelineModel(self.stages, self.split, self.model, self.gpu)
         other.factor = self.factor * factor
         return other
@@ -152,27 +152,27 @@ class PipelineModel:
         return [stage.batch_us(seen).mean_us * self.factor for stage, seen in self._by_stage(shape)]
 
     def _by_stage(self, shape: BatchShape) -> list[tuple[BaseModel, BatchShape]]:
-        """Return each stage with the shape that it runs: only the last one samples."""
+        """Return each stage with the shape that it runs: only the last stage samples."""
         inner = structs.replace(shape, sampled_rows=0)
         return [*((stage, inner) for stage in self.stages[:-1]), (self.stages[-1], shape)]
 
     def send_us(self, tokens: int) -> float:
-        """Return the time of rows between two stages; of a sampled token, back to the first."""
+        """Return the time to send rows of `tokens` tokens to the next stage, or sampled tokens back to the first."""
         return self.link.send_us(tokens) * self.factor
 
     def batch_us(self, shape: BatchShape) -> Duration:
-        """Return the time of one forward pass and its sampling, if nothing is in its way."""
+        """Return the time of one forward pass and its sampling, if no other batch occupies a stage."""
         tokens = new_tokens(shape)
         if not tokens:
             return Duration(0.0)
         return Duration(sum(self.stage_us(shape)) + (len(self.stages) - 1) * self.send_us(tokens))
 
     def collectives_us(self, tokens: int) -> float:
-        """Return the part of `batch_us` that is collectives inside stages, logits aside, for so many tokens."""
+        """Return the time of the collectives inside stages, the gathering of logits excluded, for `tokens` tokens."""
         return sum(stage.collectives_us(tokens) for stage in self.stages) * self.factor
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
-        """Return the time split by operator, all stages together; the values sum to `batch_us`."""
+        """Return the time by term, all stages together, with sends as `send`; the values sum to `batch_us`."""
         tokens = new_tokens(shape)
         if not tokens:
             return {}
@@ -184,7 +184,7 @@ class PipelineModel:
         return terms
 
     def describe(self) -> dict[str, Any]:
-        """Return the first stage's description, with what is different about a pipeline."""
+        """Return the description of the first stage, with the figures of all stages and the constants of the link."""
         described = self.stages[0].describe()
         for key in ("extrapolated", "without_table"):
             if key in described:

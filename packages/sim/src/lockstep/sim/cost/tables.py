@@ -1,15 +1,15 @@
-"""Operator tables: how long kernels took on a card, and a roofline that is corrected by them shape by shape.
+"""Operator tables: measured kernel times on a GPU, and a roofline that they correct shape by shape.
 
 tables = read_operator_tables(Path("aic_ops"), gpu)          # the files of this GPU
 cost = MeasuredModel(roofline_model(model, gpu, tp), tables)       # a CostModel
 cost.batch_us(shape)
 cost.extrapolated                                            # operators with shapes that were not measured
 
-A table has times of its own shapes only. Each of its rows gives the ratio by which the roofline of the same operator
-was off there. Between rows the logarithm of that ratio is interpolated, by inverse squared distance among the
-NEIGHBOURS nearest in the logarithms of the shape. A row that is hit exactly gives exactly its latency back, and far
-from all rows the roofline's shape is kept. Such a shape is reported: it is FAR_OCTAVES from the nearest row, or outside
-the table.
+A table has times of single shapes. Each row gives the ratio of the measured time to the roofline's time of the same
+operator. For other shapes the logarithm of that ratio is interpolated, weighted by inverse squared distance, over the
+NEIGHBOURS rows that are nearest in the logarithms of the shape. The shape of a row gets exactly the row's latency. Far
+from all rows the result follows the roofline, scaled. Such a shape is reported: it is more than FAR_OCTAVES from the
+nearest row, or outside the table.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Bools = NDArray[np.bool_]
 Columns = dict[str, NDArray[Any]]
 NEIGHBOURS = 6
 FAR_OCTAVES = 1.0  # a factor of two in one dimension
-EXACT = 1e-6  # squared octaves: nearer than this is the row itself
+EXACT = 1e-6  # squared octaves; a shape nearer than this to a row is the row's own shape
 HINT = "hint: docs/cost-models.md, section 3, describes operator tables"
 MS = 1e3  # latencies in tables are milliseconds
-# Columns every table of an operator must have; `latency` in milliseconds is in all of them. Others are ignored.
+# Columns that a table of each operator must have, besides `latency` in milliseconds. Other columns are ignored.
 OPERATORS: dict[str, tuple[str, ...]] = {
     "gemm": ("gemm_dtype", "m", "n", "k"),
     "moe": (
@@ -67,7 +67,7 @@ TEXT_COLUMNS = (
     "gemm_dtype", "moe_dtype", "kv_cache_dtype", "attn_dtype", "distribution", "backend", "allreduce_dtype",
     "nccl_dtype", "op_name",
 )  # fmt: skip
-# What the tables call a dtype, best first.
+# Names of dtypes in the tables, preferred ones first.
 GEMM_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8_block", "fp8")}
 MOE_DTYPES = {
     "bf16": ("bfloat16", "float16"),
@@ -76,12 +76,12 @@ MOE_DTYPES = {
     "int4": ("int4_wo",),
 }
 TABLE_KV_DTYPES = {"bf16": ("bfloat16", "float16"), "fp8": ("fp8",)}
-DISTRIBUTION = "power_law_1.01"  # of tokens over experts, where a table has several: real routing is not even
+DISTRIBUTION = "power_law_1.01"  # distribution of tokens over experts, if a table has several: real routing is uneven
 
 
 @dataclass(frozen=True, eq=False)
 class TableFile:
-    """One file: an operator's rows."""
+    """The rows of one operator, read from one file."""
 
     operator: str
     file: str
@@ -98,11 +98,11 @@ class OperatorTables:
     files: tuple[TableFile, ...]
 
     def of(self, operator: str) -> TableFile | None:
-        """Return an operator's table, None if there is none."""
+        """Return the table of an operator, None if there is none."""
         return next((table for table in self.files if table.operator == operator), None)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return which files there are, for a run's metrics.json."""
+        """Return operator, name, digest and number of rows of each file, for a run's metrics.json."""
         return [
             {"operator": t.operator, "file": t.file, "sha256": t.sha256, "rows": len(t.latency_us)} for t in self.files
         ]
@@ -111,17 +111,18 @@ class OperatorTables:
 def read_operator_tables(folder: Path, gpu: GpuSpec) -> OperatorTables:
     """Read the tables of `gpu` among the CSV files of a folder, plain or gzipped.
 
-    A file is called `OPERATOR_perf.csv` or `OPERATOR.csv`, perhaps behind more words that end in `__`. The first of
-    these is the GPU, and files of other GPUs are passed over: `h100_sxm__gemm__sglang_0.5.14__gemm_perf.csv.gz`.
-    Of several files of an operator the last by name, which is the newest version, is taken.
-    Raises: CatalogueError if there is no table of this GPU, or naming file, row and column of what cannot be read.
+    A file is called `OPERATOR_perf.csv` or `OPERATOR.csv`. Words that each end in `__` may precede the name; the first
+    word is then the GPU, and files of other GPUs are skipped: `h100_sxm__gemm__sglang_0.5.14__gemm_perf.csv.gz`.
+    If an operator has several files, the last by name is read, which is the newest version.
+    Raises: CatalogueError if there is no table of this GPU, or a file cannot be read; the message has file, row and
+        column.
     """
     return _read_folder(folder, gpu.name, gpu.aliases, folder.absolute())
 
 
 @cache
 def _read_folder(folder: Path, gpu: str, aliases: tuple[str, ...], _place: Path) -> OperatorTables:
-    """`folder` is for messages; where it is depends on the working folder, so `_place` distinguishes it."""
+    """Read a folder. `_place` is its absolute path: a part of the cache's key, because `folder` may be relative."""
     found: dict[str, Path] = {}
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith((".csv", ".csv.gz")))
@@ -179,7 +180,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> Float64s:
         numbers = np.array(values, np.float64)
     except ValueError:
         numbers = np.array([_float(value) for value in values])
-    good = np.isfinite(numbers) & ((numbers > 0) | (name == "window_size"))  # where 0 and -1 are no window
+    good = np.isfinite(numbers) & ((numbers > 0) | (name == "window_size"))  # 0 and -1: no window
     if not good.all():
         row = int(np.argmin(good))
         raise CatalogueError(
@@ -189,7 +190,7 @@ def _numbers(path: Path, name: str, values: Sequence[str]) -> Float64s:
 
 
 def _float(text: str) -> float:
-    """NaN for what is no number."""
+    """Return the number that a text spells, NaN if it spells none."""
     try:
         return float(text)
     except ValueError:
@@ -197,7 +198,7 @@ def _float(text: str) -> float:
 
 
 def _rows(path: Path, text: str) -> tuple[list[str], list[list[str]]]:
-    """The header and all other lines."""
+    """Return the header and all other lines of a CSV file."""
     try:
         lines = list(csv.reader(text.splitlines()))
     except csv.Error as error:
@@ -208,7 +209,7 @@ def _rows(path: Path, text: str) -> tuple[list[str], list[list[str]]]:
 
 
 class Ratios:
-    """measured / roofline at the rows of a table, and between them."""
+    """The ratio measured / roofline as a function of the shape, interpolated between the rows of a table."""
 
     def __init__(self, shapes: Float64s, ratios: Float64s) -> None:
         """`shapes` is float64 [rows, dimensions], above 0; `ratios` float64 [rows], above 0."""
@@ -217,7 +218,7 @@ class Ratios:
         self._low, self._high = self._points.min(axis=0), self._points.max(axis=0)
 
     def at(self, shapes: Float64s) -> tuple[Float64s, Bools]:
-        """Return the logarithm of the ratio at each shape, and whether it is far from what was measured."""
+        """Return for each shape the logarithm of the ratio, and whether the shape is far from all measured shapes."""
         wanted = np.log2(np.atleast_2d(shapes))
         logs, far = np.empty(len(wanted)), np.empty(len(wanted), np.bool_)
         neighbours = min(NEIGHBOURS, len(self._logs))
@@ -235,14 +236,14 @@ class Ratios:
 
 
 class RatioCurve:
-    """A ratio along powers of two of one number, interpolated between them."""
+    """A ratio as a function of one number, stored at half octaves and interpolated between them."""
 
     def __init__(self, ratio_of: Callable[[Float64s], tuple[Float64s, Bools]], octaves: int) -> None:
         self._octaves = np.arange(0.0, octaves + 0.5, 0.5)
         self._logs, self._far = ratio_of(2.0**self._octaves)
 
     def at(self, value: float) -> tuple[float, bool]:
-        """Return ratio, and whether it is far from what was measured."""
+        """Return the ratio, and whether `value` is far from all measured values."""
         octave = min(max(math.log2(value), 0.0), float(self._octaves[-1]))
         log = float(np.interp(octave, self._octaves, self._logs))
         return math.exp(log), bool(self._far[round(2 * octave)]) or value > 2.0 ** self._octaves[-1]
@@ -252,7 +253,10 @@ RatiosOfTwo = Callable[[Float64s, Float64s], tuple[Float64s, Bools]]
 
 
 class Grid:
-    """A ratio over powers of two of two numbers, bilinear between them. Plain floats: it is read once per batch."""
+    """A ratio as a function of two numbers, stored at powers of two and interpolated bilinearly.
+
+    It stores plain floats instead of arrays, because it is read for one pair of numbers per batch.
+    """
 
     def __init__(self, ratio_of: RatiosOfTwo, x_max: int, y_max: int) -> None:
         x, y = np.meshgrid(np.arange(x_max + 1.0), np.arange(y_max + 1.0), indexing="ij")
@@ -263,7 +267,7 @@ class Grid:
         self._far: list[list[bool]] = far.reshape(x.shape).tolist()
 
     def at(self, x: float, y: float) -> tuple[float, bool]:
-        """Return ratio, and whether it is far from what was measured. Beyond the grid its edge counts."""
+        """Return the ratio, and whether (x, y) is far from all measured shapes. Outside the grid its edge applies."""
         along = self._along.get(x)
         if along is None:
             along = self._along[x] = self._along_y(x)
@@ -284,16 +288,16 @@ class Grid:
         return logs, [beyond or far for far in self._far[i + (s > 0.5)]]
 
 
-TOKEN_OCTAVES = 16  # 65,536 tokens of a batch
+TOKEN_OCTAVES = 16  # curves along tokens end at 65,536 tokens of a batch
 ROW_OCTAVES = 11
 CONTEXT_OCTAVES = 18
 PROMPT_OCTAVES = 15
 
 
 class MeasuredModel(TermSum):
-    """A roofline with terms replaced by their tables. A term without a table stays as it is, and is named.
+    """A roofline with terms corrected by operator tables. Terms without a table are unchanged: see `without_table`.
 
-    Real kernels are not monotone: a batch of 65 may take less than one of 64. So may batches here.
+    Real kernels are not monotone: a batch of 65 rows may take less time than one of 64. So may batches here.
     """
 
     def __init__(self, base: RooflineModel, tables: OperatorTables, distribution: str = DISTRIBUTION) -> None:
@@ -301,7 +305,7 @@ class MeasuredModel(TermSum):
             raise CatalogueError(f"the operator tables are of {tables.gpu}, the model runs on {base.gpu.name}")
         self.base, self.tables, self.distribution = base, tables, distribution
         self.model, self.gpu, self.tp, self.split = base.model, base.gpu, base.tp, base.split
-        self.extrapolated: set[str] = set()  # operators with a shape far from every row of their table
+        self.extrapolated: set[str] = set()  # operators evaluated for a shape far from every row of their table
         self.without_table: list[str] = []
         curves = self._gemm_curves()
         experts = self._expert_curve()
@@ -319,11 +323,11 @@ class MeasuredModel(TermSum):
 
     @property
     def lora(self) -> LoraCost | None:
-        """What adapters cost: that of the roofline, for no table has their kernels."""
+        """The cost of adapters. It is the roofline's, because no table has their kernels."""
         return self.base.lora
 
     def describe(self) -> dict[str, Any]:
-        """Return the roofline's description, the tables with their digests, and the operators beyond their tables."""
+        """Return the roofline's description, the tables with digests, and operators without a table or far from it."""
         return {
             **self.base.describe(),
             "kind": "measured",
@@ -334,14 +338,14 @@ class MeasuredModel(TermSum):
         }
 
     def forget(self) -> None:
-        """Drop remembered sums, and the names of extrapolated operators."""
+        """Drop cached sums, and the names of extrapolated operators."""
         super().forget()
         self.extrapolated.clear()
 
-    # --- terms, each the roofline's times the ratio of its table ------------------------------------------------------
+    # --- terms: the time of the roofline times the ratio of a table ---------------------------------------------------
 
     def _by_tokens(self, name: str, curve: RatioCurve) -> TermUs:
-        """A matrix or the experts, corrected along the tokens that it sees."""
+        """Return the term of a matrix or of the experts, corrected by a curve along the tokens that it multiplies."""
         roofline_us = self.base.term(name).us
 
         def us(batch: BatchShape, own: BatchShape) -> float:
@@ -353,7 +357,7 @@ class MeasuredModel(TermSum):
         return us
 
     def _measured_collectives(self) -> dict[str, TermUs]:
-        """All collectives, corrected where there is a table."""
+        """Return the terms of all collectives by name; a collective without a table is not corrected."""
         exchange = self.base.exchange
         if exchange is not None:
             names = [term.name for term in self.base.terms if term.is_collective]
@@ -368,7 +372,7 @@ class MeasuredModel(TermSum):
         return {"all_reduce": us}
 
     def _by_decode_rows(self, grid: Grid) -> TermUs:
-        """Attention of decode rows, corrected along rows and their mean context."""
+        """Return the term of decode attention, corrected by a grid over rows and their mean context."""
         roofline_us = self.base.decode_attention_us
 
         def us(batch: BatchShape, own: BatchShape) -> float:
@@ -380,12 +384,12 @@ class MeasuredModel(TermSum):
         return us
 
     def _by_extend_rows(self, grid: Grid) -> TermUs:
-        """Attention of extend rows, corrected along rows and their mean new tokens."""
+        """Return the term of extend attention, corrected by a grid over rows and their mean new tokens."""
         roofline_us = self.base.extend_attention_us
 
         def us(batch: BatchShape, own: BatchShape) -> float:
             ratio, far = grid.at(own.extend_rows, own.extend_tokens / own.extend_rows)
-            # Tables have whole prompts only: the time of attention to an earlier chunk is the roofline's.
+            # Tables have whole prompts only, so attention to a long context before the new tokens is an extrapolation.
             if far or own.extend_context_tokens > own.extend_tokens:
                 self.extrapolated.add("attention_prefill")
             return roofline_us(batch, own) * ratio
@@ -397,10 +401,13 @@ class MeasuredModel(TermSum):
     def _rows(
         self, operator: str, name: str, head_dim: int | None = None, **texts: tuple[str, ...]
     ) -> tuple[Columns, Float64s] | None:
-        """The rows of an operator with the first of the texts that occurs in each column; None if there are none.
+        """Return columns and latencies (us) of an operator's rows that fit the model; None if there are no such rows.
 
-        Of attention only those with heads of the model's size, where there are some; a column's texts are looked for
-        among the rows that the columns before it left: not every pair of dtypes has a kernel for every size.
+        Args:
+            name: the term, which is added to `without_table` if there are no rows.
+            head_dim: size of a head; rows with this size are preferred, where the table has some.
+            texts: for each text column, the accepted values, preferred ones first. The first value that occurs is
+                used. Columns are filtered one after another, because not every pair of dtypes has rows of every size.
         """
         table = self.tables.of(operator)
         if table is not None:
@@ -469,7 +476,7 @@ class MeasuredModel(TermSum):
         return RatioCurve(ratio_of, TOKEN_OCTAVES)
 
     def _curves_of_collectives(self) -> dict[tuple[str, int], RatioCurve]:
-        """Ratios by operation and number of GPUs, along tokens; what has none is named."""
+        """Return curves along tokens by operation and number of GPUs; operations without one join `without_table`."""
         if self.tp == 1:
             return {}
         exchange = self.base.exchange
@@ -484,7 +491,7 @@ class MeasuredModel(TermSum):
         return lines
 
     def _collective_curve(self, operation: str, gpus: int) -> RatioCurve | None:
-        """Against the faster of the kernels that were measured for a size."""
+        """Return the curve of one collective, None without a table. Each size uses the fastest measured kernel."""
         best: dict[float, float] = {}
         for operator in DTYPE_COLUMNS:
             table = self.tables.of(operator)
@@ -492,7 +499,7 @@ class MeasuredModel(TermSum):
                 continue
             c = table.columns
             mask = (c["num_gpus"] == gpus) & (c["operation"] == operation)
-            if "backend" in c:  # graph replay where there are both: decodes run in one
+            if "backend" in c:  # rows of graph replay are preferred, because decodes run in a graph
                 graph = np.char.endswith(c["backend"], "graph")
                 mask &= graph if (mask & graph).any() else ~graph
             mask &= c["element_bytes"] == ACTIVATION_BYTES
@@ -562,13 +569,13 @@ class MeasuredModel(TermSum):
 
 
 BaseModel = RooflineModel | MeasuredModel
-"""What a calibration can correct."""
+"""The cost models of one stage, which a calibration can correct."""
 
 
 @contextmanager
 def unnoted(cost: object) -> Iterator[None]:
-    """Evaluate a cost model for shapes that are no batch of a run: their extrapolation is not recorded."""
-    whole = cost if isinstance(cost, MeasuredModel) else getattr(cost, "base", cost)  # of a calibrated one
+    """Context in which a cost model does not record extrapolation, for shapes that are not batches of the run."""
+    whole = cost if isinstance(cost, MeasuredModel) else getattr(cost, "base", cost)  # the base of a calibrated model
     models = [one for one in (whole, *getattr(whole, "stages", ())) if isinstance(one, MeasuredModel)]
     before = [model.extrapolated.copy() for model in models]
     yield

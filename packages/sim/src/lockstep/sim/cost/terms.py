@@ -9,8 +9,8 @@
 measured model takes the roofline's list and replaces terms by name; a pipeline sums the lists of its stages; a
 calibration scales terms by name. A new term is one builder in `roofline.TERMS` and appears in all of them.
 
-`TermSum.batch_us` is the hot path: it remembers sums per number of tokens and per number of sampled rows. `terms_us`
-is the breakdown: it evaluates each term by itself, reads none of these sums, and so can be checked against `batch_us`.
+`TermSum.batch_us` is the hot path: it caches sums per number of tokens and per number of sampled rows. `terms_us` is
+the breakdown: it evaluates each term separately and reads none of the cached sums, so each checks the other.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from lockstep.sim.cost.model import BatchShape, Duration
 from lockstep.sim.cost.models import ceil_div
 
 TermUs = Callable[[BatchShape, BatchShape], float]
-"""Microseconds of a term: of the whole batch, and of the part of it on the shard with the most rows (`own`)."""
+"""Function that returns the microseconds of a term, given the whole batch and its part on the shard with the most rows.
+
+The second argument is called `own`.
+"""
 
 Scope = Literal["tokens", "decode", "extend", "rows", "sampled", "adapters"]
-"""What a term depends on, which is also when it is evaluated and how its sum is remembered.
+"""The inputs of a term. They determine when the term is evaluated and how the sum of its scope is cached.
 
-tokens     the number of new tokens of `batch` and of `own`, nothing else: remembered per pair of these numbers
-decode     evaluated where `own` has decode rows
-extend     evaluated where `own` has extend tokens
+tokens     depends only on the numbers of new tokens of `batch` and of `own`; cached per pair of these numbers
+decode     evaluated if `own` has decode rows
+extend     evaluated if `own` has extend tokens
 rows       evaluated for every batch that has tokens
-sampled    the number of sampled rows of `batch`, nothing else: remembered per number
-adapters   evaluated where tokens of `batch` run on an adapter
+sampled    depends only on the number of sampled rows of `batch`; cached per number
+adapters   evaluated if tokens of `batch` run on an adapter
 """
 SCOPES: tuple[Scope, ...] = ("tokens", "decode", "extend", "rows", "sampled", "adapters")
-LAUNCH = "launch"  # the name of the launching time in a breakdown, which is no term of the list: see `Launching`
+LAUNCH = "launch"  # the name of the launching time in a breakdown; it is not a term of the list: see `Launching`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,29 +51,33 @@ class CostTerm:
     name: str  # unique in a list; the key in breakdowns, operator tables and corrections
     scope: Scope
     us: TermUs
-    constants: Mapping[str, Constant] = field(default_factory=dict)  # what `us` was computed from, with sources
-    kernels: int = 0  # launched per batch; counted by the eager launching time
-    is_collective: bool = False  # communication between GPUs, which a correction weighs apart from kernels
+    constants: Mapping[str, Constant] = field(default_factory=dict)  # the inputs of `us`, with sources
+    kernels: int = 0  # launches per batch; the eager launching time counts them
+    is_collective: bool = False  # communication between GPUs; a correction has a separate weight for it
 
 
 class Constants:
-    """Reads constants of a GPU for one term, and keeps which ones were read."""
+    """Reads the constants of a GPU for one term and records each constant that was read."""
 
     def __init__(self, gpu: GpuSpec) -> None:
         self._gpu = gpu
         self.read: dict[str, Constant] = {}
 
     def note(self, name: str, constant: Constant) -> float:
-        """Return the value of a constant that is not the GPU's, and keep it."""
+        """Record a constant that does not belong to the GPU, and return its value."""
         self.read[name] = constant
         return constant.value
 
     def rate(self, name: str) -> float:
-        """Return a rate or a latency of the GPU by name, and keep it."""
+        """Record a rate or a latency of the GPU, and return its value."""
         return self.note(name, achieved(self._gpu, name))
 
     def us_rate(self, name: str, per_us: float) -> float:
-        """Return a rate per microsecond: 1e3 turns GB/s into bytes per us, 1e6 turns TFLOP/s into FLOPs per us."""
+        """Return a rate per microsecond, and record it.
+
+        Args:
+            per_us: factor of the unit: 1e3 turns GB/s into bytes per us, 1e6 turns TFLOP/s into FLOPs per us.
+        """
         return self.rate(name) * per_us
 
 
@@ -78,19 +85,19 @@ class Constants:
 class Launching:
     """The time that launching adds to the sum of the terms.
 
-    A batch of at most `graph_rows_max` decode rows alone is replayed as a CUDA graph. Any other batch takes at least
-    the time in which the CPU launches its kernels one by one.
+    A batch with no rows but decode rows, and at most `graph_rows_max` of these, is replayed as a CUDA graph. Any other
+    batch takes at least the time in which the CPU launches its kernels one by one.
     """
 
     cuda_graph: bool
     graph_rows_max: int
-    eager_us: float  # launching all kernels of a batch without adapters, one by one
-    adapters_us: float  # launching the kernels of adapters on top of these
-    fixed_us: float  # of every forward pass
+    eager_us: float  # CPU time to launch all kernels of a batch without adapters, one by one
+    adapters_us: float  # CPU time to launch the kernels of adapters in addition
+    fixed_us: float  # added to every forward pass
 
     def floor_us(self, shape: BatchShape) -> float:
-        """Return the least time of the kernels of a batch; 0 where a graph is replayed."""
-        if shape.adapter_tokens:  # no graph is replayed where a row runs on an adapter
+        """Return the least time of the kernels of a batch; 0 if a graph is replayed."""
+        if shape.adapter_tokens:  # a batch with a row on an adapter is not replayed from a graph
             return self.eager_us + self.adapters_us
         rows = shape.decode_rows if shape.own is None else shape.own.decode_rows  # each rank captures its own graphs
         graph = self.cuda_graph and not shape.extend_tokens and rows <= self.graph_rows_max
@@ -101,16 +108,16 @@ class Launching:
         return max(us, self.floor_us(shape)) + self.fixed_us
 
     def added_us(self, shape: BatchShape, us: float) -> float:
-        """Return what launching adds to terms that sum to `us`: the entry `launch` of a breakdown."""
+        """Return the time that launching adds to terms that sum to `us`: the entry `launch` of a breakdown."""
         return max(0.0, self.floor_us(shape) - us) + self.fixed_us
 
 
 class TermSum:
-    """A cost model that is the sum of a list of terms, and of launching. Immutable but for remembered sums.
+    """A cost model that is the sum of a list of terms, and of launching. Only its caches of sums change.
 
     Args:
-        shards: shards that rows are spread over; terms get the one with the most rows as `own`.
-    Raises: CatalogueError if two terms have one name, or a term has an unknown scope.
+        shards: shards that rows are spread over; terms receive the shape of the fullest shard as `own`.
+    Raises: CatalogueError if two terms have the same name, or a term has an unknown scope.
     """
 
     def __init__(self, terms: Iterable[CostTerm], shards: int, launching: Launching) -> None:
@@ -131,13 +138,13 @@ class TermSum:
         self._has_rows = any(term.scope == "rows" for term in self.terms)
         self._eager_us, self._fixed_us = launching.eager_us, launching.fixed_us
         self._graph_rows_max = launching.graph_rows_max if launching.cuda_graph else -1
-        # By new tokens; where there are several shards, by those of the batch and of its fullest shard.
+        # Keys are new tokens; with several shards, new tokens of the batch and of its fullest shard.
         self._tokens_us: dict[int | tuple[int, int], float] = {}
-        self._communication_us: dict[int | tuple[int, int], float] = {}  # the collectives among them
-        self._sampled_us: dict[int, float] = {}
+        self._communication_us: dict[int | tuple[int, int], float] = {}  # the sum of the collectives alone
+        self._sampled_us: dict[int, float] = {}  # by sampled rows
 
     def _summed(self, scope: Scope) -> TermUs:
-        """Return one function for the sum of the terms of a scope."""
+        """Return one function that computes the sum of the terms of a scope."""
         parts = [term.us for term in self.terms if term.scope == scope]
         if len(parts) == 1:
             return parts[0]
@@ -174,16 +181,16 @@ class TermSum:
             if shape.adapter_tokens:
                 us += self._adapters_sum(shape, own)
             return Duration(self.launching.launched_us(shape, us))
-        # What follows is `Launching.launched_us` without the calls: `batch_us` is called once or twice per batch.
+        # `Launching.launched_us` without its calls: `batch_us` runs once or twice per batch.
         if us < self._eager_us and (extend_tokens or decode_rows > self._graph_rows_max):
             us = self._eager_us
         return Duration(us + self._fixed_us)
 
     def terms_us(self, shape: BatchShape) -> dict[str, float]:
-        """Return the time by term, and that of launching as `launch`; empty for an empty batch.
+        """Return the time by term, and the launching time as `launch`; empty for an empty batch.
 
-        Every term is evaluated by itself. That the values sum to `batch_us` is therefore a check of both, and
-        tests/sim/test_cost_terms.py makes it.
+        Every term is evaluated separately, without cached sums. tests/sim/test_cost_terms.py verifies that the values
+        sum to `batch_us`.
         """
         if not new_tokens(shape):
             return {}
@@ -193,13 +200,13 @@ class TermSum:
         return terms
 
     def launched_us(self, shape: BatchShape, us: float) -> float:
-        """Return the time of a batch with terms that sum to `us`: at least that of launching its kernels."""
+        """Return the time of a batch with terms that sum to `us`: at least the time of launching its kernels."""
         return self.launching.launched_us(shape, us)
 
     def collectives_us(self, tokens: int) -> float:
-        """Return the time of the collectives of a batch with `tokens` new tokens, those of logits excluded.
+        """Return the time of the collectives of a batch with `tokens` new tokens, the gathering of logits excluded.
 
-        Tokens count as spread evenly over shards, whatever the rows are.
+        Tokens are assumed to be spread evenly over shards.
         """
         if not self.collectives:
             return 0.0
@@ -211,24 +218,27 @@ class TermSum:
         return us
 
     def collective_terms_us(self, tokens: int) -> dict[str, float]:
-        """Return the time of each collective of `collectives_us`, evaluated by itself."""
+        """Return the time of each collective of `collectives_us`, evaluated separately."""
         batch, own, _ = self._even(tokens)
         return {term.name: term.us(batch, own) for term in self.terms if term.is_collective}
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def own_shape(self, shape: BatchShape) -> BatchShape:
-        """Return the part of a batch on the shard with the most rows: the whole batch where there is one shard."""
+        """Return the part of a batch on the shard with the most rows; with one shard, the whole batch."""
         if self.shards == 1:
             return shape
         return fullest_shard(shape, self.shards) if shape.own is None else shape.own
 
     def term(self, name: str) -> CostTerm:
-        """Return a term by name. Raises KeyError if there is none."""
+        """Return a term by name. Raises KeyError for an unknown name."""
         return {term.name: term for term in self.terms}[name]
 
     def with_terms(self, replaced: Mapping[str, TermUs]) -> tuple[CostTerm, ...]:
-        """Return the list of terms with the times of some replaced by name. Raises CatalogueError for unknown names."""
+        """Return the terms, with the `us` of those named in `replaced` exchanged.
+
+        Raises: CatalogueError for a name that no term has.
+        """
         unknown = replaced.keys() - {term.name for term in self.terms}
         if unknown:
             names = ", ".join(term.name for term in self.terms)
@@ -236,13 +246,13 @@ class TermSum:
         return tuple(replace(term, us=replaced.get(term.name, term.us)) for term in self.terms)
 
     def forget(self) -> None:
-        """Drop all remembered sums."""
+        """Drop all cached sums."""
         self._tokens_us.clear()
         self._communication_us.clear()
         self._sampled_us.clear()
 
     def _even(self, tokens: int) -> tuple[BatchShape, BatchShape, int | tuple[int, int]]:
-        """Return a batch of so many tokens, an even part of it, and the key of both."""
+        """Return a batch of `tokens` new tokens, one shard's even part of it, and the cache key of both."""
         batch = BatchShape(decode_rows=tokens)
         if self.shards == 1:
             return batch, batch, tokens
@@ -250,7 +260,7 @@ class TermSum:
         return batch, BatchShape(decode_rows=own_tokens), (tokens, own_tokens)
 
     def _remember_tokens(self, key: int | tuple[int, int], batch: BatchShape, own: BatchShape) -> float:
-        """Sum the terms that depend on numbers of tokens alone, and the collectives among them."""
+        """Sum the terms of scope `tokens`, and separately the collectives among them; store both sums."""
         us = communication_us = 0.0
         for term in self.terms:
             if term.scope == "tokens":
@@ -282,7 +292,7 @@ def _applies(scope: Scope, batch: BatchShape, own: BatchShape) -> bool:
 
 
 def fullest_shard(shape: BatchShape, shards: int) -> BatchShape:
-    """Return the part of a batch on the shard with the most rows: rows are spread evenly, and taken as equally long."""
+    """Return the part of a batch on the shard with the most rows, with rows spread evenly and of equal length."""
     extends, decodes = ceil_div(shape.extend_rows, shards), ceil_div(shape.decode_rows, shards)
 
     def of_extends(total: int) -> int:

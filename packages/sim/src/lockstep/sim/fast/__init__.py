@@ -1,4 +1,4 @@
-"""The fast path: runs with nothing but arrivals, chunks, decodes and ends, as compiled code, equal to runs of the core.
+"""The fast path: compiled simulation of runs with only arrivals, chunks, decodes and ends, equal to runs of the core.
 
 Imports cost, workload, metrics and host; run and cluster import it.
 """

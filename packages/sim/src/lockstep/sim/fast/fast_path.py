@@ -1,10 +1,11 @@
-"""The fast path: runs with nothing but arrivals, chunks, decodes and ends, simulated by kernel.py as machine code.
+"""The fast path: simulation by the machine code of kernel.py, of runs with only arrivals, chunks, decodes and ends.
 
-    run = simulate(setup)      # takes the fast path by itself where it may, and gives equal results
+    run = simulate(setup)      # uses the fast path if it can, with equal results
 
-A run may take it without a journal, a check and an observer, once it `pays`. `run.fast_runs.unsupported_by` names what
-of a setup only the core can simulate. A retraction on the way makes `FastRun.run` return False, and the core simulates
-the run from the beginning. The setup's own cost model prices each batch, in one call, so any cost model can be used.
+The fast path simulates runs without a journal, a check and an observer, if it `pays` for their number of requests.
+`run.fast_runs.unsupported_by` names the part of a setup that only the core can simulate. If a request would be
+retracted, `FastRun.run` returns False, and the core simulates the run from the beginning. Each batch is one call of the
+setup's own cost model, so every cost model works.
 """
 
 from __future__ import annotations
@@ -25,53 +26,53 @@ from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.metrics.measured import MeasuredRequests, MeasuredRows
 from lockstep.sim.workload.turns import Turns
 
-# By the core so many take 0.2 s under load, and 2 s where each token is a batch; loading machine code takes 0.5 s.
+# The core simulates 500 requests in 0.2 s under load, and in 2 s if each token is a batch. Loading takes 0.5 s.
 REQUESTS_MIN = 500
-FLUSH_ROWS = 4_096  # batches, gauges and messages of an engine between two times that they are measured ...
-FLUSH_ROWS_ALL = 65_536  # ... of all engines together ...
-FLUSH_ROWS_MIN = 64  # ... but at least so many of each
-GAPS = 16  # messages that one batch is taken to have
-MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # as the kernel numbers them
+FLUSH_ROWS = 4_096  # most rows of an engine's batches, gauges and messages between two flushes
+FLUSH_ROWS_ALL = 65_536  # most such rows of all engines together
+FLUSH_ROWS_MIN = 64  # fewest such rows of an engine; this limit overrides FLUSH_ROWS_ALL
+GAPS = 16  # rows for gaps between messages, per row of batches
+MODES, WORKS = ("extend", "decode", "mixed"), ("arrival", "plan", "results")  # in the order of the kernel's numbers
 RESERVES, BATCHINGS = ("ratio", "on_demand", "full"), ("prefill_first", "mixed", "running_first")
 DEFERRED = ("running_limit", "kv_budget", "prefill_budget", "pages")
-_requests = 0  # of this process, that might have been simulated by machine code
+_requests = 0  # requests of this process that machine code could have simulated
 
 
 def pays(requests: int) -> bool:
-    """Whether machine code is worth loading for one more run: once as many requests have come as that costs."""
+    """Count the requests of one more run. Return whether the process has had REQUESTS_MIN, so that loading pays."""
     global _requests
     _requests += requests
     return _requests >= REQUESTS_MIN
 
 
 class FastEngine(NamedTuple):
-    """One engine of the fast path: its settings and its costs."""
+    """Settings and costs of one engine of the fast path."""
 
     config: SchedConfig
     cost: CostModel
     cpu: CpuModel
-    frontend_us: int  # from a client to the engine
+    frontend_us: int  # time of a request from its client to the engine
 
 
 class FastLoad(NamedTuple):
-    """The requests of a run, and how it is measured."""
+    """The requests of a run, and the settings of its measurement."""
 
     turns: Turns
-    seed: int  # of the spread of batch times
+    seed: int  # seed of the spread of batch times
     warm_up: int  # requests with an id below this are not measured
 
 
 class FastRun:
-    """One engine, or several behind a router, on the fast path; a fold measures each.
+    """A run of one engine, or of several engines behind a router, on the fast path. Each engine has its own fold.
 
-    Call `route` first where there is a router, then `run` once. A signal handler that sets `stop_requested` ends the
-    run early.
+    Call `route` first if there is a router, then `run` once. A signal handler that sets `stop_requested` ends the run
+    early.
 
     Args:
-        load: what arrives, the same for all engines. `run.fast_runs.unsupported_by` was empty for it on each of them.
-        metrics: one per engine, in the same order.
-        on_finish: called from time to time with the number of requests that ended. Where the fast path gives up, the
-            core's run calls it again from the beginning.
+        load: the requests of all engines. `run.fast_runs.unsupported_by` must be empty for it and each engine.
+        metrics: one fold per engine, in the same order.
+        on_finish: called at intervals with the number of requests that ended. If the fast path cannot simulate the
+            run, the core's run calls it again from 0.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class FastRun:
         flush_rows = max(min(FLUSH_ROWS, FLUSH_ROWS_ALL // count), FLUSH_ROWS_MIN)
         gap_rows = GAPS * flush_rows + rows
         self._state = np.array([_engine(one) for one in engines])
-        # Without a router: all requests are sent to one engine from the start, which need not stop before any of them.
+        # Without a router all requests are sent to one engine at the start, which then runs without a pause.
         requests["next"] = np.append(np.arange(1, len(turns)), kernel.NONE)
         self._state["coming"] = 0
         run["until_us"], run["next_request"] = kernel.NEVER_US, len(turns)
@@ -121,19 +122,24 @@ class FastRun:
             gaps=np.zeros((count, gap_rows), np.int64),
         )
         self._addresses = machine_code.addresses(self._arrays)
-        # By engine, gaps of open requests: the request, and the length in us.
+        # Gaps of open requests by engine: request, and length in us.
         self._open_gaps = [(np.empty(0, np.int64), np.empty(0, np.int64))] * count
 
     def route(self, config: RouterConfig, shares: Sequence[EngineShare], hop_us: int, given: Sequence[int]) -> None:
-        """Put a router in front: nothing is sent yet. `given`: the engine of each request, if the policy sets it."""
+        """Put a router in front of the engines; no request is sent yet.
+
+        Args:
+            hop_us: time from the router to an engine.
+            given: engine of each request, if the policy fixes it; else empty.
+        """
         run, requests = self._arrays.run, self._arrays.requests
         self._state["coming"] = kernel.NONE
         requests["engine"] = given if len(given) else kernel.NONE
         run["routes"], run["until_us"], run["next_request"] = 1, requests["arrival_us"][0], 0
         run["goes_by"] = {
             "least_requests": kernel.LEAST_REQUESTS,
-            "total_requests": kernel.LEAST_REQUESTS,  # as counted: no engine reports
-            "session_sticky": kernel.LEAST_REQUESTS,  # each is its session's first
+            "total_requests": kernel.LEAST_REQUESTS,  # by the router's own counts, because engines send no reports
+            "session_sticky": kernel.LEAST_REQUESTS,  # every request is the first of its session
             "least_tokens": kernel.LEAST_TOKENS,
             "total_tokens": kernel.LEAST_PROMPTS,
             "prefix_affinity": kernel.BOUNDED,
@@ -143,18 +149,19 @@ class FastRun:
         run["first_guess"], run["hop_us"] = OUTPUT_TOKENS_FIRST_GUESS, hop_us
         self._state["weight"] = [share.weight for share in shares]
 
-    def run(self, ask_after: int = -1, ask: Callable[[int], int] | None = None) -> bool:
-        """Go to the end, or until `stop_requested`, and hand all that was measured over.
+    def run(self, pause_after: int = -1, on_pause: Callable[[int], int] | None = None) -> bool:
+        """Run to the end, or until `stop_requested`, and pass all measurements to the folds.
 
         Args:
-            ask: called after `ask_after` requests have come with their number; returns after how many to ask again, or
-                0 to end the run here.
-        Returns: False if something came that only the core can do; what was measured until then is of no use.
+            pause_after: number of arrived requests at which `on_pause` is first called; -1: never.
+            on_pause: called with the number of arrived requests; returns the number of further requests before the
+                next call, or 0 to end the run there.
+        Returns: False if a situation occurred that only the core can simulate; the measurements are then incomplete.
         """
         run, shape, advance = self._arrays.run, self._arrays.shape, machine_code.load()
         costs = [one.cost for one in self._engines]
         seed, took_us = self._load.seed, 0.0
-        run["until_question"] = ask_after
+        run["until_question"] = pause_after
         while not self.stop_requested:
             why = advance(self._addresses.ctypes.data, took_us)
             if why == kernel.PRICED:
@@ -167,8 +174,8 @@ class FastRun:
                 self._flush(int(run["engine"][0]))
                 if self._on_finish is not None:
                     self._on_finish(int(self._state["ended"].sum()))
-            elif why == kernel.ASKED and ask is not None:
-                again = ask(int(run["next_request"][0]))
+            elif why == kernel.ASKED and on_pause is not None:
+                again = on_pause(int(run["next_request"][0]))
                 if not again:
                     break
                 run["until_question"] = again
@@ -182,15 +189,15 @@ class FastRun:
         return True
 
     def batches(self, engine: int) -> int:
-        """Batches that an engine has launched."""
+        """Return the number of batches that an engine has launched."""
         return int(self._state["next_batch_id"][engine])
 
     def routed(self) -> int:
-        """Requests that have come."""
+        """Return the number of requests that have arrived at the router."""
         return int(self._arrays.run["next_request"][0])
 
     def _flush(self, engine: int) -> None:
-        """Hand the rows of an engine since the last flush to its fold, and make room for more."""
+        """Pass the rows of an engine since the last flush to its fold, and free their place."""
         arrays, state = self._arrays, self._state[engine : engine + 1]
         taken = {}
         for name in ("launches", "gauges", "works", "messages", "gap_requests", "gaps"):
@@ -220,7 +227,7 @@ class FastRun:
             self._addresses = machine_code.addresses(self._arrays)
 
     def hand_over(self) -> None:
-        """Hand everything up to now to the folds: rows, requests, batches in flight, counts."""
+        """Pass all measurements so far to the folds: rows, requests, batches in flight, counts."""
         for engine in range(len(self.metrics)):
             self._flush(engine)
         arrays, turns = self._arrays, self._load.turns

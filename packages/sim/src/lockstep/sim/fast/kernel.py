@@ -1,14 +1,14 @@
 """The kernel of the fast path: engines, their CPU lanes and devices, and a router, as numbers in arrays.
 
-It repeats the decisions of the core and the work of host and cluster, for runs with nothing but arrivals, chunks,
-decodes and ends: `run/fast_runs.py` defines which, `fast_path.py` drives the kernel. Everything is a number in an
-array, so `machine_code.py` can compile it to code that takes a few microseconds where the core takes hundreds. The
-kernel decides nothing that the core does not decide: tests compare each launch, message, gauge and end of random runs
-with those of the core, and a situation that the kernel does not handle (LOST) is left to the core, from the beginning.
+It repeats the decisions of the core and the work of host and cluster, for runs with only arrivals, chunks, decodes and
+ends. `run/fast_runs.py` defines these runs, and `fast_path.py` drives the kernel. All state is numbers in arrays, so
+`machine_code.py` can compile the kernel to code that takes a few microseconds instead of the core's hundreds. The
+kernel adds no decisions of its own: tests compare each launch, message, gauge and end of random runs with those of the
+core. In a situation that the kernel does not handle (LOST), the core simulates the run from the beginning.
 
-Names are those of the core. A request is a row of `requests`, and its number is its id. Memory is counts of pages,
-since no two prompts begin alike: a request leaves one path in the radix cache that no other request uses, evicted from
-its end, and all of it before any path that was used later.
+Names are those of the core. A request is a row of `requests`, and its number is its id. Memory is counts of pages: no
+two prompts share a prefix, so each request leaves a path in the radix cache that no other request uses. Paths are
+evicted in the order of their last use, each from its end.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = Any  # numba infers the types; annotations are for the reader
+Array = Any  # numba infers the types; the annotations are documentation only
 Record = Any  # one row of an array, written through
 
 NEVER_US = 2**62
 NONE = -1
 NO_LIMIT = 2**62
-CLIP_MAX_NEW_TOKENS = 4096  # as `admission` has it; stored machine code is replaced after changes of this file only
+CLIP_MAX_NEW_TOKENS = 4096  # equal to the core's; a copy, because only changes of this file replace stored machine code
 
 RATIO, ON_DEMAND, FULL = range(3)  # SchedConfig.reserve
 PREFILL_FIRST, MIXED, RUNNING_FIRST = range(3)  # SchedConfig.batching
-EXTEND, DECODE, BOTH = range(3)  # a batch's mode
-ARRIVAL, PLAN, RESULTS = range(3)  # what the CPU lane does
-RUNNING_LIMIT, KV_BUDGET, PREFILL_BUDGET, PAGES = range(4)  # why the head of the waiting queue waits
-IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # what a router goes by
-PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # why `advance` returns, and `_advance` of one engine
+EXTEND, DECODE, BOTH = range(3)  # batch modes; BOTH is mixed
+ARRIVAL, PLAN, RESULTS = range(3)  # kinds of work of the CPU lane
+RUNNING_LIMIT, KV_BUDGET, PREFILL_BUDGET, PAGES = range(4)  # deferral reasons of the head of the waiting queue
+IN_TURN, LEAST_REQUESTS, LEAST_TOKENS, LEAST_PROMPTS, BOUNDED, GIVEN = range(6)  # rules of a router
+PRICED, FLUSH, ASKED, DONE, LOST, PAUSED = range(6)  # reasons for which `advance` and `_advance` return
 
 ENGINE = np.dtype(
     [
         # settings
         ("page_size", np.int64),
-        ("evict_ahead", np.int64),  # pages that are evicted at once, at least
+        ("evict_ahead", np.int64),  # least pages per eviction
         ("radix_cache", np.int64),
         ("same_step_sharing", np.int64),
         ("reserve", np.int64),
         ("batching", np.int64),
-        ("slots", np.int64),  # batches in flight at once
+        ("slots", np.int64),  # most batches in flight
         ("max_running_requests", np.int64),
         ("prefill_max_requests", np.int64),
         ("prefill_decode_interval", np.int64),
@@ -58,16 +58,16 @@ ENGINE = np.dtype(
         ("result_fixed_us", np.float64),
         ("result_row_us", np.float64),
         ("arrival_us", np.float64),
-        ("frontend_us", np.int64),  # from a client to the engine
+        ("frontend_us", np.int64),  # time of a request from its client to the engine
         # the lane and the device
         ("now_us", np.int64),
-        ("last_us", np.int64),  # of the last event
+        ("last_us", np.int64),  # time of the last event
         ("device_free_us", np.int64),
-        ("nothing_new", np.int64),  # since the last LaneReady that launched nothing
+        ("nothing_new", np.int64),  # 1: no event since the last LaneReady that launched nothing
         # the engine
-        ("sent", np.int64),  # the last one that the router sent here; they arrive in the order of sending
-        ("coming", np.int64),  # the first of these that has not arrived; `next` leads on
-        ("head", np.int64),  # the first that waits
+        ("sent", np.int64),  # the last request that the router sent here; requests arrive in the order of sending
+        ("coming", np.int64),  # the first request that has not arrived here; `next` links to the one after it
+        ("head", np.int64),  # the first waiting request
         ("waiting", np.int64),
         ("arrived", np.int64),
         ("ended", np.int64),
@@ -75,8 +75,8 @@ ENGINE = np.dtype(
         ("decoding", np.int64),  # requests of the running batch
         ("prefilling", np.int64),
         ("batch_is_full", np.int64),
-        ("deferred", np.int64),  # the request that was last deferred ...
-        ("deferred_reason", np.int64),
+        ("deferred", np.int64),  # the request that was deferred last
+        ("deferred_reason", np.int64),  # its reason
         ("decode_owed", np.int64),
         ("decode_launches", np.int64),
         ("extended_at", np.int64),
@@ -88,7 +88,7 @@ ENGINE = np.dtype(
         ("free_pages", np.int64),
         ("evictable_pages", np.int64),
         ("tick", np.int64),
-        ("least_used", np.int64),  # request whose path in the radix cache is evicted first; `newer` leads on
+        ("least_used", np.int64),  # request with the path that is evicted first; `newer` links to the next
         ("last_used", np.int64),
         # counts for the metrics
         ("evicted_by_admission", np.int64),
@@ -98,13 +98,13 @@ ENGINE = np.dtype(
         ("deferred_prefill_budget", np.int64),
         ("deferred_pages", np.int64),
         ("decodes_skipped", np.int64),
-        # rows that wait to be measured
+        # numbers of rows that wait for a flush
         ("launches", np.int64),
         ("gauges", np.int64),
         ("works", np.int64),
         ("messages", np.int64),
         ("gaps", np.int64),
-        # as the router sees it
+        # counts of the router
         ("weight", np.float64),
         ("credit", np.float64),
         ("open_requests", np.int64),
@@ -116,23 +116,23 @@ ENGINE = np.dtype(
 
 REQUEST = np.dtype(
     [
-        ("arrival_us", np.int64),  # at the router; at its engine a hop later
+        ("arrival_us", np.int64),  # at the router; `hop_us` later at its engine
         ("admitted_us", np.int64),
-        ("first_us", np.int64),  # of its first message; -1: none yet
-        ("last_us", np.int64),
+        ("first_us", np.int64),  # time of its first message; -1: none yet
+        ("last_us", np.int64),  # time of its last message
         ("ended_us", np.int64),
         ("itl_us_max", np.int64),
-        ("tick", np.int64),  # when its path in the radix cache was used last
-        ("open_tokens", np.int64),  # as the router counts it
+        ("tick", np.int64),  # last use of its path in the radix cache
+        ("open_tokens", np.int64),  # tokens by the count of the router
         ("prompt_tokens", np.int32),
-        ("output_tokens", np.int32),  # that it will have
-        ("outputs", np.int32),  # that it has
-        ("position", np.int32),  # the next one; KV in front of it is launched
-        ("cached_pages", np.int32),  # of its row, or that it has left behind, in the radix cache
-        ("engine", np.int32),  # NONE: not sent yet; GIVEN routers: where it must go
-        ("next", np.int32),  # sent to the same engine behind it
-        ("older", np.int32),  # of unreferenced paths in the radix cache: used just before it ...
-        ("newer", np.int32),  # ... and just after it
+        ("output_tokens", np.int32),  # final number of output tokens
+        ("outputs", np.int32),  # output tokens so far
+        ("position", np.int32),  # next position; KV of all positions before it is launched
+        ("cached_pages", np.int32),  # its pages in the radix cache, while it runs or after its end
+        ("engine", np.int32),  # NONE: not sent yet; with GIVEN: the engine to which it will be sent
+        ("next", np.int32),  # the request that was sent next to the same engine
+        ("older", np.int32),  # among unreferenced paths in the radix cache: the path used just before its own
+        ("newer", np.int32),  # the path used just after its own
     ],
     align=True,
 )
@@ -172,52 +172,54 @@ SHAPE = np.dtype(
 
 RUN = np.dtype(
     [
-        ("priced", np.int64),  # whether the newest batch in flight has its time
-        ("until_us", np.int64),  # engines do everything that is due before
-        ("engine", np.int64),  # that is brought there; those before it are there
-        ("next_request", np.int64),  # to be routed
-        ("until_question", np.int64),  # requests before the next ASKED; negative: never
-        ("asks", np.int64),  # ASKED, once all engines are at `until_us`
-        ("hop_us", np.int64),  # from the router to an engine, and as long back
+        ("priced", np.int64),  # 1: the time of the newest batch in flight is known
+        ("until_us", np.int64),  # engines do all work that is due before this time
+        ("engine", np.int64),  # the engine that is advanced to `until_us`; engines before it are there
+        ("next_request", np.int64),  # the next request to be routed
+        ("until_question", np.int64),  # requests before the next return of ASKED; negative: never
+        ("asks", np.int64),  # 1: `advance` returns ASKED when all engines are at `until_us`
+        ("hop_us", np.int64),  # time from the router to an engine, and from an engine to the router
         # the router
-        ("routes", np.int64),  # whether there is one
-        ("goes_by", np.int64),
+        ("routes", np.int64),  # 1: there is a router
+        ("goes_by", np.int64),  # rule of the router, such as IN_TURN
         ("load_bound", np.float64),
         ("load_floor", np.int64),
-        ("ended", np.int64),
-        ("output_tokens", np.int64),  # of these
-        ("first_guess", np.int64),  # of the tokens of an answer
-        ("unseen", np.int64),  # ends that are on their way to it
+        ("ended", np.int64),  # ends that have reached the router
+        ("output_tokens", np.int64),  # output tokens of these ended requests
+        ("first_guess", np.int64),  # tokens of an answer that the router expects at the start
+        ("unseen", np.int64),  # ends that have not reached the router yet
     ],
     align=True,
 )
 
 
 class Arrays(NamedTuple):
-    """All there is. The last six are what is to be measured, as many rows of each engine as that says."""
+    """The state of a run. The last six arrays have rows for the next flush; ENGINE has their numbers by engine."""
 
     run: Array  # RUN [1]
     engines: Array  # ENGINE [engines]
     requests: Array  # REQUEST [requests], by arrival
     running_batch: Array  # int64 [engines, rows]: requests that decode
     flights: Array  # FLIGHT [engines, slots]: batches in flight
-    samplers: Array  # int64 [engines, slots, rows]: requests that get a token of each
-    parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk in it
-    unseen: Array  # int64 [ends, 2]: when the router sees an end, and of which request
-    shape: Array  # SHAPE [1]: of the batch that waits for its time
+    samplers: Array  # int64 [engines, slots, rows]: requests that get a token from each batch in flight
+    parts: Array  # int64 [engines, slots, rows, 3]: request, start and stop of each chunk of each batch in flight
+    unseen: Array  # int64 [ends, 2]: time at which an end reaches the router, and its request
+    shape: Array  # SHAPE [1]: shape of the batch whose time is to be computed
     launches: Array  # int64 [engines, rows, len(BATCH_COLUMNS)]
     gauges: Array  # int64 [engines, rows, 5]
     works: Array  # int64 [engines, rows, 3]
     messages: Array  # int64 [engines, rows, 2]
-    gap_requests: Array  # int64 [engines, rows]: request of a gap between two messages ...
-    gaps: Array  # int64 [engines, rows]: ... how long it was
+    gap_requests: Array  # int64 [engines, rows]: request of each gap between two messages
+    gaps: Array  # int64 [engines, rows]: length of each gap in us
 
 
 def advance(a: Arrays, took_us: float) -> int:
-    """Go on until a batch needs its time (then `took_us` of the next call is that), or nothing is left to do.
+    """Advance the run until the caller must act, or the run is done.
 
-    Returns: PRICED; FLUSH: what is to be measured must be taken; ASKED: the caller may give up now; DONE;
-        or LOST.
+    Args:
+        took_us: if the last call returned PRICED, the time of the batch in `shape`.
+    Returns: PRICED: the time of a batch is needed; FLUSH: rows must be flushed; ASKED: the caller may end the run;
+        LOST: only the core can simulate the run; DONE.
     """
     run = a.run[0]
     if not run.priced:
@@ -240,15 +242,15 @@ def advance(a: Arrays, took_us: float) -> int:
         now_us = run.until_us
         _route_due(a, run)
         run.engine = 0
-        if run.until_question == 0:  # the caller sets when the next one is
+        if run.until_question == 0:  # the caller sets `until_question` for the next ASKED
             run.asks, run.until_question = 1, NONE
-            run.until_us = now_us + run.hop_us  # nothing that is sent from here on arrives before
+            run.until_us = now_us + run.hop_us  # requests that are sent later arrive later
         else:
             run.until_us = _next_us(a, run)
 
 
 def _next_us(a: Arrays, run: Record) -> int:
-    """When the next request comes to the router."""
+    """Return the time at which the next request arrives at the router; NEVER_US if there is none."""
     return a.requests[run.next_request].arrival_us if run.next_request < a.requests.size else NEVER_US
 
 
@@ -256,7 +258,7 @@ def _next_us(a: Arrays, run: Record) -> int:
 
 
 def _advance(a: Arrays, run: Record, engine: int) -> int:
-    """Let one engine do everything that is due before `until_us`: `EngineHost.run`."""
+    """Let one engine do all work that is due before `until_us`, like `EngineHost.run`."""
     s, flights, requests = a.engines[engine], a.flights[engine], a.requests
     while True:
         while s.now_us < run.until_us:
@@ -285,7 +287,7 @@ def _advance(a: Arrays, run: Record, engine: int) -> int:
 
 
 def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
-    """Whether one more event finds room: for a launch, its gauge and its result, and for all that come with it."""
+    """Return whether the arrays have room for the rows of one more event: a launch, its gauge, or its result."""
     return (
         s.gaps + a.running_batch.shape[1] <= a.gaps.shape[1]
         and s.works + 2 <= a.works.shape[1]
@@ -297,7 +299,7 @@ def _room_to_measure(a: Arrays, run: Record, s: Record) -> bool:
 
 
 def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
-    """RequestArrived: it waits."""
+    """RequestArrived: the request joins the waiting queue."""
     number = s.coming
     request = a.requests[number]
     s.last_us = request.arrival_us + run.hop_us - s.frontend_us
@@ -311,7 +313,7 @@ def _arrive(a: Arrays, run: Record, s: Record, engine: int) -> None:
 
 
 def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
-    """Keep the CPU lane busy."""
+    """Account for `cost_us` of work of the CPU lane."""
     took_us = np.int64(np.rint(cost_us))
     if took_us > 0:
         work = works[s.works]
@@ -321,7 +323,7 @@ def _spend(s: Record, works: Array, cost_us: float, what: int) -> None:
 
 
 def _hand_over(s: Record, flights: Array, took_us: float) -> None:
-    """Let the device run the newest batch, which takes so long."""
+    """Hand the newest batch, which takes `took_us`, to the device."""
     flight = flights[(s.oldest + s.in_flight - 1) % flights.size]
     flight.started_us = max(s.device_free_us, flight.handed_over_us)
     flight.finished_us = flight.started_us + max(1, np.int64(np.rint(took_us)))
@@ -332,9 +334,9 @@ def _hand_over(s: Record, flights: Array, took_us: float) -> None:
 
 
 def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
-    """LaneReady: prompts first, then decodes, see `Engine._plan_pass`.
+    """LaneReady: plan a pass, prompts first, then decodes, like `Engine._plan_pass`.
 
-    Returns: PRICED if there was anything to launch, PAUSED if not, or LOST.
+    Returns: PRICED if a batch was launched, PAUSED if not, or LOST.
     """
     slot = (s.oldest + s.in_flight) % a.flights.shape[1]
     running_batch, flight, shape = a.running_batch[engine], a.flights[engine, slot], a.shape[0]
@@ -356,7 +358,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
         s.extended_at = s.decode_launches
     elif s.decoding:
         if growing > s.free_pages + s.evictable_pages:
-            return LOST  # a request is to be retracted
+            return LOST  # a request would be retracted
         _decode_batch(s, a.requests, running_batch, flight, samplers, shape, growing)
     else:
         s.decode_owed = 0
@@ -378,7 +380,7 @@ def _launch(a: Arrays, run: Record, s: Record, engine: int) -> int:
 
 
 def _growing(s: Record, requests: Array, running_batch: Array) -> int:
-    """Count requests of the running batch whose next token opens a page."""
+    """Return the number of requests of the running batch whose next token needs a new page."""
     growing = 0
     for i in range(s.decoding):
         growing += not requests[running_batch[i]].position & (s.page_size - 1)
@@ -386,11 +388,13 @@ def _growing(s: Record, requests: Array, running_batch: Array) -> int:
 
 
 def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, growing: int) -> int:
-    """The next chunk of the split prompt, then arrivals, as far as the budgets go: `Engine._plan_extend`.
+    """Plan the next chunk of the split prompt, then waiting requests within the budgets.
+
+    See `PrefillPlanner.plan_extend`.
 
     Args:
-        growing: pages that decodes open next.
-    Returns: parts of the extend.
+        growing: new pages of the next decode.
+    Returns: the number of parts of the extend.
     """
     admitting = s.waiting > 0 and not s.batch_is_full
     if s.prefilling == NONE and not admitting:
@@ -476,7 +480,10 @@ def _extend(s: Record, requests: Array, running_batch: Array, parts: Array, grow
 
 
 def _defer(s: Record, number: int, reason: int) -> None:
-    """Count why the head of the waiting queue waits, once; if it is memory, until the next request leaves."""
+    """Count the deferral of the head of the waiting queue, once per request and reason.
+
+    After a deferral for memory or for the running limit, no request is admitted until a running one ends.
+    """
     if reason in (KV_BUDGET, RUNNING_LIMIT) and s.active:
         s.batch_is_full = 1
     if s.deferred == number and s.deferred_reason == reason:
@@ -493,7 +500,7 @@ def _defer(s: Record, number: int, reason: int) -> None:
 
 
 def _extend_to(s: Record, requests: Array, number: int, stop: int, part: Array) -> None:
-    """Give the request pages up to `stop` and make that its part of the extend: `Engine._extend_to`."""
+    """Allocate pages of a request up to `stop` and write its part of the extend, like `PrefillPlanner._extend_to`."""
     request = requests[number]
     pages = -(-stop // s.page_size) - -(-request.position // s.page_size)
     s.evicted_by_admission += _alloc(s, requests, pages)
@@ -515,7 +522,7 @@ def _extend_batch(
     shape: Record,
     growing: int,
 ) -> None:
-    """Launch the parts, and decodes with them where they are mixed: `Engine._extend_batch`."""
+    """Write the batch of the parts, with decodes in a mixed batch, like `PrefillPlanner._extend_batch`."""
     tokens = context_tokens = pairs = sampling = 0
     for i in range(flight.parts):
         number, start, stop = parts[i, 0], parts[i, 1], parts[i, 2]
@@ -556,7 +563,7 @@ def _extend_batch(
 def _decode_batch(
     s: Record, requests: Array, running_batch: Array, flight: Record, samplers: Array, shape: Record, growing: int
 ) -> None:
-    """Plan one more token for the whole running batch: `Engine._plan_decode`."""
+    """Write a batch with one more token for the whole running batch, like `DecodePlanner.plan`."""
     rows = s.decoding
     context_tokens = _move_on(s, requests, running_batch, samplers, growing)
     s.decode_owed = 0
@@ -571,9 +578,9 @@ def _decode_batch(
 
 
 def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array, growing: int) -> int:
-    """Advance the running batch by one position: `Engine._advance`. Requests that end with that leave it.
+    """Advance the running batch by one position, like `DecodePlanner._advance`; requests at their last token leave.
 
-    Returns: the sum of the positions where it stood.
+    Returns: the sum of the positions before.
     """
     if growing:
         s.evicted_by_decode += _alloc(s, requests, growing)
@@ -596,7 +603,7 @@ def _move_on(s: Record, requests: Array, running_batch: Array, samplers: Array, 
 
 
 def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
-    """Tokens that are not for newcomers: `Engine._reserved`."""
+    """Return the tokens that are reserved for running requests, like `PrefillPlanner._reserved`."""
     page_size, reserved = s.page_size, 0
     for i in range(s.decoding):
         request = requests[running_batch[i]]
@@ -617,7 +624,7 @@ def _reserved(s: Record, requests: Array, running_batch: Array) -> int:
 
 
 def _wanted(s: Record, new: int, outputs: int) -> int:
-    """Tokens of the total budget that a candidate needs to start: `PrefillBudget.wanted`."""
+    """Return the tokens of the total budget that a candidate needs to start, like `PrefillBudget.wanted`."""
     if s.reserve == ON_DEMAND:
         return _ceil_to(new, s.page_size)
     if s.reserve == FULL:
@@ -631,7 +638,7 @@ def _has(s: Record, total: int, new: int, outputs: int) -> bool:
 
 
 def _chunk_tokens(s: Record, start: int, new: int, tokens: int, chunk: int, first: bool, may_split: bool) -> int:
-    """How many of a prompt's new tokens the next extend takes: `admission.chunk_tokens`."""
+    """Return how many of a prompt's new tokens the next extend computes, like `budget.chunk_tokens`."""
     whole = _ceil_to(new, s.unit)
     if s.chunked_prefill_size == NO_LIMIT:
         return new if first or whole <= tokens else 0
@@ -653,7 +660,7 @@ def _ceil_to(tokens: int, unit: int) -> int:
 
 
 def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
-    """BatchFinished: a token for each sampler, ends, and prompts that others may use: `Engine._collect`."""
+    """BatchFinished: deliver a token per sampler, end requests and publish prompts, like `Results.collect`."""
     now_us = s.last_us = s.now_us
     flight = a.flights[engine, s.oldest]
     samplers, parts = a.samplers[engine, s.oldest], a.parts[engine, s.oldest]
@@ -706,7 +713,7 @@ def _collect(a: Arrays, run: Record, s: Record, engine: int) -> None:
 
 
 def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
-    """What chunks have computed is the radix cache's from now on: `Memory.publish`."""
+    """Add the computed pages of chunks to the radix cache, like `Memory.publish`."""
     for i in range(count if s.radix_cache else 0):
         request = requests[parts[i, 0]]
         pages = parts[i, 2] // s.page_size
@@ -717,7 +724,7 @@ def _publish(s: Record, requests: Array, parts: Array, count: int) -> None:
 
 
 def _alloc(s: Record, requests: Array, pages: int) -> int:
-    """Take pages, evicting what the free list lacks. Returns how many were evicted."""
+    """Take pages from the pool; evict cached pages if too few are free. Return the number of evicted pages."""
     evicted = 0
     missing = pages - s.free_pages
     if missing > 0:
@@ -741,7 +748,7 @@ def _alloc(s: Record, requests: Array, pages: int) -> int:
 
 
 def _release(s: Record, requests: Array, number: int) -> None:
-    """A request has ended: its whole pages stay in the radix cache, the others go back to the pool."""
+    """Release an ended request: its full pages stay in the radix cache, the other pages are freed."""
     request = requests[number]
     held = -(-request.position // s.page_size)
     kept = 0
@@ -758,7 +765,10 @@ def _release(s: Record, requests: Array, number: int) -> None:
 
 
 def _file(s: Record, requests: Array, number: int) -> None:
-    """One more path that may be evicted, among the others by when it was used: nearly always near the last."""
+    """Insert a path into the list of evictable paths, which is ordered by last use.
+
+    The search begins at the newest path, because the place is nearly always near it.
+    """
     request = requests[number]
     before = s.last_used
     while before != NONE and requests[before].tick > request.tick:
@@ -779,7 +789,7 @@ def _file(s: Record, requests: Array, number: int) -> None:
 
 
 def _route_due(a: Arrays, run: Record) -> None:
-    """Step the router with the ends that reach it before this moment, and send the arrivals of it: `Cluster.run`."""
+    """Count ends that reach the router before `until_us`, and route its arrivals of that time, like `Cluster.run`."""
     now_us = run.until_us
     left = 0
     for i in range(run.unseen):
@@ -818,7 +828,7 @@ def _route_due(a: Arrays, run: Record) -> None:
 
 
 def _engine_for(a: Arrays, run: Record, request: Record) -> int:
-    """Where a request goes: `Router._chosen`, of engines that are all up, with nothing sent before that it shares."""
+    """Return the engine for a request, like `Router._chosen` with all engines up and no shared prefixes."""
     engines = a.engines
     if run.goes_by == GIVEN:
         return request.engine

@@ -1,12 +1,12 @@
-"""`kernel.advance` as machine code: made by numba once, kept as LLVM's text, from then on loaded without numba.
+"""`kernel.advance` as machine code: compiled by numba once, stored as LLVM text, and loaded without numba afterwards.
 
     advance = load()
     why = advance(addresses(arrays), 0.0)
 
-Making takes some seconds, loading half of one, so what was made is kept: in `__pycache__` beside the source or, where
-that is not writable, in the user's cache folder. It is text that LLVM reads, checks and compiles for this processor,
-no pickle, and trusted like the compiled Python in those places: only if it is the user's own or the system's, and
-no other user may write to it. Its name follows from the source, the compiler's version and the processor.
+Compiling takes some seconds and loading half a second, so the text is stored: in `__pycache__` beside the source or, if
+that is not writable, in the user's cache folder. It is text, not a pickle, which LLVM parses, verifies and compiles for
+this processor. It is trusted like the compiled Python files in those folders: only if its owner is the user or root,
+and no other user may write to it. Its name follows from the source, the compiler's version and the processor.
 """
 
 from __future__ import annotations
@@ -39,16 +39,19 @@ Advance = Callable[[int, float], int]
 
 @cache
 def is_available() -> bool:
-    """Whether numba, which makes the machine code, is installed."""
+    """Return whether numba, which compiles the kernel, is installed."""
     return find_spec("numba") is not None
 
 
 def addresses(arrays: Arrays) -> Int64s:
-    """Where each array lies, and its shape: int64 [arrays, 5]. The caller keeps both alive."""
+    """Return the address and the shape of each array, int64 [arrays, 5]. The caller keeps the arrays and this alive.
+
+    Raises: ValueError if an array is not contiguous.
+    """
     table = np.ones((len(arrays), 5), np.int64)
     for row, array in zip(table, arrays, strict=True):
         if not array.flags.c_contiguous:
-            raise ValueError("machine code reads arrays that lie in one piece")
+            raise ValueError("machine code reads contiguous arrays only")
         row[0] = array.ctypes.data
         row[1 : 1 + array.ndim] = array.shape
     return table
@@ -56,7 +59,7 @@ def addresses(arrays: Arrays) -> Int64s:
 
 @cache
 def load() -> Advance:
-    """The machine code, which is made if none is kept. It takes the address of what `addresses` returned."""
+    """Return the machine code; it is compiled if it is not stored. Its first argument is the address of `addresses`."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
@@ -75,17 +78,17 @@ def load() -> Advance:
     never = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
     for symbol in (*module.functions, *module.global_variables):
         if symbol.is_declaration and not symbol.name.startswith("llvm."):
-            engine.add_global_mapping(symbol, never)  # how numba raises errors, of which this code has none
+            engine.add_global_mapping(symbol, never)  # functions by which numba raises errors; this code raises none
     engine.finalize_object()
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_double)(engine.get_function_address(ENTRY))
 
 
-_ENGINES: list[Any] = []  # they own the code that runs
+_ENGINES: list[Any] = []  # LLVM's engines own the machine code, so they are kept alive
 
 
 def _digest(llvm: Any) -> str:
-    """Of all that the machine code depends on."""
+    """Return the digest of everything that the machine code depends on: sources, compiler, processor."""
     facts = (version("numba"), version("llvmlite"), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     hashed = blake2b(digest_size=12)
     for fact in (SOURCE.read_bytes(), Path(__file__).read_bytes(), *(fact.encode() for fact in facts)):
@@ -93,17 +96,17 @@ def _digest(llvm: Any) -> str:
     return hashed.hexdigest()
 
 
-# -------------------------------------------------------------------------------------------------------------- keeping
+# -------------------------------------------------------------------------------------------------------------- storage
 
 
 def _folders() -> list[Path]:
-    """Where machine code may be kept."""
+    """Return the folders in which machine code may be stored, the preferred one first."""
     own = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return [SOURCE.parent / "__pycache__", Path(own).expanduser() / "lockstep"]
 
 
 def _kept(path: Path) -> str | None:
-    """Return the stored text if it is whole and no other user can have written it."""
+    """Return the stored text if it is complete and no other user can have written it, else None."""
     try:
         with path.open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())
@@ -117,12 +120,12 @@ def _kept(path: Path) -> str | None:
 
 
 def _seal(text: str) -> str:
-    """The first line of what is kept, a comment: damage is seen, and it is made again."""
+    """Return the first line of a stored file, a comment with the digest of the text. It shows damage of the file."""
     return f"; blake2b {blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def _keep(name: str, text: str) -> None:
-    """Keep it in the first place that takes it, instead of what was kept there; or nowhere."""
+    """Store the text in the first writable folder, in place of older files there. Without such a folder do nothing."""
     for folder in _folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -136,17 +139,17 @@ def _keep(name: str, text: str) -> None:
             continue
 
 
-# --------------------------------------------------------------------------------------------------------------- making
+# ---------------------------------------------------------------------------------------------------------- compilation
 
 
 def _made() -> str:
-    """LLVM's text of the kernel, optimised for this processor."""
+    """Compile the kernel and return its LLVM text, optimised for this processor."""
     import numba
     from numba import types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    spec = spec_from_file_location("lockstep.sim._kernel_to_compile", SOURCE)  # a copy, which keeps the original
+    spec = spec_from_file_location("lockstep.sim._kernel_to_compile", SOURCE)  # a copy: the module itself is unchanged
     assert spec is not None
     assert spec.loader is not None
     kernel = module_from_spec(spec)

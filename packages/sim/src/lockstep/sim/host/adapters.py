@@ -1,10 +1,9 @@
 """Loads of LoRA adapters to the device of a simulated engine, one after another over the link from the host.
 
-    parse_adapters("0.8x40:zipf:1.2")        # of 0.8 of the sessions, one of 40 each, number k with weight 1 / k**1.2
-    with_adapters(turns, spec, seed=7)       # the same turns, all of a session on one adapter
-    AdapterLane(names, size, link)           # brings them to the device, one after the other, beside whatever runs
+    AdapterLane(names, size, link)           # loads adapters one after another while batches run
 
-All adapters of a workload are registered from the beginning, as with `lockstep serve --lora NAME=PATH`.
+All adapters of a workload are registered at the start, as with `lockstep serve --lora NAME=PATH`.
+`lockstep.sim.workload.adapters` assigns the adapters to the sessions of a workload.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ ALL_TARGETS = "all"
 
 
 def parse_targets(text: str) -> tuple[str, ...]:
-    """Read `all`, or some of TARGETS with commas, in the order of TARGETS. Raises ConfigError."""
+    """Parse `all`, or names of TARGETS with commas between them; return them in the order of TARGETS.
+
+    Raises: ConfigError for an unknown name, or one that occurs twice.
+    """
     if text == ALL_TARGETS:
         return TARGETS
     given = text.split(",")
@@ -38,35 +40,35 @@ def parse_targets(text: str) -> tuple[str, ...]:
 
 
 class AdapterLane:
-    """Brings adapters into slots, one after the other over the host's link, beside whatever runs.
+    """Loads adapters into slots, one after another over the link from the host, while batches run.
 
     Args:
-        names: of the adapters that are registered from the beginning.
-        size: bytes of a slot on one GPU; each GPU loads its own part over a link of its own, at the same time.
-        link: from the host, which loads of KV may go over as well.
+        names: adapters that are registered at the start.
+        size: bytes of a slot on one GPU; all GPUs load their parts at the same time, each over its own link.
+        link: link from the host; loads of KV may share it.
     """
 
     def __init__(self, names: Sequence[str], size: int, link: Link) -> None:
         self.names, self.size, self._link = tuple(names), size, link
 
     def registrations(self, now_us: int) -> list[ControlRequested]:
-        """What makes them known to an engine that begins."""
+        """Return the control requests that register all adapters with an engine."""
         return [ControlRequested(now_us, number, LoadAdapterControl(name, 1)) for number, name in enumerate(self.names)]
 
     def begin(self, command: LoadAdapter, now_us: int, generation: int) -> AdapterLoaded:
-        """Begin a load behind those begun before; returns its answer, with the time at which it comes."""
+        """Begin a load after all loads begun before. Return its answer, dated with the end of the load."""
         return AdapterLoaded(
             self._link.send(now_us, self.size), command.adapter, command.version, generation=generation
         )
 
 
 def adapter_link(gpu: GpuSpec) -> Link:
-    """A fresh link from the host, where no tiers below the device have one."""
+    """Return a new link from the host, for an engine without cache tiers."""
     return Link(gpu.datasheet["pcie_gbs"].value * PCIE_SHARE, HOST_LINK_LATENCY_US)
 
 
 def describe_loads(size: int, gpu: GpuSpec) -> dict[str, Any]:
-    """What a load carries and over what, for metrics.json."""
+    """Return size and time of an adapter load, and the figures of its link, for metrics.json."""
     link = adapter_link(gpu)
     return {
         "slot_bytes": size,

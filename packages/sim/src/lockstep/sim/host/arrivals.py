@@ -1,4 +1,4 @@
-"""Requests of an open-loop workload: turns by the clock, follow-ups behind answers, cancels."""
+"""Requests of an open-loop workload: turns by the clock, follow-up turns after answers, cancels."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from lockstep.sim.workload.turns import Turn, Turns
 
 
 class Arrivals:
-    """Turns to come, by time. A follow-up turn joins them when the answer before it ends.
+    """The future turns in the order of time. A follow-up turn is added when the answer before it ends.
 
-    Of a columnar workload (`Turns`) only open turns, and turns within their think time, exist as objects.
-    `cancel_after_us` gives for turns, by index, how long after arrival their client leaves.
+    For a columnar workload (`Turns`) only open turns, and turns within their think time, exist as objects.
+    Args:
+        cancel_after_us: by turn index, the time from arrival to cancel of the turns that are cancelled.
     """
 
     def __init__(self, turns: Sequence[Turn], cancel_after_us: Mapping[int, int] | None = None) -> None:
         self._turns = turns
-        self.never_sent: int  # turns that wait for an answer; in the end, those whose session broke off before them
+        self.never_sent: int  # turns that wait for an answer; after the run, turns that were not sent
         self._by_clock: Iterator[Turn]
-        self._follow_ups: Callable[[int], Sequence[int]]  # indices of the turns behind one
+        self._follow_ups: Callable[[int], Sequence[int]]  # indices of the turns that follow the answer of a turn
         if isinstance(turns, Turns):
             self._by_clock = turns.by_clock()
             self.never_sent = len(turns) - len(turns.by_clock_rows)
@@ -46,19 +47,19 @@ class Arrivals:
             self.never_sent = sum(map(len, behind.values()))
             self._follow_ups = lambda index: behind.get(index, ())
         self._next_by_clock = next(self._by_clock, None)
-        self._thinking: list[tuple[int, int, Turn]] = []  # heap: when, index
+        self._thinking: list[tuple[int, int, Turn]] = []  # heap of turns within their think time: arrival us, index
         self._cancel_after_us = cancel_after_us or {}
-        self._cancels: list[tuple[int, RequestId]] = []  # heap
+        self._cancels: list[tuple[int, RequestId]] = []  # heap: us, request
         self.expected = len(turns)
-        self.arrived = 0  # each sample as one; also the next request id
-        self.open_turns: dict[RequestId, Turn] = {}  # those that arrived and have not ended
-        self.next_us = NEVER_US  # the next arrival or cancel
+        self.arrived = 0  # arrived requests, each sample counted; also the next request id
+        self.open_turns: dict[RequestId, Turn] = {}  # turns that arrived and have not ended
+        self.next_us = NEVER_US  # time of the next arrival or cancel
         self._look_ahead()
 
     settled_until_us = NEVER_US  # there is no other source of requests
 
     def more(self, env: Environment) -> Event | None:
-        """Return the event to wait for when nothing is due any more; None: nothing will come."""
+        """Return the event to wait for when nothing more is due; None: there will be no more requests."""
         return None
 
     def _look_ahead(self) -> None:
@@ -70,7 +71,7 @@ class Arrivals:
         self.next_us = next_us
 
     def take(self, max_new_tokens: int | None) -> RequestArrived | RequestCancelled:
-        """Return the next fact, due at `next_us`. At one instant cancels go first, then turns in order."""
+        """Return the next fact, due at `next_us`. At equal times cancels come first, then turns by index."""
         time_us = self.next_us
         if self._cancels and self._cancels[0][0] == time_us:
             _, request_id = heappop(self._cancels)
@@ -93,7 +94,7 @@ class Arrivals:
         return bool(self._thinking) and self._thinking[0][:2] < (time_us, index)
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """Take in the end of an answer, where the think time of the next turn begins."""
+        """Record the end of an answer; the think time of the turns that follow it begins."""
         ended = self.open_turns.pop(request_id)
         if not self.never_sent:
             return
@@ -104,17 +105,17 @@ class Arrivals:
         self._look_ahead()
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """Take in a rejection or a cancel: the session does not go on."""
+        """Record a rejection or a cancel; the session ends."""
         del self.open_turns[request_id]
 
     @property
     def awaits_answers(self) -> bool:
-        """Whether turns to come wait for the end of an answer, or did when it broke off."""
+        """Whether turns wait for the end of an answer, or were not sent because their session broke off."""
         return self.never_sent > 0
 
 
 def arrival_of(turn: Turn, time_us: int, request_id: RequestId, max_new_tokens: int | None) -> RequestArrived:
-    """Return the arrival of a turn. `max_new_tokens` is the limit of every request with any output."""
+    """Return the arrival of a turn. `max_new_tokens` replaces the limit of a request with output, unless it is None."""
     return RequestArrived(
         time_us=time_us,
         request_id=request_id,

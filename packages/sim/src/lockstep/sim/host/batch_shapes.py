@@ -1,4 +1,4 @@
-"""Shapes of batch plans, which the cost of a batch depends on: tokens, pairs, adapters, state copies."""
+"""Shapes of batch plans, from which cost models compute the time of a batch: tokens, pairs, adapters, state copies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from lockstep.sim.cost import BatchShape
 
 
 def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
-    """New tokens of a plan that run on adapters, of a plan of several steps those of one; and different adapters.
+    """Return the new tokens of a plan that run on adapters, and the number of distinct adapters.
 
+    A plan of several steps counts the tokens of one step.
     Args:
-        slots: of each row, NO_SLOT for the model alone.
+        slots: int32 [rows], adapter slot of each row; NO_SLOT: no adapter.
     """
     on = slots >= 0
     if not on.any():
@@ -31,13 +32,13 @@ def adapters_of(plan: BatchPlan, slots: Int32s) -> tuple[int, int]:
 
 
 class RowAdapters:
-    """Adapter slots by row, from the plans that took the rows; for hosts that price plans as they come."""
+    """Adapter slots by row, read from the plans that took the rows; for hosts that compute costs while they run."""
 
     def __init__(self) -> None:
-        self._slots = np.full(1, NO_SLOT, np.int32)  # by row, for as many as were ever taken
+        self._slots = np.full(1, NO_SLOT, np.int32)  # by row; grows with the highest row that was taken
 
     def take_rows(self, plan: BatchPlan) -> None:
-        """Note the adapter slots of the rows that a plan takes. Call it for every plan, in the order of launches."""
+        """Store the adapter slots of the rows that a plan takes. Call it for every plan, in the order of launches."""
         for taken in plan.rows_taken:
             if taken.row >= len(self._slots):
                 more = np.full(2 * taken.row + 1 - len(self._slots), NO_SLOT, np.int32)
@@ -45,16 +46,16 @@ class RowAdapters:
             self._slots[taken.row] = taken.adapter_slot
 
     def on(self, plan: BatchPlan, shape: BatchShape) -> BatchShape:
-        """Return the shape of a plan with its tokens on adapters, and how many different adapters these use."""
+        """Return `shape` with the plan's tokens on adapters and its number of distinct adapters."""
         tokens, adapters = adapters_of(plan, self._slots[plan.rows])
         return replace(shape, adapter_tokens=tokens, adapters=adapters) if tokens else shape
 
 
 def state_copies(plan: BatchPlan) -> float:
-    """Count the recurrent states that are copied with a plan: to start from, and to keep as checkpoints.
+    """Return the number of recurrent states that are copied with a plan: initial states of rows, and checkpoints.
 
-    A state that a transfer brought is not copied. A draft counts as half a copy: a state is written behind it, none
-    is read.
+    A state received by a transfer is not copied. A draft counts as half a copy: a state is written after it, none is
+    read.
     """
     copies, changes = 0.0, plan.hybrid
     if changes is not None:
@@ -66,7 +67,7 @@ def state_copies(plan: BatchPlan) -> float:
 
 
 def extend_shape_of(plan: BatchPlan) -> BatchShape:
-    """Return the shape of a plan with rows that extend, and perhaps rows that decode behind them."""
+    """Return the shape of a plan with extend rows and, in a mixed batch, decode rows after them."""
     extending = plan.extend_rows
     tokens = context_tokens = pairs = 0
     for start, stop in zip(plan.starts[:extending].tolist(), plan.stops[:extending].tolist(), strict=True):

@@ -1,13 +1,13 @@
-"""Host memory and storage of a simulated engine: when each move between them ends.
+"""Host memory and storage of a simulated engine, and the end times of moves between the tiers.
 
     tiers = HostTiers(host_cache_gb=1000, storage_gb=20_000)
     tiers.settings(PageBytes.of(...))    -> CacheTiers, for the scheduler: sizes in pages
     TierLinks(tiers, ...)                -> the lanes: commands in, answers out, each at its time
 
-Every GPU has a link of its own to the host, one lane for each direction, and they move their parts of a page side by
-side. Storage is one lane for reads and one for writes, shared by all GPUs of an engine, and keeps what was used last.
-Windows and states of hybrid models go along, into storage too, each with its own bytes. What is left out: the host's
-own memory bandwidth, and small pages costing more than their bytes.
+Every GPU has its own link to the host with one lane per direction; all GPUs move their parts of a page in parallel.
+Storage has one lane for reads and one for writes, shared by all GPUs of an engine, and evicts the least recently used
+keys. Window and state blocks of hybrid models are moved and stored with their own sizes. Two effects are not modelled:
+the host's own memory bandwidth, and the overhead of small pages.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from lockstep.sim.host.links import Link
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.scenario.tier_options import HostTiers
 
-PCIE_SHARE = 0.85  # of the data sheet's rate that large copies from pinned memory reach: an estimate
-HOST_LINK_LATENCY_US = 10.0  # to begin a copy: an estimate
+PCIE_SHARE = 0.85  # estimate: share of the data sheet's rate that large copies from pinned memory reach
+HOST_LINK_LATENCY_US = 10.0  # estimate: time to begin a copy
 Answer = HostCopyFinished | PrefetchFinished | StorageWritten
 NO_BLOCKS: Mapping[str, PageBytes] = {}
 NOTHING: Mapping[bytes, int] = {}
 
 
 class SimulatedStorage:
-    """What a storage of so many bytes has under which key. What was used longest ago makes room."""
+    """The keys in a storage of `bytes_max` bytes with their sizes. The least recently used keys are evicted."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes = 0
-        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, the one used longest ago first
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # bytes by key, least recently used first
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._sizes
 
     def read(self, keys: Iterable[bytes]) -> None:
-        """These were used. They must be there."""
+        """Mark keys as used. Raises KeyError for a key that is not stored."""
         for key in keys:
             self._sizes.move_to_end(key)
 
     def write(self, sizes: Mapping[bytes, int]) -> None:
-        """Keep so many bytes under each key. What is there already is used."""
+        """Store each key with its size in bytes; a key that is already stored is marked as used."""
         for key, size in sizes.items():
             self.bytes += size - self._sizes.pop(key, 0)
             self._sizes[key] = size
@@ -69,16 +69,16 @@ class SimulatedStorage:
 class _Prefetch(NamedTuple):
     answer: PrefetchFinished
     size: int
-    ends_us: float  # on the link
+    ends_us: float  # when its last byte has gone over the link
 
 
 class TierLinks:
-    """The lanes between the tiers of one engine, and what storage has."""
+    """The lanes between the tiers of one engine, and the contents of its storage."""
 
     def __init__(
         self, tiers: HostTiers, pages: PageBytes, gpu: GpuSpec, blocks: Mapping[str, PageBytes] = NO_BLOCKS
     ) -> None:
-        """`blocks`: what a window page and a state weigh, by kind, where there are any."""
+        """Set up the lanes. `blocks` has the bytes of a window and of a state block, by kind, if there are any."""
         gbs = tiers.host_link_gbs or gpu.datasheet["pcie_gbs"].value * PCIE_SHARE
         self.pages, self.blocks = pages, blocks
         self.down = Link(gbs, HOST_LINK_LATENCY_US)
@@ -86,28 +86,31 @@ class TierLinks:
         self.storage_out = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.storage_in = Link(tiers.storage_gbs, float(tiers.storage_latency_us))
         self.stored = SimulatedStorage(int(tiers.storage_gb * 1e9))
-        self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: when, count, answer, what it stores
+        self.due: list[tuple[int, int, Answer, Mapping[bytes, int]]] = []  # heap: us, count, answer, sizes it stores
         self._prefetches: dict[int, _Prefetch] = {}
         self._count = 0
 
     def share_storage(self, other: TierLinks) -> None:
-        """What another one has in storage, and the lanes there, are this one's too: they are ranks of one engine."""
+        """Use the storage of another rank of the engine, with its lanes."""
         self.storage_out, self.storage_in, self.stored = other.storage_out, other.storage_in, other.stored
 
     @property
     def next_us(self) -> int:
-        """When the next move ends. There must be one under way."""
+        """Time at which the next move ends. Raises IndexError if none is under way."""
         return self.due[0][0]
 
     def begin(self, command: Command, now_us: int) -> int | None:
-        """Take a command of the tiers, if it is one. Returns before when no batch may begin, if one has to wait."""
+        """Carry out a command of the tiers; other commands are ignored.
+
+        Returns: the time before which no batch may begin, None if batches need not wait.
+        """
         if type(command) is CopyToHost:
             size = len(command.host_pages)
             done_us = self.down.send(now_us, self._on_link(command))
             self._answer(HostCopyFinished(done_us, command.copy_id, size, generation=command.generation))
             if not command.given_up:
                 return None
-            self.up.free_us = max(self.up.free_us, self.down.free_us)  # nor a load, into the very pages
+            self.up.free_us = max(self.up.free_us, self.down.free_us)  # a load could overwrite the pages being copied
             return done_us
         if type(command) is LoadFromHost:
             size = len(command.host_pages)
@@ -137,12 +140,12 @@ class TierLinks:
         return None
 
     def _on_link(self, copy: CopyToHost | LoadFromHost) -> int:
-        """Bytes that the link of one GPU carries of a copy."""
+        """Return the bytes of a copy on the link of one GPU."""
         beside = sum(len(one.host) * self.blocks[one.kind].on_link for one in copy.blocks)
         return len(copy.host_pages) * self.pages.on_link + beside
 
     def take(self, now_us: int) -> Answer:
-        """Return the next answer, with the time at which the engine takes it in."""
+        """Return the next answer, dated `now_us`, and store what it wrote to storage."""
         _, _, answer, sizes = heappop(self.due)
         self.stored.write(sizes)
         if type(answer) is PrefetchFinished:
@@ -150,7 +153,7 @@ class TierLinks:
         return msgspec.structs.replace(answer, time_us=now_us)
 
     def _cut_short(self, prefetch_id: int, now_us: int) -> None:
-        """End a prefetch now, with the pages that have come. What stands behind it on the link keeps its time."""
+        """End a prefetch now, with the pages that have arrived. Later transfers on the link keep their times."""
         under_way = self._prefetches.pop(prefetch_id, None)
         if under_way is None or under_way.answer.time_us <= now_us:
             return
@@ -170,7 +173,10 @@ class TierLinks:
         self._count += 1
 
     def describe(self) -> dict[str, Any]:
-        """How much each lane carried, for metrics.json. Bytes of the host's lanes are those of one GPU."""
+        """Return rate, transfers, bytes and busy time of each lane, for metrics.json.
+
+        Bytes of the lanes to and from the host are those of one GPU.
+        """
         lanes = {"to_host": self.down, "from_host": self.up}
         if self.stored.bytes_max >= self.pages.on_host:
             lanes |= {"to_storage": self.storage_in, "from_storage": self.storage_out}

@@ -1,20 +1,20 @@
-"""A closed loop: so many sessions at a time, whatever the server does. Where one ends, the next one begins.
+"""A closed loop: a fixed number of sessions in progress. When a session ends, the next one begins.
 
-The load is the number of sessions in progress, `concurrency`; arrival times of the workload play no part. A session is
-in progress from its first turn until its last answer, its users' pauses included; a request that belongs to no session
-is one of a single turn, and the loop is then the usual one of a fixed number of clients. A session that breaks off, say
-because its context has outgrown the model's, is followed by another one all the same.
+The load is the number of sessions in progress, `concurrency`; arrival times of the workload are not used. A session is
+in progress from its first turn to its last answer, think times included. A request without a session is a session of
+one turn; the loop is then the usual loop with a fixed number of clients. A session that breaks off, for example because
+its context exceeds the model's, is followed by another session, too.
 
-**The beginning.** A service that has been running for long is not at the start of all its sessions. So the first ones
-are under way: each stands at a moment drawn uniformly from the time of all sessions together, by their recorded pauses
-and SERVICE_US for each answer, up to where they break off, and goes on from there. Requests come at the pace of the
-steady state from the first second; what is not steady yet is the cache, which is empty. That is what
-`Scenario.warm_up` leaves out.
+**The beginning.** A service in its steady state is not at the first turns of all its sessions. So the first sessions
+begin in the middle. The position of each is drawn uniformly from the total time of all sessions: their recorded think
+times plus SERVICE_US per answer, up to the turn at which they would break off. Requests therefore arrive at the rate of
+the steady state from the start. Only the cache is not in its steady state, because it is empty; `Scenario.warm_up`
+excludes that phase.
 
-**No end.** Sessions follow in an order drawn from the seed. When all have been played they are played again as other
-people's: with the same lengths and pauses, sharing the same among each other, and nothing with those before.
+**Repetition.** The order of sessions is drawn from the seed. When all sessions have been used, a copy of the workload
+follows, with the same lengths, think times and shared prefixes. Copies share no prefixes with each other.
 
-**The end.** After `requests` arrivals no more requests come, and open ones end.
+**The end.** After `requests` arrivals no more requests are sent, and the open requests finish.
 """
 
 from __future__ import annotations
@@ -33,39 +33,40 @@ from lockstep.sim.host.ports import NEVER_US
 from lockstep.sim.workload.token_runs import TOKEN_IDS
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Int64s, Turn, Turns, WorkloadError
 
-SERVICE_US = 1_000_000  # of one answer; only for where sessions stand in the beginning
+SERVICE_US = 1_000_000  # assumed time of one answer, for the initial positions of sessions only
 CONCURRENCY_MAX = 1_000_000
 
 
 class ConcurrentSessions:
-    """Turns to come of a closed loop; what `host.Arrivals` is to an open one.
+    """The future turns of a closed loop: the counterpart of `arrivals.Arrivals`.
 
     Args:
         concurrency: sessions in progress at any time.
-        requests: that arrive in all.
-        seed: of the order of sessions, and of where the first ones stand.
-        prompt_tokens_max: a session with a longer prompt will break off there; only for where the first ones stand.
-    Raises: WorkloadError if a turn has several that wait for it: such a session has no one turn to stand at.
+        requests: number of requests that arrive in the run.
+        seed: seed of the order of sessions and of their initial positions.
+        prompt_tokens_max: longest prompt that the engine accepts. A session breaks off at a longer one; used for
+            initial positions only.
+    Raises: WorkloadError if several turns wait for the same answer, because a session must be a single line of turns.
     """
 
     settled_until_us = NEVER_US  # there is no other source of requests
-    never_sent = 0  # a session that has not sent its next turn by the end has not broken off
+    never_sent = 0  # turns that are not sent by the end do not count, because their sessions have not broken off
 
     def __init__(
         self, turns: Turns, concurrency: int, requests: int, seed: int, prompt_tokens_max: int = LENGTH_TOKENS_MAX
     ) -> None:
         self.expected = requests
-        self.arrived = 0  # each sample as one; also the next request id
+        self.arrived = 0  # arrived requests, each sample counted; also the next request id
         self._sent = 0
         self.open_turns: dict[RequestId, Turn] = {}
         self.next_us = NEVER_US
         self._turns = turns
         self._rows = _rows_by_session(turns)
-        self._stride = _stop_of_tokens(turns)  # from the tokens of a copy to those of the next
-        self._copies = max((TOKEN_IDS - 1) // self._stride, 1)  # after which contents repeat
-        self._to_come: list[tuple[int, int, Turn]] = []  # heap: when, session, turn
+        self._stride = _stop_of_tokens(turns)  # distance between the token ids of one copy and of the next
+        self._copies = max((TOKEN_IDS - 1) // self._stride, 1)  # copies with distinct token ids
+        self._to_come: list[tuple[int, int, Turn]] = []  # heap: arrival us, session, turn
         self._session_of: dict[RequestId, tuple[int, int]] = {}  # number of the session, and of its copy
-        self._copy_of: dict[int, int] = {}  # by number of a session in progress
+        self._copy_of: dict[int, int] = {}  # copy by number of a session in progress
         random = np.random.Generator(np.random.Philox(seed))
         self._numbers = count()
         first_copy = self._begin_under_way(concurrency, prompt_tokens_max, random)
@@ -73,7 +74,7 @@ class ConcurrentSessions:
         self._look_ahead()
 
     def _begin_under_way(self, concurrency: int, prompt_tokens_max: int, random: np.random.Generator) -> int:
-        """Put the first sessions where they stand. Returns the first copy of the workload that is not in use."""
+        """Begin the first sessions at their drawn positions. Return the first unused copy of the workload."""
         rows = np.concatenate([self._until_too_long(session, prompt_tokens_max) for session in self._rows])
         takes_us = self._turns.think_us[rows] * (self._turns.after[rows] >= 0) + SERVICE_US
         stops_us = np.cumsum(takes_us)
@@ -81,14 +82,14 @@ class ConcurrentSessions:
         used = np.zeros(len(self._rows), np.int64)
         for moment_us in random.integers(0, int(stops_us[-1]), concurrency).tolist():
             place = int(np.searchsorted(stops_us, moment_us, side="right"))
-            left_us = max(int(stops_us[place]) - SERVICE_US - moment_us, 0)  # of the pause before this turn
+            left_us = max(int(stops_us[place]) - SERVICE_US - moment_us, 0)  # rest of the think time before this turn
             session = int(session_of_row[place])
             self._send_later(left_us, next(self._numbers), int(used[session]), int(rows[place]), opens=True)
             used[session] += 1
         return int(used.max())
 
     def _until_too_long(self, rows: Int64s, prompt_tokens_max: int) -> Int64s:
-        """The turns of a session up to the one that is turned away, which is sent like any other."""
+        """Return the turns of a session up to the first that is too long. That turn is included: it is sent, too."""
         too_long = self._turns.prompt_tokens[rows] > prompt_tokens_max
         return rows[: int(np.argmax(too_long)) + 1] if too_long.any() else rows
 
@@ -99,7 +100,7 @@ class ConcurrentSessions:
         return sessions
 
     def _sessions_without_end(self, first_copy: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:
-        """Copy of the workload and session in it, in the order in which they are played."""
+        """Yield pairs of copy and session of the workload, in the order in which the sessions begin."""
         for copy in count(first_copy):
             for session in random.permutation(len(self._rows)).tolist():
                 yield copy, session
@@ -127,7 +128,7 @@ class ConcurrentSessions:
         self.next_us = self._to_come[0][0] if self._to_come and self.awaits_answers else NEVER_US
 
     def take(self, max_new_tokens: int | None) -> RequestArrived:
-        """The next turn, due at `next_us`. At one instant, sessions that began earlier go first."""
+        """Return the next turn, due at `next_us`. At equal times, sessions that began earlier come first."""
         time_us, number, turn = heappop(self._to_come)
         request_id = self.arrived
         self.arrived += turn.samples
@@ -138,7 +139,7 @@ class ConcurrentSessions:
         return arrival_of(turn, time_us, request_id, max_new_tokens)
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """An answer ended: its user begins to think about the next turn, or a next session begins."""
+        """Record the end of an answer: the think time of the session's next turn begins, or the next session."""
         turn = self.open_turns.pop(request_id)
         number, copy = self._session_of.pop(request_id)
         follow_ups = self._turns.follow_ups(turn.index - copy * len(self._turns))
@@ -150,7 +151,7 @@ class ConcurrentSessions:
             self._begin_next(number, now_us)
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """A request was rejected: its session does not go on, and the next one begins."""
+        """Record the rejection of a request: its session ends, and the next session begins."""
         del self.open_turns[request_id]
         number, _ = self._session_of.pop(request_id)
         self._begin_next(number, now_us)
@@ -163,27 +164,27 @@ class ConcurrentSessions:
 
     @property
     def awaits_answers(self) -> bool:
-        """Whether turns are still to come."""
+        """Whether more turns will be sent."""
         return self._sent < self.expected
 
     def more(self, env: Environment) -> Event | None:
-        """What to wait for when nothing is due any more; None: nothing will come."""
+        """Return the event to wait for when nothing more is due; None: there will be no more requests."""
         return None
 
 
 def _rows_by_session(turns: Turns) -> list[Int64s]:
-    """For each session the rows of its turns, in order."""
+    """Return for each session the rows of its turns, in order. Raises WorkloadError if turns share an answer."""
     waited_for = turns.after[turns.after >= 0]
     if len(np.unique(waited_for)) < len(waited_for):
         problem = "a closed loop needs sessions of one turn after another, and here several wait for the same answer"
         raise WorkloadError("concurrency", problem, "leave out --concurrency")
     root = turns.root()
-    order = np.argsort(root, kind="stable")  # a turn stands behind the one it waits for
+    order = np.argsort(root, kind="stable")  # stable: a turn comes after the turn that it waits for
     return np.split(order, np.flatnonzero(np.diff(root[order])) + 1)
 
 
 def _stop_of_tokens(turns: Turns) -> int:
-    """One more than the largest token id of any prompt or answer."""
+    """Return one more than the largest token id of any prompt or answer."""
     prompts = int((turns.run_first_token.astype(np.int64) + turns.run_tokens).max(initial=1))
     answers = int((turns.output_first_token.astype(np.int64) + turns.output_tokens).max(initial=1))
     if turns.samples is not None and turns.samples_first_token is not None:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from lockstep.sim.host.stages import StageNotes, Stages
 
 EOS_TOKEN_ID = TOKEN_IDS - 1
-"""What a model says when it ends by itself. Workloads hand out ids from below, so no other token has this one."""
-OTHER_LUCK = 2**40  # added to a turn's index for each further sample: its drafts are right by another draw
+"""Token that ends an answer before its limit. Workloads use lower ids, so no other token has this id."""
+OTHER_LUCK = 2**40  # added to a turn's index for each further sample, so that its right drafts are drawn independently
 
 
 class Running(Struct, frozen=True, gc=False):
@@ -45,48 +45,48 @@ class Running(Struct, frozen=True, gc=False):
     rows: int
     started_us: int
     finished_us: int
-    tokens: bytes  # int32, one per sampling row, or as many as `accepted` says
-    accepted: bytes = b""  # int32 per sampling row, of a batch that verifies drafts
+    tokens: bytes  # int32; per sampling row one token, or with drafts as many as in `accepted`
+    accepted: bytes = b""  # int32 [sampling rows], of a batch that verifies drafts; else empty
 
 
 class Untimed(NamedTuple):
-    """A batch whose end is not known yet: it waits to be sampled, or runs behind one that waits."""
+    """A batch with an unknown end time: its sampling is deferred, or it runs after a batch with deferred sampling."""
 
     plan: BatchPlan
     handed_over_us: int
     forward_us: float
     sampling_us: float
     tokens: bytes
-    sampled_us: int | None  # not before this time; None: not known yet
+    sampled_us: int | None  # earliest time of its sampling; None: not known yet
     accepted: bytes = b""
 
 
 class Device:
-    """The GPU lane: runs batches in the order of their launches, each as long as the cost model says."""
+    """The GPU lane: runs batches in the order of launches, each for the time of the cost model."""
 
     def __init__(self, cost: CostModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         self._cost = cost
-        self.speculation: SpeculationModel | None = None  # of an engine that verifies drafts
-        self.state_copy_us = 0.0  # of one request's recurrent state, where checkpoints are kept
-        self.stages: Stages | None = None  # of a pipeline
-        self.notes: StageNotes | None = None  # when each batch was in each of these ...
-        self.notes_times = False  # ... whether that is kept
-        self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # by the plan launched last: starts, accepted
+        self.speculation: SpeculationModel | None = None  # None: the engine verifies no drafts
+        self.state_copy_us = 0.0  # copy of one request's recurrent state, if checkpoints are kept
+        self.stages: Stages | None = None  # None: not a pipeline
+        self.notes: StageNotes | None = None  # times of each batch in each stage; None: not a pipeline
+        self.notes_times = False  # whether `notes` are filled
+        self._verified: tuple[Int32s, Int32s] = (NO_ROWS, NO_ROWS)  # plan of the last `shape_of`: starts, accepted
         self._seed = seed
         self._name = name
         self._early_eos = early_eos
-        self._free_us = 0  # when the last batch handed over will have finished
+        self._free_us = 0  # end of the last batch handed over
         self.queue: deque[Running] = deque()
-        self.untimed: deque[Untimed] = deque()  # behind those in the queue
-        # By row: what to add to a position to get the token sampled there, and the position of the last one.
+        self.untimed: deque[Untimed] = deque()  # run after the batches of `queue`
+        # By row: the token sampled at a position is the position plus `_token_base`; `_last_position` is the answer's.
         self._token_base = np.zeros(rows_max, np.int32)
         self._last_position = np.zeros(rows_max, np.int32)
         # The last decode. The engine passes the same array of rows for as long as the same requests decode together.
         self._decode_rows = NO_ROWS
         self._decode_token_base = NO_ROWS
         self._decode_context_tokens = 0
-        self._decode_adapters = (0, 0)  # of that decode: rows on adapters, and different adapters
-        # By row, the slot of its adapter; None: of an engine without any.
+        self._decode_adapters = (0, 0)  # rows on adapters, and distinct adapters, of the last decode
+        # Adapter slot by row; None: the engine has no adapters.
         self.adapter_slots: Int32s | None = None
 
     def take_row(self, row: int, turn: Turn, adapter_slot: int = NO_SLOT, sample: int = 0) -> None:
@@ -99,7 +99,7 @@ class Device:
             self.speculation.take_row(row, turn.index + sample * OTHER_LUCK)
 
     def shape_of(self, plan: BatchPlan) -> BatchShape:
-        """Return what the cost of a plan depends on. Call it once for each plan, in the order of launches."""
+        """Return the shape of a plan. Call it once for each plan, in the order of launches."""
         if self.adapter_slots is None:
             return self._shape_of(plan)
         if plan.rows is self._decode_rows:
@@ -120,11 +120,11 @@ class Device:
             return self._jump(plan, plan.speculation)
         if plan.mode != "decode":
             if plan.extend_rows < len(plan.rows):
-                self._decode_rows = NO_ROWS  # rows that decode went on in this batch, uncounted
+                self._decode_rows = NO_ROWS  # decode rows advance in this batch without `_decode_context_tokens`
             return extend_shape_of(plan)
         rows = plan.rows
         if rows is self._decode_rows:
-            self._decode_context_tokens += len(rows) * plan.steps  # each went so many positions further
+            self._decode_context_tokens += len(rows) * plan.steps  # every row has advanced by `steps` positions
         else:
             self._decode_rows = rows
             self._decode_token_base = self._token_base[rows]
@@ -161,7 +161,7 @@ class Device:
         )
 
     def _steps_us(self, plan: BatchPlan, shape: BatchShape) -> float:
-        """Return the expected time of a plan of several steps: each is one position further, with all rows."""
+        """Return the expected time of a plan of several steps. Every step has all rows, one position further."""
         expected_us = 0.0
         for further in range(plan.steps):
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
@@ -170,7 +170,7 @@ class Device:
 
     @property
     def free_us(self) -> int:
-        """When all batches handed over will have run, as far as that is known."""
+        """Time at which all timed batches will have run."""
         return self._free_us
 
     def hold_until(self, us: int) -> None:
@@ -179,11 +179,11 @@ class Device:
 
     @property
     def encoder_free_us(self) -> int:
-        """When the GPUs that encode have run all batches handed over; NEVER_US: not known yet."""
+        """Time at which the GPUs that encode will have run all batches handed over; NEVER_US: not known yet."""
         return self.free_us
 
     def encode_until(self, us: int) -> None:
-        """Keep the GPUs that encode from batches handed over from now on, until `us`."""
+        """Delay batches handed over from now on, on the GPUs that encode, to `us`."""
         self.hold_until(us)
 
     def sample(self, batch_id: BatchId, at_us: int) -> None:
@@ -237,7 +237,7 @@ class Device:
     def _jump(self, plan: BatchPlan, jumps: PlannedSpeculation) -> BatchShape:
         """Return the shape of a plan that computes forced tokens, of an engine that verifies no drafts."""
         starts, forced = plan.starts[plan.extend_rows :], jumps.forced_lengths
-        self._decode_rows = NO_ROWS  # rows that decode went on in this batch, uncounted
+        self._decode_rows = NO_ROWS  # decode rows advance in this batch without `_decode_context_tokens`
         self._verified = (starts, forced + np.int32(1))
         shape, tokens = extend_shape_of(plan), int(forced.sum())
         return replace(
@@ -248,7 +248,7 @@ class Device:
         )
 
     def _accepted(self, plan: BatchPlan) -> bytes:
-        """Count the tokens of each sampling row, int32, of a plan that verifies drafts or forced tokens."""
+        """Return the number of tokens of each sampling row, int32, of a plan that verifies drafts or forced tokens."""
         accepted = np.ones(len(plan.sample_rows), np.int32)
         accepted[plan.sample_rows >= plan.extend_rows] = self._verified[1]
         return accepted.tobytes()
@@ -266,7 +266,7 @@ class Device:
         return tokens
 
     def tokens_of(self, row: int, start: int, stop: int) -> Int32s:
-        """Return what a row will sample at positions [start:stop), except the last token of its answer."""
+        """Return the tokens that a row samples at positions [start:stop), without the last token of its answer."""
         stop = min(stop, int(self._last_position[row]))
         tokens: Int32s = self._token_base[row] + np.arange(start, max(stop, start), dtype=np.int32)
         return tokens
@@ -283,6 +283,6 @@ class Device:
 
 
 def standard_normal(key: str) -> float:
-    """Draw from the standard normal distribution; the key alone decides the value."""
+    """Return a standard normal number that depends on the key alone."""
     bits = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big")
     return NormalDist().inv_cdf((bits + 0.5) / 2**64)

@@ -1,17 +1,17 @@
-"""The encoder of a simulated engine: orders in, answers out, each at its time.
+"""The encoder of a simulated engine: `EncodeMedia` commands in, `MediaEncoded` answers out, each at its time.
 
-    GPU      | decode | encode a, b  | decode | ...          on the engine's GPUs: a group at a time, batches wait
+    GPU      | decode | encode a, b  | decode | ...          on the engine's GPUs: one group at a time, batches wait
 
-    encoder  | a      | c | e                                on GPUs of its own: each takes what comes next
+    encoder  | a      | c | e                                on separate GPUs: each encodes the next content
              | b   | d    |
 
-    rank 0   | pass | encode a, b  |      | pass |           data-parallel ranks: each on its own GPUs, side by side;
-    rank 1   | pass | encode c |          | pass |           the next pass begins when the last rank is there
+    rank 0   | pass | encode a, b  |      | pass |           data-parallel ranks: each on its own GPUs, in parallel;
+    rank 1   | pass | encode c |          | pass |           the next pass begins when all ranks are ready
 
-On the engine's GPUs the encoder begins, once the batches that were handed over have run, with all that it was asked for
-by then; what is asked for meanwhile is the next group. How much that can be is the scheduler's `encoder_budget_tokens`.
-GPUs of its own have the encoder whole, take one content at a time, and send what came out over the network. Ranks of an
-engine share them.
+On the engine's GPUs the encoder starts when the batches handed over have run. It encodes all contents ordered by then
+as one group; contents ordered meanwhile form the next group. The scheduler's `encoder_budget_tokens` limits a group.
+Separate GPUs each have the whole encoder, encode one content at a time, and send the embeddings over the network. The
+ranks of an engine share these GPUs.
 """
 
 from __future__ import annotations
@@ -30,46 +30,52 @@ ENCODER_GPUS_MAX = 1024
 
 
 class MediaSink(Protocol):
-    """What a host reports about media; `MetricsFold` implements it."""
+    """Receives the measurements of media; `MetricsFold` implements it."""
 
     def encoder_interval(self, start_us: int, stop_us: int, contents: int, tokens: int, gpus: int) -> None:
-        """Take in what the encoder does without a break; `gpus` of its own, or 0."""
+        """Record an interval in which the encoder works without a break; `gpus`: its separate GPUs, or 0."""
 
     def media_wait(self, request_id: RequestId, waited_us: int) -> None:
-        """Take in for how long a request was held for its media."""
+        """Record for how long a request waited for its media."""
 
 
 class EncoderLane:
-    """What encodes for one engine. `gpus` of its own; 0: those of the engine."""
+    """The encoder of one engine.
+
+    Args:
+        contents: contents of the workload by digest.
+        gpus: number of its separate GPUs; 0: it runs on the engine's GPUs.
+    """
 
     def __init__(self, cost: EncoderCost, contents: Mapping[bytes, MediaContent], gpus: int, sink: MediaSink) -> None:
         self.gpus = gpus
         self.sink = sink
         self.waiting: list[EncodeMedia] = []
         self._cost, self._contents = cost, contents
-        self._due: list[tuple[int, int, EncodeMedia]] = []  # heap: when, count
+        self._due: list[tuple[int, int, EncodeMedia]] = []  # heap: us, count
         self._count = 0
-        self._busy_until_us = 0  # with a group, on the engine's GPUs
-        self._free_us = [0] * gpus
+        self._busy_until_us = 0  # end of the group on the engine's GPUs
+        self._free_us = [0] * gpus  # by separate GPU
 
     def share_gpus(self, other: EncoderLane) -> None:
-        """Encode on the same GPUs of their own as another rank of the engine. Before either has begun anything."""
+        """Use the separate GPUs of another rank of the engine. Call it before either lane has started a content."""
         self._free_us = other._free_us
 
     @property
     def next_us(self) -> int:
-        """When the next answer comes."""
+        """Time of the next answer; NEVER_US if none is due."""
         return self._due[0][0] if self._due else NEVER_US
 
     def begin(self, command: EncodeMedia) -> None:
-        """Take an order. It is begun by `start`."""
+        """Accept an order. `start` begins to encode it."""
         self.waiting.append(command)
 
     def start(self, now_us: int, device_free_us: int) -> int:
-        """Begin what can be begun. Returns before when no batch may begin: 0 where none has to wait.
+        """Begin to encode the waiting contents, if a GPU is free for them.
 
         Args:
-            device_free_us: when the batches that were handed over will have run; NEVER_US: not known yet, ask again.
+            device_free_us: end of the batches handed over; NEVER_US: not known yet, and nothing is begun.
+        Returns: the time before which no batch may begin; 0 if batches need not wait.
         """
         if self.gpus:
             for command in self.waiting:
@@ -89,7 +95,7 @@ class EncoderLane:
         return stop_us
 
     def _send(self, command: EncodeMedia, now_us: int) -> None:
-        """Encode on the GPU that is free first, and send what came out."""
+        """Encode on the separate GPU that is free first, and send the embeddings over the network."""
         content = self._contents[command.digest]
         gpu = self._free_us.index(min(self._free_us))
         started_us = max(now_us, self._free_us[gpu])
@@ -103,6 +109,6 @@ class EncoderLane:
         self._count += 1
 
     def take(self, now_us: int) -> MediaEncoded:
-        """Return the next answer, with the time at which the engine takes it in."""
+        """Return the next answer, dated `now_us`."""
         command = heappop(self._due)[2]
         return MediaEncoded(now_us, command.digest, generation=command.generation)

@@ -1,4 +1,4 @@
-"""The simulated host of one engine: a CPU lane beside a device, in virtual time. The only file with a SimPy process.
+"""The simulated host of one engine: a CPU lane and a device, in virtual time.
 
 Virtual time is `env.now`, in whole microseconds. One engine is one SimPy process, `EngineHost.run`: its CPU lane.
 
@@ -6,13 +6,14 @@ Virtual time is `env.now`, in whole microseconds. One engine is one SimPy proces
     device | batch 6      |           batch 7                  | batch 8 ...                      overlap depth 1
                           ^ finished  ^ handed over
 
-The device runs batches one after another, and the turns to come are known, so every fact has its time as soon as its
-cause has happened: a batch's end is computed when it is handed over, a follow-up's arrival when the answer before it
-ends. The lane therefore reads its facts from ordered queues and keeps its own time. It sleeps only when another process
-acts first. Alone it never needs to, which saves a few microseconds per batch; beside others it is never ahead of them.
+The device runs batches one after another, and future turns are known. So the time of every fact is known as soon as its
+cause has happened: the end of a batch is computed when it is handed over, the arrival of a follow-up turn when the
+answer before it ends. The lane therefore reads its facts from ordered queues and keeps its own time. It yields to SimPy
+only when another process acts first. A single lane never yields, which saves a few microseconds per batch; a lane among
+other processes is never ahead of them.
 
-Facts are folded in the order of their times. An arrival carries the time at which it came, a finished batch the time
-at which the lane collects it; both wait while the lane is busy, and older facts go first.
+Facts are folded in the order of their times. An arrival has the time at which it came, a finished batch the time at
+which the lane collects it. Both wait while the lane is busy, and older facts go first.
 """
 
 from __future__ import annotations
@@ -77,14 +78,15 @@ from lockstep.sim.host.sessions import changes_holding
 from lockstep.sim.workload.samples import OpenSamples
 
 OF_THE_DEVICE = frozenset((LaunchBatch, ProposeBatch, SampleBatch, StreamTokens))
-"""Commands that `EngineHost._fold` leaves to its callers, which fold launches and results."""
-RUN_WORTH_BATCHES = 4  # a stretch of decodes shorter than this costs more to begin than it saves
+"""Commands that the callers of `EngineHost._fold` carry out: they fold launches and results."""
+RUN_WORTH_BATCHES = 4  # batches; to begin a shorter stretch of decodes costs more than it saves
 
 
 class EngineHost:
     """One engine with its CPU lane and its device.
 
-    Raises: ContractError if the engine's config needs a feature that `options` lacks, or the other way round.
+    Raises: ContractError if the engine's config needs a feature that `options` lacks, or `options` has a feature that
+        the config does not use.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class EngineHost:
         self.arrivals = arrivals
         self.port = options.links.port
         self.exchange = options.links.exchange
-        self._planned: BatchPlan | None = None  # what a rank has proposed
+        self._planned: BatchPlan | None = None  # the plan that this rank has proposed
         self._planned_shape = BatchShape()
         self.cpu = cpu
         self.journal = journal
@@ -134,7 +136,7 @@ class EngineHost:
 
         self.ended = 0  # requests finished or rejected
         self.batches = 0
-        self.clamped = 0  # requests that were granted fewer tokens than they asked for
+        self.clamped = 0  # requests that may generate fewer tokens than they requested
         self.rejected: Counter[str] = Counter()
 
         self._max_new_tokens = max_new_tokens
@@ -146,32 +148,32 @@ class EngineHost:
         self._on_finish = watch.on_finish
         self._decode_runs = options.decode_runs and watch.check is None
         self._grammar_compile_us = options.grammar_compile_us
-        self._compiling: deque[tuple[int, bytes]] = deque()  # when each grammar is ready
+        self._compiling: deque[tuple[int, bytes]] = deque()  # grammars being compiled: us when ready, digest
         self._adapter_load_us = options.adapter_load_us
         self._adapters = features.adapters
-        self._loads: deque[AdapterLoaded] = deque()  # to come, soonest first
+        self._loads: deque[AdapterLoaded] = deque()  # ends of loads, in the order of time
         self._forcing = features.forcing if engine.config.jumps else None
         self._forced_runs: dict[int, tuple[int, ForcedRuns]] = {}  # by row: the request, and its forced runs
         self.tiers = features.tiers
         self.encoder = features.encoder
         self._samples = OpenSamples()
         self._conversations = features.conversations
-        self._awaiting: dict[RequestId, int] = {}  # media: since when
-        self._held = 0  # requests that the engine held when waits for media were last checked
+        self._awaiting: dict[RequestId, int] = {}  # requests that wait for media, with the start of the wait
+        self._held = 0  # requests held by the engine when waits for media were last checked
         self.wake_at_us: int | None = None
         self._skipper = ReceiveSkipper(options.receive_interval) if options.receive_interval != 1 else None
-        self._receives = True  # whether the lane looks for arrivals before its next launch
-        self._nothing_new = True  # since the last LaneReady that launched nothing
-        self._offered = -1  # the microbatch that launched last, or was offered a slot in vain
-        self._tried = 0  # microbatches that launched nothing since there was anything new
-        self._awaited = False  # whether another rank waits for what this one would run
-        self._woke_us = 0  # the clock's time, which stands still while the lane runs
-        self._others_us: float = NEVER_US  # when another process acts next; others schedule only when a request ends
+        self._receives = True  # whether the lane receives arrivals before its next launch
+        self._nothing_new = True  # no event was folded since the last LaneReady that launched nothing
+        self._offered = -1  # the microbatch that was offered a slot last
+        self._tried = 0  # microbatches that launched nothing since the last other event
+        self._awaited = False  # whether another rank waits for this rank's proposal
+        self._woke_us = 0  # SimPy's time, which does not advance while the lane runs
+        self._others_us: float = NEVER_US  # next time at which another process acts; read again after ends of requests
 
     def run(self) -> Generator[Event, None, None]:
-        """Run the CPU lane, a SimPy process: take in pending facts, launch if there is a slot, wait until more comes.
+        """Run the CPU lane, a SimPy process: fold pending facts, launch if there is a slot, wait for the next fact.
 
-        Another process that acts by the time of the lane goes first: it may bring another arrival.
+        Another process that is due at the time of the lane runs first, because it may add an arrival.
         """
         env, engine = self.env, self.engine
         slots = engine.config.launches_max
@@ -208,20 +210,20 @@ class EngineHost:
                 elif (others := self.port or self.exchange) is not None:
                     yield others.pause(next_us)
                     now_us = max(now_us, self._wake())
-                else:  # something may come before: the lane stays where it is, free, and looks again
+                else:  # a new request may come before `next_us`: the lane keeps its time and checks again
                     yield env.timeout(max(settled_us - self._woke_us, 0))
                     self._wake()
         if now_us > self._woke_us:
             yield env.timeout(now_us - self._woke_us)
 
     def _wake(self) -> int:
-        """Read the clock after other processes may have acted. Return the time."""
+        """Read SimPy's time and the next time of another process. Return SimPy's time."""
         self._woke_us = int(self.env.now)
         self._others_us = self.env.peek()
         return self._woke_us
 
     def _take_in(self, now_us: int) -> int:
-        """Fold every fact up to `now_us`. Folding takes time, in which more may come; return when none is left."""
+        """Fold every fact that is due, also those that become due while the lane folds. Return the lane's time."""
         arrivals, finished, woke_us = self.arrivals, self.device.queue, self._woke_us
         while not self.stop_requested and (now_us < self._others_us or now_us == woke_us):
             if arrivals.next_us <= now_us and self._receives:
@@ -281,7 +283,7 @@ class EngineHost:
                 self._fold(opening if self._skipper is None else replace(opening, time_us=now_us))
         if self._skipper is None:
             step = self._fold(event)
-        else:  # a fact from the lane's next look on; its client waits from the arrival
+        else:  # the engine receives it now; metrics count from the arrival
             step = self._fold(replace(event, time_us=now_us), came_us=event.time_us)
         if type(event) is RequestArrived:
             for decided in step.decided:
@@ -290,7 +292,7 @@ class EngineHost:
         return self._spend(now_us, self.cpu.arrival_us, "arrival")
 
     def _forced(self) -> tuple[tuple[RequestId, int, bytes], ...]:
-        """Return the tokens that grammars force behind the next result: request, output offset, tokens."""
+        """Return the tokens that grammars force after the next result, as tuples (request, output offset, tokens)."""
         batch, found = self.engine.in_flight[0], []
         if self._forcing is None or not batch.samplers.constrained:
             return ()
@@ -341,12 +343,12 @@ class EngineHost:
         return done_us
 
     def _launch(self, now_us: int) -> int | None:
-        """Offer the slot to the engine. Return when the batch was handed to the device; None if there was none."""
+        """Offer the slot to the engine. Return the time at which a batch was handed to the device; None: no batch."""
         engine = self.engine
         several, tried = engine.microbatches if engine.microbatches.several else None, self._tried
         if several is not None and engine.ranks is not None and not self._awaited and not self._able(several):
             self._nothing_new = (
-                True  # the turn stays here until another microbatch needs it: the next arrival may belong to this one
+                True  # the round keeps its microbatch until another rank waits: the next arrival may join this one
             )
             return None
         step = self._fold(LaneReady(now_us) if several is None else LaneReady(now_us, self._next_microbatch(several)))
@@ -357,15 +359,15 @@ class EngineHost:
         cached_pages = radix.evictable_pages
         self.metrics.gauge(now_us, len(engine.waiting), engine.active, engine.memory.pool.free_count, cached_pages)
         if self.exchange is not None:
-            self._nothing_new = True  # until the others have answered
+            self._nothing_new = True  # until the other ranks have answered
             return self._carry_on(self.exchange, step, now_us)
         plan = step.launched()
         if plan is None:
             if several is not None:
                 self._tried = tried + 1
                 if self._tried < len(self._able(several)):
-                    return now_us  # another one may have something
-            self._nothing_new = self._receives = True  # a loop with nothing to launch looks again at once
+                    return now_us  # another microbatch may have a launch
+            self._nothing_new = self._receives = True  # a lane with nothing to launch receives arrivals again at once
             return None
         if self._skipper is not None:
             self._receives = self._skipper.due(plan.mode)
@@ -378,7 +380,7 @@ class EngineHost:
         return handed_over_us
 
     def _next_microbatch(self, several: Microbatches) -> int:
-        """Return the microbatch to offer a slot to: the one of the round of all ranks, or the next that may launch."""
+        """Return the microbatch to offer a slot to: that of the ranks' round, or the next one that may launch."""
         if self.engine.ranks is not None:
             return self.engine.ranks.slot
         able = self._able(several)
@@ -396,20 +398,23 @@ class EngineHost:
         return [number for number in range(several.count) if taken[number] <= depth and engine.has_work(number)]
 
     def _receive(self, exchange: RankExchange, now_us: int) -> int:
-        """Take in what all ranks agreed on and run it; or offer a slot, because the other ranks wait for this one."""
+        """Fold the agreement of all ranks and run the batch; or offer a slot, if other ranks wait for this rank."""
         event = exchange.take(now_us)
         if event is None:
             self._nothing_new, self._awaited = False, True
             return now_us
         step = self._fold(event)
         done_us = self._carry_on(exchange, step, now_us)
-        if done_us is None:  # no rank had anything to run
+        if done_us is None:  # no rank has anything to run
             self._nothing_new = not (self.engine.waiting or self.engine.active)
             return now_us
         return done_us
 
     def _carry_on(self, exchange: RankExchange, step: Step, now_us: int) -> int | None:
-        """Propose a batch of this rank, or run the agreed one. Return when that is done; None if it is neither."""
+        """Carry out the step of a round: send this rank's proposal, or launch the agreed batch.
+
+        Returns: the time at which that is done; None if the step has neither command.
+        """
         done_us = None
         for command in step.commands:
             if type(command) is ProposeBatch:
@@ -425,7 +430,7 @@ class EngineHost:
         return done_us
 
     def _planned_by(self, now_us: int) -> int:
-        """Account once for planning what this rank proposes. Return when it is planned."""
+        """Account once for the CPU time of planning this rank's proposal. Return the time at which it is planned."""
         held = self.engine.ranks.held if self.engine.ranks is not None else None
         if held is None or held.plan is self._planned:
             return now_us if held is not None else self._spend(now_us, self.cpu.plan_us(BatchShape()), "plan")
@@ -436,15 +441,16 @@ class EngineHost:
         return self._spend(now_us, self.cpu.plan_us(self._planned_shape), "plan")
 
     def _run_decodes(self, now_us: int) -> int | None:
-        """Take a uniform stretch of decodes in one go: what `_take_in` and `_launch` would do, event for event.
+        """Simulate a uniform stretch of decodes in one go, with the same events as `_take_in` and `_launch`.
 
-        It ends before anything but a result is due. Return when the lane is free; None if there was no such stretch.
+        The stretch ends before any fact other than a result is due.
+        Returns: the time at which the lane is free; None if there was no stretch.
         """
         queue = self.device.queue
         if self._conversations is not None and self._conversations.due:
             return None
         if self.exchange is not None:
-            return None  # what is planned may wait for the others, and nothing is launched without them
+            return None  # every launch needs the agreement of the other ranks
         until_us: float = self.arrivals.next_us
         newest = queue[-1]
         worth_us = newest.finished_us + RUN_WORTH_BATCHES * (newest.finished_us - newest.started_us)
@@ -469,7 +475,7 @@ class EngineHost:
         engine, device, journal, metrics = self.engine, self.device, self.journal, self.metrics
         waiting, active, free_pages = len(engine.waiting), engine.active, engine.memory.pool.free_count
         cached_pages = engine.memory.radix.evictable_pages
-        result_us = round(self.cpu.result_us(newest.rows))  # one running batch throughout, so one cost
+        result_us = round(self.cpu.result_us(newest.rows))  # constant, because the running batch does not change
         launched_us = None
         while run.left and not self.stop_requested:
             batch = queue[0]
@@ -504,9 +510,10 @@ class EngineHost:
         return launched_us
 
     def _fold(self, event: ObservedEvent, came_us: int | None = None) -> Step:
-        """Step the engine, record, measure, and perform the commands that the host carries out itself.
+        """Step the engine, write the journal, measure, and carry out all commands except OF_THE_DEVICE.
 
-        `came_us` is when the event came to pass, for the metrics, if the lane noticed it later.
+        Args:
+            came_us: time of the event for the metrics, if the lane received it later; None: `event.time_us`.
         """
         try:
             step = self.engine.step(event)
@@ -529,13 +536,13 @@ class EngineHost:
         return step
 
     def _start_encoding(self, encoder: EncoderLane, now_us: int) -> None:
-        """Let the encoder begin with the ordered contents; on the engine's GPUs batches wait for it."""
+        """Let the encoder start the ordered contents; on the engine's GPUs batches wait for it."""
         held_us = encoder.start(now_us, self.device.encoder_free_us)
         if held_us:
             self.device.encode_until(held_us)
 
     def _note_media(self, encoder: EncoderLane, step: Step, now_us: int) -> None:
-        """Note requests that begin to wait for media, and report waits that are over."""
+        """Record requests that begin to wait for media, and report waits that have ended."""
         for decided in step.decided:
             if type(decided) is AdmissionDeferred and decided.reason == "media":
                 self._awaiting.setdefault(decided.request_id, now_us)
@@ -549,7 +556,7 @@ class EngineHost:
                 encoder.sink.media_wait(request_id, now_us - self._awaiting.pop(request_id))
 
     def _show(self, event: ObservedEvent, step: Step) -> None:
-        """Pass the engine to the observer and to the check."""
+        """Call the observer, and the check if it is due."""
         if self._observer is not None:
             self._observer.observe(event, step, self.engine)
         if self._check is not None:
@@ -559,7 +566,7 @@ class EngineHost:
                 self._check(self.engine)
 
     def _perform(self, command: Command, now_us: int) -> None:
-        """Carry out a command: report an end to the source of requests, compile, load, encode, transfer."""
+        """Carry out one command: an end or rejection, a compilation, a load, an encoding, a transfer, a tier's move."""
         if type(command) is FinishRequest:
             self._report_end(command.request_id, now_us, answered=command.reason != "cancelled")
             self._count_end()
@@ -584,7 +591,7 @@ class EngineHost:
                 self.device.hold_until(held_us)
 
     def _report_end(self, request_id: RequestId, now_us: int, *, answered: bool) -> None:
-        """Report the end of a request, which is that of its last sample, to the source of requests."""
+        """Report the end of a request to the source of requests; with samples, when the last sample has ended."""
         ended = self._samples.ended(request_id, answered=answered)
         if ended is None:
             return
@@ -603,7 +610,7 @@ class EngineHost:
         self.device.take_row(taken.row, turn, taken.adapter_slot, taken.request_id - first)
 
     def _load(self, command: LoadAdapter, now_us: int) -> AdapterLoaded:
-        """Begin to load an adapter to the device; return the answer, with the time at which it comes."""
+        """Begin to load an adapter to the device. Return the answer, dated with the end of the load."""
         generation = self.engine.generation
         if self._adapters is not None:
             return self._adapters.begin(command, now_us, generation)
@@ -614,10 +621,10 @@ class EngineHost:
         self.ended += 1
         if self._on_finish is not None:
             self._on_finish(self.ended)
-        self._others_us = self.env.peek()  # another process may act on it
+        self._others_us = self.env.peek()  # another process may react to the end
 
     def _spend(self, now_us: int, cost_us: float, what: str) -> int:
-        """Keep the CPU lane busy; return when it is free again."""
+        """Account for `cost_us` of work of the CPU lane. Return the time at which it is free again."""
         stop_us = now_us + round(cost_us)
         if stop_us > now_us:
             self.metrics.cpu_interval(now_us, stop_us, what)

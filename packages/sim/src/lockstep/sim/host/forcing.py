@@ -1,10 +1,10 @@
-"""Tokens that grammars force, as the simulator sees them: how often a token leaves no choice behind it.
+"""The simulator's model of tokens that grammars force: after a drawn token, some tokens are forced with a chance.
 
-    forcing = Forcing.of("0.12x2", seed=7)     # behind a drawn token, with a chance of 0.12, the next two are forced
-    forcing.runs(request=3).stop_behind(5)     # output 5 is there: outputs [6:stop) are forced
+    forcing = Forcing.of("0.12x2", seed=7)     # after a drawn token, with a chance of 0.12, the next two are forced
+    forcing.runs(request=3).stop_behind(5)     # output 5 exists: outputs [6:stop) are forced
 
-One number, a hash of seed, request and output, decides behind each token that was drawn, so a run does not depend on
-the order of its batches, and a request that comes back after a retraction is forced to say what it was before.
+A hash of seed, request and output decides after each drawn token. So a run does not depend on the order of its batches,
+and a retracted request has the same forced tokens when it runs again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FORCES_SOURCE = (
 
 @dataclass(frozen=True)
 class Forcing:
-    """How often, and how many."""
+    """The frequency and the length of runs of forced tokens."""
 
-    chance: float  # behind a token that was drawn
-    tokens: int  # that are forced then
+    chance: float  # probability that forced tokens follow a drawn token
+    tokens: int  # length of a run of forced tokens
     seed: int
     source: str
 
     @classmethod
     def of(cls, text: str | None, seed: int) -> Forcing:
-        """Read CHANCExTOKENS; None is the default. Raises ConfigError."""
+        """Parse CHANCExTOKENS; None is DEFAULT_FORCES. Raises ConfigError."""
         chance, times, tokens = (DEFAULT_FORCES if text is None else text).partition("x")
         try:
             found = cls(float(chance), int(tokens), seed, "given" if text is not None else FORCES_SOURCE)
@@ -49,23 +49,23 @@ class Forcing:
         return found
 
     def runs(self, request: int) -> ForcedRuns:
-        """Those of a request, by its number in the workload."""
+        """Return the forced tokens of a request, given its number in the workload."""
         return ForcedRuns(self, request)
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return chance, length and source, for metrics.json."""
         return {"chance": self.chance, "tokens": self.tokens, "source": self.source}
 
 
 class ForcedRuns:
-    """What is forced of one request; to be asked for outputs in rising order."""
+    """The runs of forced tokens of one request, computed in ascending order of outputs."""
 
     def __init__(self, forcing: Forcing, request: int) -> None:
         self._forcing, self._request = forcing, request
-        self._drawn, self._stop = -1, 0  # the last token looked at that was drawn; what is behind it is forced up to
+        self._drawn, self._stop = -1, 0  # last drawn output so far; outputs [_drawn + 1:_stop) are forced
 
     def stop_behind(self, output: int) -> int:
-        """Number of the first output behind this one that is not forced, `output` + 1 where none is."""
+        """Return the first output after `output` that is not forced. Call it with ascending outputs."""
         while self._stop <= output:
             self._drawn = self._stop
             keys = np.array([self._request], np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(self._drawn)

@@ -1,11 +1,11 @@
-"""Pools for sliding windows and linear attention of a simulated engine: how its memory is shared out, what copies cost.
+"""Pools for sliding windows and linear attention of a simulated engine: the division of its memory, the cost of copies.
 
     # 0 ....... weights, activations, runtime ....... | states ........ | full pages and window pages ...... usable
     #                                                 | m / (1 + m)     | window positions = r x full ones |
 
 m is `mamba_full_memory_ratio`, r is `swa_full_tokens_ratio`: names and defaults are SGLang's. A model has only the
-pools that its layers need. Without `hybrid_memory` every attention layer keeps every token, and the state of as many
-requests as may run is set aside, with no checkpoints beside them and prefix hits wherever pages match.
+pools that its layers need. Without `hybrid_memory` every attention layer keeps every token. Memory for the states of
+all requests that may run is then reserved, there are no checkpoints, and a prefix hits wherever its pages match.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from lockstep.sim.cost.stages import stages_of
 from lockstep.sim.host.page_bytes import PageBytes
 from lockstep.sim.scenario.tier_options import HybridShares
 
-SLOTS_BY_ROW = 2  # of state, at least: what one request computes in, and a checkpoint
+SLOTS_BY_ROW = 2  # minimum of state slots: the state of one running request, and one checkpoint
 
 
 def window_tokens_of(model: ModelSpec) -> int:
-    """Positions that its sliding layers see; 0: it has none."""
+    """Return the window of a model's sliding layers in tokens; 0 if it has no sliding layers."""
     return model.attention.window if isinstance(model.attention, AttentionShape) and model.sliding_layers else 0
 
 
 def check_hybrid(model: ModelSpec) -> None:
-    """Raise ConfigError for a model that separate pools are not for."""
+    """Raise ConfigError for a model without sliding-window or linear-attention layers."""
     if not window_tokens_of(model) and model.delta is None:
         raise ConfigError(
             f"`hybrid_memory` is on, but all layers of {model.name} have full attention\n"
@@ -52,12 +52,13 @@ def shared_out(
     shares: HybridShares,
     drafter: tuple[int, int] = (0, 0),
 ) -> KvCapacity:
-    """The memory that is left for KV and states, divided among the pools. `kv` is with nothing set aside for states.
+    """Divide the memory for KV and states among the pools, and return the capacity with all pools.
 
-    Of several stages each has the pages and states of its layers, and as many as the one with the least room; the
-    figures are that one's. `drafter`, on the last stage: bytes of its weights, and of its KV of a token, which lies in
-    full pages.
-
+    With several stages, every stage has the numbers of pages and states that fit on the stage with the least room. The
+    figures are those of that stage.
+    Args:
+        kv: capacity computed without memory for states.
+        drafter: a drafter on the last stage: bytes of its weights, and bytes of its KV per token in full pages.
     Raises: CapacityError if a pool would be empty.
     """
     each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)]
@@ -101,40 +102,40 @@ def shared_out(
 
 
 class StageRoom(NamedTuple):
-    """Bytes of one stage: what it has left, what a token weighs in its full and sliding layers, and a state."""
+    """The room of one stage for KV and states, and the sizes of both, in bytes."""
 
-    left: int
-    full: int
-    sliding: int
-    state_bytes: int
+    left: int  # memory for KV and states
+    full: int  # KV of one token in full layers
+    sliding: int  # KV of one token in sliding layers
+    state_bytes: int  # state of one request
 
     def pages(self, slots: int, page_tokens: int, sliding_ratio: float) -> int:
-        """Full pages that fit beside so many states, with the window pages that go with them."""
+        """Return the full pages that fit beside `slots` states, each with its share of window pages."""
         page_bytes = page_tokens * (self.full + self.sliding * (sliding_ratio if self.sliding else 0.0))
         return int((self.left - slots * self.state_bytes) / page_bytes) if page_bytes else UNBOUNDED_PAGES
 
 
 class TransferBytes(NamedTuple):
-    """What is sent from a prefill to a decode engine, of all layers and GPUs of the model together."""
+    """Bytes sent from a prefill to a decode engine, all layers and GPUs of the model together."""
 
     token: int  # KV of a token in layers that keep every token
-    window_token: int  # in sliding layers with a pool of their own: of the last window's tokens only
-    state: int  # of linear attention, once for each request
+    window_token: int  # KV of a token in sliding layers with a separate pool; sent for the last window's tokens only
+    state: int  # linear-attention state, once per request
 
     @staticmethod
     def of(model: ModelSpec, kv_dtype: KvDtype, *, hybrid: bool) -> TransferBytes:
-        """`hybrid`: whether sliding windows and states have pools of their own."""
+        """Return the bytes of a model. `hybrid`: whether sliding windows and states have separate pools."""
         if not hybrid:
             return TransferBytes(model.kv_bytes_per_token(kv_dtype), 0, 0)
         each = model.kv_values_per_layer() * KV_BYTES[checked_kv_dtype(kv_dtype)]
         return TransferBytes(model.full_layers * each, model.sliding_layers * each, model.state_bytes_per_request())
 
     def of_prompt(self, tokens: float, window: int) -> float:
-        """Bytes of a prompt of so many tokens."""
+        """Return the bytes of a prompt of `tokens` tokens, with `window` tokens of sliding layers."""
         return tokens * self.token + min(tokens, window) * self.window_token + self.state
 
     def of_part(self, part: StartTransfer, start: int, page_tokens: int) -> tuple[int, PartSize]:
-        """Bytes of a part from position `start` on, and of what."""
+        """Return the bytes of a part that begins at position `start`, and what it consists of."""
         tokens, window_tokens, states = max(part.stop_tokens - start, 0), 0, 0
         if part.hybrid is not None:
             first = -(-part.stop_tokens // page_tokens) - len(part.hybrid.window_pages)
@@ -145,17 +146,19 @@ class TransferBytes(NamedTuple):
 
 
 class PartSize(NamedTuple):
-    """What a part of a prompt has."""
+    """The contents of one part of a transfer."""
 
     tokens: int
-    window_tokens: int  # of these, whose KV of sliding layers is sent
+    window_tokens: int  # tokens among these that are sent with KV of sliding layers
     states: int
 
 
 def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares, kv: KvCapacity | None) -> HybridMemory:
-    """The scheduler's part of it, of each rank where there are several.
+    """Return the scheduler's settings of the pools, per data-parallel rank.
 
-    `kv`: what all shards have together; None if the number of pages was given, to which the others then go.
+    Args:
+        kv: capacity of all shards together; None if the number of pages was given: window pages and state slots then
+            follow from `config.pages` and `config.max_running_requests`.
     """
     window, states = window_tokens_of(model), model.delta is not None
     ranks = config.dp_ranks if isinstance(config.dp_ranks, int) else 1
@@ -170,7 +173,7 @@ def hybrid_settings(model: ModelSpec, config: SchedConfig, shares: HybridShares,
 
 
 def state_copies_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> tuple[float, ...]:
-    """By stage: time to copy the state of one request, read and written at the rate at which weights are read."""
+    """Return the time to copy the state of one request on each stage: read and written at the rate of weight reads."""
     bytes_per_us = achieved(gpu, "weight_read_gbs").value * 1e3
     stages = stages_of(model, split)
     return tuple(2.0 * stage.model.state_bytes_per_request(split) / bytes_per_us for stage in stages)
@@ -179,7 +182,7 @@ def state_copies_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> tuple
 def block_bytes(
     model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int
 ) -> tuple[PageBytes, dict[str, PageBytes]]:
-    """What a page of full layers weighs in host memory and on a link to it, and a window page and a state beside it."""
+    """Return the bytes of a page of full layers, and by kind those of a window block and of a state block."""
     each = model.kv_values_per_layer(split) * KV_BYTES[checked_kv_dtype(kv_dtype)] * page_size
     state = model.state_bytes_per_request(split)
     beside = {"window": model.sliding_layers * each, "state": state}
@@ -189,8 +192,9 @@ def block_bytes(
 
 
 def host_page_bytes(pages: int, hybrid: HybridMemory, page: PageBytes, beside: Mapping[str, PageBytes]) -> PageBytes:
-    """A page of host memory with its share of the host's windows and states: as many of them as the device has for
-    each of its `pages`.
+    """Return the bytes of a host page with its share of window and state blocks.
+
+    The host has as many of these blocks per page as the device has for each of its `pages`.
     """
     blocks = {"window": hybrid.window_pages, "state": hybrid.state_slots}
     in_all = [sum(blocks[kind] * one[where] for kind, one in beside.items()) for where in (0, 1)]
@@ -198,5 +202,5 @@ def host_page_bytes(pages: int, hybrid: HybridMemory, page: PageBytes, beside: M
 
 
 def state_copy_us(model: ModelSpec, gpu: GpuSpec, split: Parallelism) -> float:
-    """The same on the stage with most of it."""
+    """Return the time to copy the state of one request on the stage where it takes longest."""
     return max(state_copies_us(model, gpu, split))

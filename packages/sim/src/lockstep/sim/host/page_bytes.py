@@ -11,15 +11,15 @@ from lockstep.sim.cost.parallel import Parallelism
 class PageBytes(NamedTuple):
     """Bytes of one page of KV, of a window block or of a state block."""
 
-    on_host: int  # the parts of all GPUs that hold it
-    on_link: int  # the part of one GPU; with stages, of the one that has most
+    on_host: int  # in host memory: the parts of all GPUs of a shard
+    on_link: int  # over the link of one GPU; with stages, an equal share of the layers, rounded up
 
     @classmethod
     def of(cls, model: ModelSpec, split: Parallelism, kv_dtype: KvDtype, page_size: int) -> PageBytes:
-        """Of a page of `page_size` tokens. A GPU keeps on the host what it holds: what is replicated, is there too."""
+        """Return the bytes of a page of `page_size` tokens. KV that is replicated on GPUs is replicated on the host."""
         return cls.of_rank(model.kv_bytes_per_token(kv_dtype, split) * page_size, split)
 
     @classmethod
     def of_rank(cls, rank: int, split: Parallelism) -> PageBytes:
-        """Of what has so many bytes on one rank, all layers together."""
+        """Return the bytes of a block with `rank` bytes on one rank, all layers together."""
         return cls(rank * split.attention_tp, -(-rank // split.pp))

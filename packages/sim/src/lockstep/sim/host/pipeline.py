@@ -1,23 +1,24 @@
-"""The device of an engine with several stages: batches follow each other through them.
+"""The device of an engine with several pipeline stages: batches pass through the stages one after another.
 
-    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        a decode waits until its newest token, which
-    stage 2        . | prefill 4 | prefill 5 |...                      batch 5 sampled in the last stage, is back
+    stage 1   | prefill 4 | prefill 5 |          | decode 7 ...        decode 7 waits for its newest token, which
+    stage 2        . | prefill 4 | prefill 5 |...                      batch 5 samples in the last stage
 
-A batch enters the first stage when that is free, and the next one when it has been sent there and that is free. A row
-that decodes needs the token sampled for it last: if a batch in flight samples it, the batch waits until it is back at
-the first stage. So consecutive decodes of the same rows never overlap, while prefills follow each other without a gap.
+A batch enters the first stage when that stage is free, and each further stage when it has been sent there and the stage
+is free. A decode row needs the token that was sampled last for it. If a batch in flight samples this token, the decode
+waits until the token is back at the first stage. So consecutive decodes of the same rows never overlap, while prefills
+follow each other without a gap.
 
-Drafts are made in the last stage, behind its sampling, for the next pass of their rows: they go back to the first stage
-with the newest token. A batch takes that time, as it takes that of its own drafts where there is one stage.
+The last stage makes drafts, after its sampling, for the next pass of their rows. They go back to the first stage with
+the newest token. Drafting lengthens the batch, as it does with one stage.
 
-Media are encoded in the first stage, where their embeddings are needed: behind the batches that have left it, before
-those that come, while the other stages go on.
+The first stage encodes media, because it needs their embeddings: after the batches that have left it and before those
+that come next, while the other stages continue.
 
-The engine has `overlap_depth + 1` batches in flight and one set of running rows; or as many of each of its microbatches
-(`pp_size`), which divide its rows and keep stages busier while they decode. Of these it is noted when each was in each
-stage, for the timeline.
+The engine has `overlap_depth + 1` batches in flight and one running batch. With microbatches (`pp_size`) it has as many
+batches in flight of each; they divide its rows and keep stages busier in decodes. The times of their batches in each
+stage are stored for the timeline.
 
-States of linear attention are copied in each stage, those of its own layers, before it runs the batch.
+Each stage copies the linear-attention states of its own layers before it runs a batch.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def device_type_of(cost: CostModel) -> type[Device]:
 
 
 def with_stages(data: RunData, host: EngineHost) -> RunData:
-    """Return the run with how busy the stages were, if the device has several."""
+    """Return the run with the busy times of the stages, and with microbatches the times of batches in the stages.
+
+    A run with one stage is returned unchanged.
+    """
     stages, notes, several = host.device.stages, host.device.notes, host.engine.microbatches
     if stages is None:
         return data
@@ -60,7 +64,7 @@ def with_stages(data: RunData, host: EngineHost) -> RunData:
 
 
 class PipelinedDevice(Device):
-    """Stages that batches go through in the order of their launches. A batch starts in the first, ends in the last."""
+    """A device of several stages. Batches pass through them in the order of launches, from the first to the last."""
 
     def __init__(self, cost: PipelineModel, rows_max: int, *, seed: int, name: str, early_eos: bool) -> None:
         super().__init__(cost, rows_max, seed=seed, name=name, early_eos=early_eos)
@@ -68,7 +72,7 @@ class PipelinedDevice(Device):
         self.stages: Stages = Stages(cost)
         self.notes: StageNotes = StageNotes(len(cost.stages))
         self._token_back_us = np.zeros(rows_max, np.float64)  # by row: when its newest token is at the first stage
-        self._last_us = 0  # when the last batch handed over will have finished
+        self._last_us = 0  # end of the last batch handed over
         self._untimed_shapes: dict[int, BatchShape] = {}  # by batch
 
     def launch(self, plan: BatchPlan, shape: BatchShape, handed_over_us: int) -> None:
@@ -88,16 +92,16 @@ class PipelinedDevice(Device):
 
     @property
     def free_us(self) -> int:
-        """When all batches handed over will have run."""
+        """Time at which all batches handed over will have run."""
         return self._last_us
 
     @property
     def encoder_free_us(self) -> int:
-        """When the first stage, which encodes, has run all batches handed over."""
+        """Time at which the first stage, which encodes, will have run all batches handed over."""
         return math.ceil(self.stages.free_us[0])
 
     def encode_until(self, us: int) -> None:
-        """Delay batches in the first stage to `us`; the other stages go on with theirs."""
+        """Delay batches in the first stage to `us`; the other stages continue."""
         self.stages.free_us[0] = max(self.stages.free_us[0], float(us))
 
     def sample(self, batch_id: int, at_us: int) -> None:
@@ -113,7 +117,11 @@ class PipelinedDevice(Device):
     def _run(
         self, plan: BatchPlan, shape: BatchShape, handed_over_us: int, tokens: bytes, accepted: bytes, sampled_us: int
     ) -> None:
-        """Time a batch; before `sampled_us` it does not sample."""
+        """Compute the times of a batch in all stages and queue its result.
+
+        Args:
+            sampled_us: earliest time at which it samples; 0: it samples with its forward pass.
+        """
         pipeline = self._pipeline
         draft_us = 0.0 if self.speculation is None else self.speculation.draft_us(plan, shape)
         send_us = pipeline.send_us(shape.extend_tokens + shape.decode_rows + shape.draft_tokens)
@@ -127,7 +135,7 @@ class PipelinedDevice(Device):
                 shape = structs.replace(shape, decode_context_tokens=shape.decode_context_tokens + shape.decode_rows)
                 now_us += back_us
             times_us, sampling_us = pipeline.stage_us(shape), 0.0
-            if sampled_us:  # the forward of the last stage may run before
+            if sampled_us:  # the forward pass of the last stage may run before `sampled_us`
                 last = pipeline.stage_us(structs.replace(shape, sampled_rows=0))[-1]
                 sampling_us, times_us[-1] = times_us[-1] - last + draft_us, last
             else:

@@ -1,4 +1,4 @@
-"""Interfaces of a host: where requests come from, where events, measures and KV go."""
+"""Interfaces of a simulated host: sources of requests, sinks of events and measures, ports of KV and of ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ NEVER_US = 2**62
 
 
 class MetricsSink(Protocol):
-    """What a host reports for measurement; `MetricsFold` implements it."""
+    """Receives the measurements of a host; `MetricsFold` implements it."""
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one event and its Step."""
+        """Record one event and its Step."""
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
-        """Take in queue lengths and pages after a LaneReady."""
+        """Record queue lengths and pages after a LaneReady."""
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
-        """Take in an interval of work of the CPU lane."""
+        """Record an interval [start_us:stop_us) of work of the CPU lane."""
 
 
 class Observer(Protocol):
     """Receives each step, and the engine after it, except uniform stretches of decodes, in which nothing is decided."""
 
     def observe(self, event: ObservedEvent, step: Step, engine: Engine) -> None:
-        """Take in one event and its Step; change nothing."""
+        """Receive one event and its Step. The observer must not change the engine."""
 
 
 class RequestSource(Protocol):
-    """Source of the requests of a lane: `Arrivals`, or the requests that a router sends to it."""
+    """Source of the requests of a CPU lane: `Arrivals`, or the requests that a router sends to it."""
 
     next_us: int
 
@@ -66,13 +66,13 @@ class RequestSource(Protocol):
         """Time before which no request comes except the known ones and follow-ups of this lane's own answers."""
 
     def more(self, env: Environment) -> Event | None:
-        """Return the event to wait for when nothing is due any more; None: nothing will come."""
+        """Return the event to wait for when nothing more is due; None: there will be no more requests."""
 
     def answered(self, request_id: RequestId, now_us: int) -> None:
-        """Take in the end of an answer."""
+        """Record the end of an answer."""
 
     def broke_off(self, request_id: RequestId, now_us: int) -> None:
-        """Take in the rejection of a request, or its cancel."""
+        """Record the rejection or the cancel of a request."""
 
 
 class TransferPort(Protocol):
@@ -87,7 +87,7 @@ class TransferPort(Protocol):
         """Carry out a command."""
 
     def collected(self, batch_id: BatchId, step: Step, now_us: int) -> None:
-        """Take in that the result of a batch was collected."""
+        """Report that the result of a batch was collected."""
 
     def pause(self, next_us: int) -> Event:
         """Return the event to wait for: `next_us`, or an earlier fact."""

@@ -1,6 +1,6 @@
-"""Control requests that open and close the server sessions of one engine beside their turns.
+"""Control requests that open and close the sessions of one engine.
 
-A session is opened when its first turn comes. It is closed when its last turn has ended, or when it breaks off.
+A session is opened when its first turn arrives. It is closed when its last turn has ended, or when it breaks off.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lockstep.core.contract.events import (
 )
 from lockstep.sim.workload.turns import Turn
 
-FIRST_CONTROL = 1_000_000  # controls of sessions are numbered behind those that make adapters known
+FIRST_CONTROL = 1_000_000  # control ids of sessions are above this; those of adapter registrations are below
 
 
 class HoldingSink(Protocol):
-    """What a host reports about sessions; `MetricsFold` implements it."""
+    """Receives the measurements of sessions; `MetricsFold` implements it."""
 
     def sessions_held(self, time_us: int, pages: int) -> None:
-        """Take in how many pages sessions hold that no request does, from now on."""
+        """Record the pages that sessions hold and no request does, valid from `time_us` on."""
 
 
 class Conversations:
@@ -36,9 +36,9 @@ class Conversations:
     def __init__(self, capacity_tokens: int, sink: HoldingSink) -> None:
         self._capacity_tokens = capacity_tokens
         self.sink = sink
-        self.is_stale = False  # whether what sessions hold may have changed since the last report
+        self.is_stale = False  # whether the pages that sessions hold may have changed since the last report
         self._control_id = FIRST_CONTROL
-        self.due: deque[CloseSession] = deque()  # to be asked for at once
+        self.due: deque[CloseSession] = deque()  # controls to be sent as soon as possible
 
     def opening(self, turn: Turn, time_us: int) -> ControlRequested | None:
         """Return the request that opens the session of a turn; None if the turn is not the first of a session."""
@@ -47,7 +47,7 @@ class Conversations:
         return self._request(time_us, OpenSession(turn.session, self._capacity_tokens))
 
     def ended(self, turn: Turn, *, answered: bool) -> None:
-        """Take in the end of a turn. Its session is closed if the turn was the last one, or if it broke off."""
+        """Record the end of a turn. Its session is due to be closed if the turn was its last or was not answered."""
         if turn.session and (turn.session_last or not answered):
             self.due.append(CloseSession(turn.session))
 
@@ -61,9 +61,9 @@ class Conversations:
 
 
 CHANGES = frozenset((RequestAdmitted, RequestFinished, SessionYielded, SessionClosed))
-"""Decided events after which sessions may hold other pages that no request holds."""
+"""Decided events that may change which pages are held by sessions alone."""
 
 
 def changes_holding(step: Step) -> bool:
-    """Whether a step may have changed what sessions hold between turns."""
+    """Return whether a step may have changed which pages are held by sessions alone."""
     return any(type(decided) in CHANGES for decided in step.decided)

@@ -1,18 +1,19 @@
-"""Speculative decoding as the simulator sees it: how many drafts are right, and what drafting costs.
+"""The simulator's model of speculative decoding: the number of right drafts, and the time of drafting.
 
     acceptance = Acceptance.of("mtp", rates=None, spread=0.0, seed=7)
     right = acceptance.right(...)                            # a pure function of (seed, request, position)
-    drafter = drafter_of("eagle", cost, layers)
-    drafter.draft_us(shape, drafts)                          # beside the verification, which is a pass of the model
+    drafter = head_of(cost, layers)
+    drafter.draft_us(shape, drafts)                          # added to the time of the verification
 
-**Right drafts.** Draft j behind a token is right, if all before it were, with the chance `rates[j]` (the last one holds
-for all behind it). Requests differ: each shifts the log-odds of its chances by a normal draw times `spread`. One
-uniform number, a hash of seed, request and position, decides, so a run does not depend on the order of its batches.
+**Right drafts.** If all drafts before it were right, draft j after a token is right with the chance `rates[j]`; the
+last rate holds for all later drafts. Each request shifts the log-odds of its chances by a normal draw times `spread`. A
+uniform number, a hash of seed, request and position, decides. So a run does not depend on the order of its batches.
 
-**Drafting.** An n-gram drafter looks into the text. The others run passes one after another: the first over all that is
-new since the last one (prompts included), the others over a token of each row. A draft model is a model; a head (EAGLE,
-MTP) is taken as one average layer of the model it drafts for, with that model's embedding and logits. In a pipeline the
-last stage drafts, which has the tokens and the hidden states: all of the draft model, or one of its own layers.
+**Drafting.** An n-gram drafter searches the text of a row. Other drafters run passes one after another: the first over
+all tokens since its last pass (prompts included), each further pass over one token per row. A draft model is a model of
+its own. A head (EAGLE, MTP) counts as one average layer of the verifying model, with that model's embedding and logits.
+In a pipeline the last stage drafts, because it has the tokens and the hidden states: it runs the whole draft model, or
+a head that counts as one of the stage's own layers.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ Float64s = NDArray[np.float64]
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Read `0.85,0.75`: chances of draft 1, 2, ... Raises ConfigError."""
+    """Parse chances of draft 1, 2, ..., such as `0.85,0.75`. Raises ConfigError."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -69,16 +70,19 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How many drafts are right."""
+    """The distribution of right drafts."""
 
-    rates: tuple[float, ...]
-    spread: float  # of a request's log-odds, one standard deviation
+    rates: tuple[float, ...]  # chance of draft 1, 2, ..., each given that all before it were right
+    spread: float  # standard deviation of the log-odds over requests
     seed: int
     source: str
 
     @classmethod
     def of(cls, method: SpeculativeMethod, rates: str | None, spread: float, seed: int) -> Acceptance:
-        """Raises ConfigError for rates or a spread that cannot be."""
+        """Build the distribution of a method; `rates` None: DEFAULT_RATES.
+
+        Raises: ConfigError for rates that cannot be parsed, or a spread out of range.
+        """
         if not 0.0 <= spread <= 10.0:
             raise ConfigError(f"`acceptance_spread` must be from 0 (all requests alike) to 10, got `{spread}`")
         if rates is None:
@@ -86,7 +90,7 @@ class Acceptance:
         return cls(parse_rates(rates), spread, seed, "given")
 
     def chances(self, request: int, drafts: int) -> Float64s:
-        """That so many drafts of a request are right, and all before them: float64 [drafts], falling."""
+        """Return for j = 1, 2, ... the chance that the first j drafts of a request are right: float64 [drafts]."""
         rates = np.array([self.rates[min(j, len(self.rates) - 1)] for j in range(drafts)])
         if self.spread:
             shift = self.spread * _normal(mixed(np.array([request], np.uint64), self.seed))
@@ -96,11 +100,11 @@ class Acceptance:
         return np.cumprod(rates)
 
     def right(self, requests: UInt64s, positions: Int32s, chances: Float64s, drafts: Int32s) -> Int32s:
-        """How many of each row's drafts behind `positions` are right.
+        """Return how many drafts of each row after `positions` are right, int32 [rows].
 
         Args:
-            chances: float64 [rows, most drafts], as `chances` has them.
-            drafts: int32 [rows], how many there are.
+            chances: float64 [rows, drafts of the longest row], results of `chances`.
+            drafts: int32 [rows], number of drafts.
         """
         keys = requests * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
         uniform = uniform_of(mixed(keys, self.seed + 1))
@@ -108,55 +112,55 @@ class Acceptance:
         return np.minimum(right, drafts)
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return rates, spread and source, for metrics.json."""
         return {"rates": list(self.rates), "spread": self.spread, "source": self.source}
 
 
 class DraftCost(Protocol):
-    """What drafting costs."""
+    """The time of drafting."""
 
     def draft_us(self, shape: BatchShape, drafts: int) -> float:
-        """The time beside a batch of this shape, of which a row verifies at most so many drafts."""
+        """Return the time that drafting adds to a batch of this shape, in which a row verifies at most `drafts`."""
         ...
 
     def slowed(self, factor: float) -> DraftCost:
-        """The same with every time multiplied."""
+        """Return a copy with every time multiplied by `factor`."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return kind and constants, for metrics.json."""
         ...
 
 
 @dataclass(frozen=True)
 class NgramDraftCost:
-    """Looks for the newest tokens in the text before them."""
+    """The time of a drafter that searches the text of each row for its newest tokens."""
 
     factor: float = 1.0
 
     def draft_us(self, shape: BatchShape, drafts: int) -> float:
-        """A look-up for each row."""
+        """Return the time of one search per decode row; 0 without drafts."""
         return self.factor * (NGRAM_FIXED_US + NGRAM_ROW_US * shape.decode_rows) if drafts else 0.0
 
     def slowed(self, factor: float) -> NgramDraftCost:
-        """The same with every time multiplied."""
+        """Return a copy with every time multiplied by `factor`."""
         return NgramDraftCost(self.factor * factor)
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return kind and constants, for metrics.json."""
         return {"kind": "ngram", "fixed_us": NGRAM_FIXED_US, "row_us": NGRAM_ROW_US, "source": "estimate"}
 
 
 @dataclass(frozen=True)
 class ModelDraftCost:
-    """Runs passes of a model, or of `1 / layers` of one."""
+    """The time of a drafter that runs passes: of a whole model, or of a head that counts as one of `layers` layers."""
 
     cost: CostModel
-    layers: int = 1  # of which one drafts; 1: the whole model
+    layers: int = 1  # 1: the whole model drafts; n: a head costs 1 / n of the model's layers
     name: str = ""
 
     def draft_us(self, shape: BatchShape, drafts: int) -> float:
-        """One pass over what is new, then one per further draft over a token of each row."""
+        """Return the time of one pass over all new tokens and, per further draft, one pass over a token per row."""
         rows = shape.decode_rows
         if not drafts:
             return self._pass_us(replace(shape, draft_tokens=0, sampled_rows=0)) if shape.extend_tokens else 0.0
@@ -166,25 +170,28 @@ class ModelDraftCost:
         return us
 
     def _pass_us(self, shape: BatchShape) -> float:
-        if shape.adapter_tokens:  # adapters are of the model that verifies
+        if shape.adapter_tokens:  # adapters belong to the verifying model
             shape = replace(shape, adapter_tokens=0, adapters=0)
         layers_us = self.cost.batch_us(replace(shape, sampled_rows=0)).mean_us
         logits_us = self.cost.batch_us(shape).mean_us - layers_us if shape.sampled_rows else 0.0
         return layers_us / self.layers + logits_us + (DRAFT_PASS_US if self.layers > 1 else 0.0)
 
     def slowed(self, factor: float) -> ModelDraftCost:
-        """The same with every time multiplied."""
+        """Return a copy with every time multiplied by `factor`."""
         return ModelDraftCost(UNCALIBRATED.cost_model(self.cost, factor), self.layers, self.name)
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return kind and constants, for metrics.json."""
         if self.layers == 1:
             return {"kind": "model", "model": self.name}
         return {"kind": "head", "layers": 1, "of_layers": self.layers, "pass_us": DRAFT_PASS_US, "source": "estimate"}
 
 
 def head_of(cost: CostModel, layers: int) -> ModelDraftCost:
-    """A head of a model of so many layers, which costs `cost`; of one with stages it is on the last of them."""
+    """Return the cost of a head on a model with `layers` layers and the cost model `cost`.
+
+    The head of a pipeline is on its last stage, and costs as much as one average layer of that stage.
+    """
     if isinstance(cost, PipelineModel):
         last = cost.stages[-1]
         return ModelDraftCost(last, last.model.layers)
@@ -192,7 +199,7 @@ def head_of(cost: CostModel, layers: int) -> ModelDraftCost:
 
 
 def _tokens_on(shape: BatchShape, further: int) -> BatchShape:
-    """A token of each row that decodes, so many positions further."""
+    """Return the shape of one token per decode row, `further` positions after the rows' newest tokens."""
     rows = shape.decode_rows
     return BatchShape(
         decode_rows=rows,
@@ -203,52 +210,54 @@ def _tokens_on(shape: BatchShape, further: int) -> BatchShape:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a run's drafts turn out, and what they cost."""
+    """The acceptance of a run's drafts, and their cost."""
 
     acceptance: Acceptance
     drafter: DraftCost
 
     def for_engine(self, config: SchedConfig) -> SpeculationModel:
-        """What the device of one engine needs."""
+        """Return a new model of drafts for the device of one engine."""
         return SpeculationModel(self.acceptance, self.drafter, config.drafts_max, config.rows_max)
 
     def slowed(self, factor: float) -> Drafting:
-        """The same with every time multiplied."""
+        """Return a copy with every time multiplied by `factor`."""
         return Drafting(self.acceptance, self.drafter.slowed(factor))
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return acceptance and drafter, for metrics.json."""
         return {"acceptance": self.acceptance.describe(), "drafter": self.drafter.describe()}
 
 
 class SpeculationModel:
-    """What a device needs to verify drafts: how many are right, and what they cost. One for each engine."""
+    """The state of the rows of one engine that verifies drafts, with acceptance and cost of drafts."""
 
     def __init__(self, acceptance: Acceptance, drafter: DraftCost, drafts: int, rows_max: int) -> None:
         self.acceptance, self.drafter, self.drafts = acceptance, drafter, drafts
-        # By row: its holder, its chances, and the position of its newest token.
+        # By row: number of its request, chances of right drafts, and position of its newest token.
         self._requests = np.zeros(rows_max, np.uint64)
         self._chances = np.zeros((rows_max, drafts))
         self.stands = np.zeros(rows_max, np.int32)
 
     def draft_us(self, plan: BatchPlan, shape: BatchShape) -> float:
-        """What drafting takes for a plan of this shape: as long as for the row with the most drafts."""
+        """Return the time of drafting for a plan of this shape, which is that of its row with the most drafts."""
         longest = int(plan.speculation.drafted().max()) if plan.speculation is not None else 0
         return self.drafter.draft_us(shape, longest)
 
     def take_row(self, row: int, request: int) -> None:
-        """A row now belongs to this request, by its number in the workload."""
+        """Assign a row to a request, given its number in the workload."""
         self._requests[row] = request
         self._chances[row] = self.acceptance.chances(request, self.drafts)
 
     def extended(self, rows: Int32s, stops: Int32s) -> None:
-        """These rows have computed their prompts, or parts of them, up to `stops`."""
+        """Record that rows have computed their prompts up to `stops`."""
         self.stands[rows] = stops
 
     def verify(self, rows: Int32s, drafts: Int32s, forced: Int32s) -> tuple[Int32s, Int32s]:
-        """Verify drafts, and move on: where each row stood, and how many tokens it got. int32 [rows] both.
+        """Verify drafts and advance the rows by their accepted tokens.
 
-        `forced`: of the drafts, those that are right for certain; empty where none is.
+        Args:
+            forced: int32 [rows], number of drafts forced by a grammar, which are always right; empty: none.
+        Returns: the position of each row before, and the tokens that it got; int32 [rows] each.
         """
         starts: Int32s = self.stands[rows]
         accepted = self.acceptance.right(self._requests[rows], starts, self._chances[rows], drafts) + np.int32(1)
@@ -259,7 +268,7 @@ class SpeculationModel:
 
 
 def expected_tokens(rates: Sequence[float], drafts: int) -> float:
-    """Tokens that a row gets from one verification of so many drafts, on average over equal requests."""
+    """Return the expected tokens of a row per verification of `drafts` drafts, for a spread of 0."""
     chances = np.cumprod([rates[min(j, len(rates) - 1)] for j in range(drafts)])
     return 1.0 + float(chances.sum())
 
@@ -268,7 +277,7 @@ def expected_tokens(rates: Sequence[float], drafts: int) -> float:
 
 
 def mixed(values: UInt64s, seed: int) -> UInt64s:
-    """SplitMix64 (Steele, Lea and Flood, 2014) of each value, in a stream of its own for each seed."""
+    """Return the SplitMix64 hash (Steele, Lea and Flood, 2014) of each value; each seed has an independent stream."""
     with np.errstate(over="ignore"):
         x = values + np.uint64((seed * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) % 2**64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -277,12 +286,12 @@ def mixed(values: UInt64s, seed: int) -> UInt64s:
 
 
 def uniform_of(bits: UInt64s) -> Float64s:
-    """Numbers in [0, 1)."""
+    """Convert 64 random bits to numbers in [0, 1)."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normal(bits: UInt64s) -> float:
-    """A standard normal number, of the first entry."""
+    """Return a standard normal number computed from the first entry of `bits`."""
     from statistics import NormalDist
 
     return NormalDist().inv_cdf(float(uniform_of(bits)[0]) * (1.0 - 2.0**-52) + 2.0**-54)

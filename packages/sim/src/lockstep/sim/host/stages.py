@@ -1,4 +1,4 @@
-"""Stages of a pipeline: when each is free, how busy it was, which batch it ran when."""
+"""Stages of a simulated pipeline: when each is free, its busy time, and the times of its batches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Stages:
         self.cost = cost
         self.free_us = [0.0] * len(cost.stages)
         self.busy_us = [0.0] * len(cost.stages)
-        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # of the state of one request
+        self._copies_us = state_copies_us(cost.model, cost.gpu, cost.split)  # by stage: copy of one request's state
 
     def with_copies(self, times_us: Sequence[float], copies: float) -> Sequence[float]:
-        """Times in each stage, with those of so many copies of states, each stage its own layers' part."""
+        """Return the time in each stage plus that of `copies` state copies; a stage copies the part of its layers."""
         if not copies:
             return times_us
         return [us + copies * each for us, each in zip(times_us, self._copies_us, strict=True)]
@@ -32,9 +32,14 @@ class Stages:
     def run(
         self, now_us: float, times_us: Sequence[float], send_us: float, held_us: float = 0.0
     ) -> tuple[float, float, list[int]]:
-        """A batch goes through all of them, that long in each; in none it begins before `held_us`.
+        """Run a batch through all stages.
 
-        Returns: when it entered the first and left the last; start and stop in each, rounded.
+        Args:
+            now_us: earliest start in the first stage.
+            times_us: time in each stage.
+            send_us: time to send the batch from one stage to the next.
+            held_us: earliest start in any stage.
+        Returns: start in the first stage; end in the last; start and stop in each stage, alternating, rounded.
         """
         started_us, spans = -1.0, list[int]()
         for stage, took_us in enumerate(times_us):
@@ -47,13 +52,17 @@ class Stages:
         return started_us, now_us, spans
 
     def sampled(self, at_us: float, sampling_us: float) -> None:
-        """Account for sampling in the last stage that waited until its matchers had moved."""
+        """Account for a deferred sampling of `sampling_us` that ended in the last stage at `at_us`."""
         self.free_us[-1] = at_us
         self.busy_us[-1] += sampling_us
 
     def describe(self, busy_us: int | None) -> dict[str, Any]:
-        """Return how busy stages were, beside `busy_us`, the time in which at least one batch was in the pipeline."""
-        used_us = sum(self.busy_us)  # of stages; a batch that waits between two uses none
+        """Return the busy times and shares of the stages, for metrics.json.
+
+        Args:
+            busy_us: time in which at least one batch was in the pipeline.
+        """
+        used_us = sum(self.busy_us)  # a batch that waits between two stages occupies none
         there_us = len(self.busy_us) * (busy_us or 0)
         return {
             "stages": len(self.busy_us),
@@ -64,17 +73,17 @@ class Stages:
 
 
 class StageNotes:
-    """When each batch was in each stage; the wait for grammars before it samples is not in it."""
+    """Times of each batch in each stage, without waits for grammars before it samples."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._noted = array("q")  # by pass: batch, microbatch, us of a send, then start and stop of each stage
+        self._noted = array("q")  # per pass: batch, microbatch, us of a send, then start and stop of each stage
 
     def add(self, plan: BatchPlan, send_us: float, spans: Sequence[int]) -> None:
-        """Note a batch that went through all stages."""
+        """Store the times of a batch that went through all stages."""
         self._noted.extend((plan.batch_id, plan.microbatch, round(send_us), *spans))
 
     def times(self) -> StageTimes:
-        """Return all notes as columns."""
+        """Return all stored times as columns."""
         noted = np.frombuffer(self._noted, np.int64).reshape(-1, 3 + 2 * self._stages)
         return StageTimes(noted[:, 0], noted[:, 1], noted[:, 2], noted[:, 3::2], noted[:, 4::2])

@@ -12,11 +12,11 @@ from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.state_text import debug_header, debug_text
 from lockstep.sim.metrics.fold import MetricsFold
 
-LEVELS = range(5)  # 0 nothing, 1 a line per step, 2 and decisions, 3 and tables, 4 and pages
+LEVELS = range(5)  # 0: nothing; 1: a line per step; 2: also decisions; 3: also tables; 4: also pages
 
 
 class WatchedMetrics(MetricsFold):
-    """Metrics that also print each step. The host must not take stretches in one go, or there is less to see."""
+    """Metrics that also print each step. A host with `decode_runs` takes stretches in one go and prints fewer steps."""
 
     def __init__(self, engine: Engine, level: int, out: TextIO | None = None, *, warm_up: int = 0) -> None:
         super().__init__(kv_pages=engine.config.pages, warm_up=warm_up, needs_media=engine.config.role != "decode")

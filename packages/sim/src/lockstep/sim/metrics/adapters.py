@@ -1,4 +1,4 @@
-"""Counts of LoRA adapters: requests that ran on one, loads, waits for a load. See docs/metrics.md."""
+"""Counts of LoRA adapters: requests that ran with an adapter, loads, waits for a load. See docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ PERCENTILES = (50, 99)
 
 
 class AdapterCounts:
-    """Counts of all requests; waits of those behind the warm-up. All of it is in a journal, whichever host wrote it."""
+    """Counts over all requests; waits only of requests after the warm-up. Every journal contains what they need."""
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()  # by adapter
         self.loads = 0
         self.loads_failed = 0
-        self._loading: dict[tuple[str, int], int] = {}  # since when
+        self._loading: dict[tuple[str, int], int] = {}  # (adapter, version) -> start of the load, us
         self._load_us = array("q")
-        self._waiting: dict[RequestId, int] = {}  # since when
+        self._waiting: dict[RequestId, int] = {}  # request -> start of the wait, us
         self._waits_us = array("q")
 
     def ordered(self, command: LoadAdapter, now_us: int) -> None:
-        """A load was asked for."""
+        """Count the start of a load."""
         self.loads += 1
         self._loading[command.adapter, command.version] = now_us
 
     def loaded(self, event: AdapterLoaded) -> None:
-        """Take in the end of a load. A load that began before a restart is not counted."""
+        """Count the end of a load. The duration of a load that began before a restart is not recorded."""
         began_us = self._loading.pop((event.adapter, event.version), None)
         self.loads_failed += bool(event.error)
         if began_us is not None and not event.error:
             self._load_us.append(event.time_us - began_us)
 
     def deferred(self, request_id: RequestId, now_us: int) -> None:
-        """A request could have started, but for its adapter."""
+        """Record that a request could have started, except that its adapter is not loaded."""
         self._waiting.setdefault(request_id, now_us)
 
     def went_on(self, request_id: RequestId, now_us: int, *, is_measured: bool) -> None:
-        """A request was admitted, or ended: if it waited, that is over."""
+        """Record that a request was admitted or ended, which ends its wait for an adapter."""
         since_us = self._waiting.pop(request_id, None)
         if since_us is not None and is_measured:
             self._waits_us.append(now_us - since_us)
 
     def describe(self, evictions: int) -> dict[str, Any]:
-        """For `adapters` of metrics.json."""
+        """Return the counts for `adapters` of metrics.json."""
         load_us, waits_us = np.array(self._load_us, np.int64), np.array(self._waits_us, np.int64)
         return {
             "adapters": len(self.requests),

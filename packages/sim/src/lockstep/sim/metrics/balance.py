@@ -1,4 +1,4 @@
-"""How evenly requests, tokens and time lie over the engines of a cluster."""
+"""Distribution of requests, tokens and busy time over the engines of a cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from lockstep.sim.metrics.summary import greatest, ratio
 
 
 def balance(engines: Sequence[Summary], weights: Sequence[float], makespan_us: int | None) -> Summary:
-    """How evenly the work lay, of each engine's summary and its weight at the router.
+    """Return how evenly the work was distributed.
 
-    An imbalance is the greatest load per weight of any engine over that of all together: 1 is even, and with all on one
-    of equal engines it is their number. `makespan_us` is that of the whole; no engine need be busy from end to end.
+    An imbalance is the greatest load per weight of any engine over the load per weight of all engines together. It is 1
+    for an even distribution, and the number of engines if one of several equal engines has all the work.
+
+    Args:
+        engines: the summary of each engine.
+        weights: the weight of each engine at the router.
+        makespan_us: makespan of the whole run. An engine may be busy for a part of it only.
     """
     requests = [float(engine["requests"]["arrived"]) for engine in engines]
     tokens = [

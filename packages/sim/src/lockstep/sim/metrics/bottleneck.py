@@ -1,10 +1,10 @@
-"""What held a run back, read from its summary: a word for it and the numbers that say so.
+"""The bottleneck of a run, found from its summary: a name and the numbers that support it.
 
     found = bottleneck(metrics)
     found.name, found.evidence           # "KV memory", "142 retractions, 38 requests waiting on average"
 
-One rule per line of `bottleneck`, first match first. The thresholds are for reading, not for deciding: a run in which
-two things are short names the one that is easier to see.
+Each rule is one line of `bottleneck`, and the first match wins. The thresholds only choose a description: nothing is
+decided by them. If two resources are short, the one that is easier to observe is named.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WAITING_MANY = 1.0  # requests in the waiting queue, on average: from here on there is a queue
-BUBBLE_SHARE = 0.10  # of the time with work, in which the GPU had nothing to run
-KV_FULL_SHARE = 0.95  # of the pool, held by requests
+WAITING_MANY = 1.0  # mean requests in the waiting queue, from which a queue exists
+BUBBLE_SHARE = 0.10  # share of the time with work in which the GPU was idle
+KV_FULL_SHARE = 0.95  # share of the pool held by requests
 
-STAGES_BUSY_SHARE = (
-    0.8  # of the time with a batch in the pipeline, below which stages wait for tokens, not tokens for them
-)
+STAGES_BUSY_SHARE = 0.8
+"""Busy share of the time with a batch in the pipeline, below which stages wait for tokens, not tokens for stages."""
 KV_REASONS = ("kv_budget", "pages")
 LIMIT_REASONS = ("running_limit", "rows", "microbatch")
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What was short, and how that shows."""
+    """The bottleneck of a run and its evidence."""
 
-    # "KV memory", "GPU compute", "limit on running requests", "pipeline bubbles", "CPU", "none"; "unknown": no numbers
+    # "KV memory", "GPU compute", "limit on running requests", "pipeline bubbles", "CPU", "none"; "unknown" without
+    # numbers
     name: str
     evidence: str
 
@@ -37,7 +37,7 @@ class Bottleneck:
 
 
 def bottleneck(summary: Mapping[str, Any]) -> Bottleneck:
-    """Name what a run lacked. `summary` is that of RunData, or metrics.json."""
+    """Return the bottleneck of a run. `summary` is that of RunData, or metrics.json."""
     scheduler, device = summary["scheduler"], summary["device"]
     waiting, busy, bubbles = scheduler["waiting_mean"], device["busy_fraction"], device["bubble_share"]
     kv_peak, retractions = summary["kv"]["used_share_max"], scheduler["retractions"]

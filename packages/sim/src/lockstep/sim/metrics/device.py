@@ -1,4 +1,4 @@
-"""How busy the device of a run was: busy spans, gaps between decodes, time with open requests."""
+"""Busy time of the device of a run: busy spans, gaps between decodes, time with open requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DeviceUse:
 
     batches_by_mode: dict[str, int]
     busy: Spans
-    decode_gaps_us: ValueCounts  # idle times between two decode batches in a row
-    busy_after_decode_us: int  # what the second ones took
+    decode_gaps_us: ValueCounts  # idle times between consecutive decode batches
+    busy_after_decode_us: int  # duration of the second batch of each such pair, summed
 
     @classmethod
     def of(cls, packed: Packed) -> DeviceUse:
@@ -35,7 +35,8 @@ class DeviceUse:
         decode = next((i for i, mode in enumerate(packed.modes) if mode in ("decode", "verify")), -1)
         gaps_us, busy_after_us = ValueCountsBuilder(), 0
         busy: list[Spans] = []
-        before_us, decoded = np.empty(0, np.int64), np.empty(0, np.bool_)  # end and kind of the last batch before these
+        # end and kind of the last batch of the previous part
+        before_us, decoded = np.empty(0, np.int64), np.empty(0, np.bool_)
         for mode, started_us, finished_us in by_start(packed.batches):
             busy.append(Spans.union(started_us, finished_us))
             ends_us, decodes = np.append(before_us, finished_us), np.append(decoded, mode == decode)
@@ -55,23 +56,27 @@ class DeviceUse:
 
 
 def at_work(requests: Requests, last_us: int) -> Spans:
-    """Return the spans in which at least one request was open; a request that never ended is open until `last_us`."""
+    """Return the spans with at least one open request. A request that never ended is open until `last_us`."""
     return Spans.union(requests.arrival_us, np.where(requests.ended_us < 0, last_us, requests.ended_us))
 
 
 def at_work_us(run: RunData) -> int:
-    """Return for how long at least one request was open."""
+    """Return the time with at least one open request."""
     return at_work(run.requests, run.span_us[1]).total_us()
 
 
 def decode_gaps_us(run: RunData) -> tuple[ValueCounts, int]:
-    """Return idle times of one device between two consecutive decode batches, and the time of the second batches."""
+    """Return the idle times between consecutive decode batches, and the total time of the second batches, in us."""
     device = DeviceUse.of(run.packed)
     return device.decode_gaps_us, device.busy_after_decode_us
 
 
 def by_start(batches: PackedRows) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Yield mode, start and end of batches with known times, by start; part by part if they are in that order."""
+    """Yield mode, start and end of batches with known times, ordered by start.
+
+    Parts that are already in that order are yielded one by one; otherwise all batches are sorted and yielded as one
+    part.
+    """
 
     def measured() -> Iterator[tuple[Int64s, Int64s, Int64s]]:
         for columns in batches.parts():

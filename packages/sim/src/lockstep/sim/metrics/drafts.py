@@ -1,4 +1,4 @@
-"""Counts of verified drafts and of tokens that grammars force."""
+"""Counts of verified drafts and of tokens forced by grammars."""
 
 from __future__ import annotations
 
@@ -23,21 +23,25 @@ class Drafts:
     """Counts of drafts over all rows of all verifying batches with a known result."""
 
     def __init__(self) -> None:
-        self._in_flight: dict[
-            int, tuple[NDArray[np.bool_], Int32s]
-        ] = {}  # by batch: rows that verify, and how many drafts
+        # batch id -> rows that verify, and drafts of each
+        self._in_flight: dict[int, tuple[NDArray[np.bool_], Int32s]] = {}
         self.batches = 0
-        self.tokens = 0  # that rows got, drafts and the one behind them
-        self.verifies = False  # any drafts
-        self.forced = 0  # tokens that grammars forced, computed beside the newest one of a row
-        self.jumps = 0  # of a row in a batch, each with some of these
-        self._offered = np.zeros(0, np.int64)  # rows by how many drafts they verified, at the least
-        self._right = np.zeros(0, np.int64)  # and by how many were right
+        self.tokens = 0  # tokens from verifications: right drafts and the token after them
+        self.verifies = False  # whether any batch verified drafts
+        self.forced = 0  # tokens forced by grammars and computed with the newest token of a row
+        self.jumps = 0  # rows of batches with forced tokens
+        self._offered = np.zeros(0, np.int64)  # [n]: rows that verified n drafts
+        self._right = np.zeros(0, np.int64)  # [n]: rows with n right drafts
 
     def launched(self, plan: BatchPlan, speculation: Speculation) -> Int32s:
-        """Take in a launch. Returns where its rows start as far as metrics count tokens: each verifies one."""
+        """Record a launch.
+
+        Forced tokens are certain to be right, so they do not count as drafts.
+
+        Returns: int32 [rows], where each row starts for counts of new tokens: a verifying row counts as one token.
+        """
         verifying, drafts = plan.sample_rows >= plan.extend_rows, speculation.draft_lengths
-        if speculation.forced_lengths.size:  # what is right for certain is no draft
+        if speculation.forced_lengths.size:
             self.forced += int(speculation.forced_lengths.sum())
             self.jumps += int(np.count_nonzero(speculation.forced_lengths))
             free = speculation.forced_lengths == 0
@@ -51,7 +55,7 @@ class Drafts:
         return starts
 
     def verified(self, event: BatchFinished) -> None:
-        """Take in a result."""
+        """Count the result of a batch."""
         found = self._in_flight.pop(event.batch_id, None)
         if found is None:
             return
@@ -64,7 +68,7 @@ class Drafts:
 
     @classmethod
     def join(cls, parts: Sequence[Drafts]) -> Drafts:
-        """Add up the counts of several engines."""
+        """Return the sum of the counts of several engines."""
         whole = cls()
         for part in parts:
             whole.batches += part.batches
@@ -77,7 +81,7 @@ class Drafts:
         return whole
 
     def summary(self) -> Summary:
-        """`speculation` and `jump_forward` of metrics.json, where there was any."""
+        """Return `speculation` and `jump_forward` of metrics.json, each only if it occurred."""
         forced = {
             "forced_tokens": self.forced,
             "jumps": self.jumps,
@@ -90,7 +94,7 @@ class Drafts:
 
     def describe(self) -> Summary:
         rows = int(self._offered.sum())
-        offered = np.cumsum(self._offered[::-1])[::-1][1:].tolist()  # rows with a first draft, a second one, ...
+        offered = np.cumsum(self._offered[::-1])[::-1][1:].tolist()  # rows with at least 1, 2, ... drafts
         right = np.cumsum(self._right[::-1])[::-1][1:].tolist()
         right += [0] * (len(offered) - len(right))
         return {

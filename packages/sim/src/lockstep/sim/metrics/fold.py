@@ -1,14 +1,15 @@
-"""A fold over observed events and their Steps that measures a run. Definitions with reasons: docs/metrics.md.
+"""A fold over observed events and their Steps that measures a run. Definitions and their reasons: docs/metrics.md.
 
     fold = MetricsFold(kv_pages=config.pages)
-    step = engine.step(event)               # live in a host, or while replaying a journal: the numbers are the same
+    step = engine.step(event)               # in a host, or from a replayed journal: the numbers are the same
     fold.observe(event, step)
     ...
     run = fold.result([Slo.parse("ttft_p99=500ms")])
 
-`observe` appends numbers and references to arrays that the core never writes again. From time to time `compact` does
-the arithmetic on whole columns and drops what it has measured: an ended request is a row of numbers, its gaps are
-counted among all gaps (value_counts.py), a batch takes about 25 bytes (packed_rows.py). `result` adds up.
+`observe` appends numbers, and references to arrays that the core never writes again. From time to time `compact`
+computes on whole columns and drops what it has measured: an ended request becomes a row of numbers, its gaps are added
+to the counts of all gaps (value_counts.py), and a batch takes about 25 bytes (packed_rows.py). `result` computes the
+summary.
 
     arrival                first token                    last token, finish
     |-- queue --|-- prefill --|-- itl --|-- itl --|-- itl --|
@@ -103,13 +104,13 @@ from lockstep.sim.metrics.summary import (
 from lockstep.sim.metrics.tiers import BLOCKS, BlockUse, TierCounts
 from lockstep.sim.metrics.value_counts import ValueCountsBuilder
 
-COMPACT_ENTRIES = 2**18  # messages times their requests that `compact` lays out at a time: about 20 MB while it does
-COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two times
+COMPACT_ENTRIES = 2**18  # (message, request) pairs per `compact`: about 20 MB while it runs
+COMPACT_RESULTS_MIN, COMPACT_RESULTS_MAX = 64, 4_096  # batches between two runs of `compact`
 _result = Struct("3q").pack  # batch_id, started_us, finished_us
 
 
 class MetricsFold:
-    """Takes in events and Steps in order, remembers little, and makes a RunData of it when asked."""
+    """Fold of events and Steps, in order, with small memory. `result` returns a RunData at any time."""
 
     def __init__(
         self,
@@ -120,21 +121,22 @@ class MetricsFold:
         host_block_bytes: Mapping[str, int] | None = None,
         needs_media: bool = True,
     ) -> None:
-        """Begin with nothing.
+        """Start an empty fold.
 
         Args:
-            needs_media: whether requests need their media here from the beginning: not on a decode engine.
-            kv_pages: the size of the page pool; without it the pages held by requests stay unknown.
-            warm_up: requests with an id below this are not measured; what they do to batches, pages and others is.
-            host_page_bytes: bytes of a page of KV in host memory; None: no pages are kept there, and no counts.
+            kv_pages: size of the page pool; None: the pages held by requests stay unknown.
+            warm_up: requests with a smaller id are not measured. Their effect on batches, pages and other requests is.
+            host_page_bytes: bytes of a page of KV in host memory; None: there is no host tier, and nothing is counted
+                for it.
             host_block_bytes: bytes of a window block and of a state block in host memory, by kind.
+            needs_media: whether requests require their media on this engine from arrival on. False for a decode engine.
         """
         self._kv_pages = kv_pages
         self._warm_up = warm_up
         self._first_us: int | None = None
         self._last_us = 0
 
-        # One entry per request, in order of arrival. Positions in a request fit 32 bits, as they do in a BatchPlan.
+        # One entry per request, in order of arrival. Positions within a request fit 32 bits, as in a BatchPlan.
         self._request_ids = array("q")
         self._arrival_us = array("q")
         self._prompt_tokens = array("i")
@@ -148,14 +150,15 @@ class MetricsFold:
         self._recent_labels: list[str] = []
         self._finish_reasons = Codes({"": 0})
         self._tenants = Codes()
-        # And of what the client was sent, up to the last `compact`.
-        self._sent = array("i")  # where the output that it has seen ends
+        # Messages to the client, up to the last `compact`; one entry per request.
+        self._sent = array("i")  # end of the output sent so far, in tokens
         self._output_tokens = array("i")
         self._first_message_us = array("q")
         self._last_message_us = array("q")
         self._itl_us_max = array("d")
 
-        # Open requests, and those ended since the last `compact`: the row, and the number of messages until the end.
+        # Open requests, and requests that ended since the last `compact`: the row, and the number of messages until the
+        # end.
         self._row_of: dict[RequestId, int] = {}
         self._ended: dict[RequestId, tuple[int, int]] = {}
 
@@ -164,12 +167,12 @@ class MetricsFold:
         self._sent_messages: list[StreamTokens] = []
         self._launches: list[tuple[int, int, str, int, Int32s, Int32s]] = []
         self._results = array("q")  # batch_id, started_us, finished_us
-        self._results_max = 3 * COMPACT_RESULTS_MIN  # numbers in there before the next `compact`
+        self._results_max = 3 * COMPACT_RESULTS_MIN  # length of `_results` that triggers the next `compact`
 
-        # Measured, but not settled: gaps of open requests, and batches whose result has not come.
+        # Measured but not settled: gaps of open requests, and batches without a result yet.
         self._open_gaps: tuple[Rows, Float64s, Int32s] = (np.empty(0, np.uint32), np.empty(0), np.empty(0, np.int32))
         self._open_batches: NDArray[np.int64] = np.empty((len(BATCH_COLUMNS), 0), np.int64)
-        self._lost_batches: dict[int, int] = {}  # batch id -> row, of those given up
+        self._lost_batches: dict[int, int] = {}  # batch id -> row, of batches settled without a result
 
         # Settled.
         self._itl_us = ValueCountsBuilder()
@@ -182,16 +185,16 @@ class MetricsFold:
 
         # Counts.
         self._tallies = Tallies()
-        self._drafts: Drafts | None = None  # of an engine that verifies any
+        self._drafts: Drafts | None = None  # of an engine that verifies drafts
         self._tiers = TierCounts(host_page_bytes, host_block_bytes or {}) if host_page_bytes is not None else None
-        self._media: MediaCounts | None = None  # of a run in which any came
+        self._media: MediaCounts | None = None  # of a run with media
         self._needs_media = needs_media
-        self._sessions: SessionCounts | None = None  # of a run with any of the server's
-        self._sampled: list[tuple[int, int]] = []  # of requests with several samples: the first row, and how many
-        self._adapters: AdapterCounts | None = None  # of a run in which a request ran on any
+        self._sessions: SessionCounts | None = None  # of a run with server sessions
+        self._sampled: list[tuple[int, int]] = []  # requests with several samples: first row, and number of samples
+        self._adapters: AdapterCounts | None = None  # of a run with requests on adapters
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Take in one event and the Step it gave. Raises ContractError for requests that are not open."""
+        """Fold one event and its Step. Raises ContractError for requests that are not open."""
         time_us = self._last_us = event.time_us
         if type(event) is BatchFinished:
             if len(self._results) >= self._results_max:
@@ -202,7 +205,7 @@ class MetricsFold:
         elif type(event) is RequestArrived:
             if event.parallel_samples > 1 and event.request_id >= self._warm_up:
                 self._sampled.append((len(self._request_ids), sample_count(event)))
-            for sample in range(sample_count(event)):  # each is a request
+            for sample in range(sample_count(event)):  # each sample is a request
                 self._arrive(event, event.request_id + sample, sample_label(event.label, sample))
             if (
                 event.spans
@@ -223,7 +226,7 @@ class MetricsFold:
                 self._message_us.append(time_us)
                 self._sent_messages.append(command)
             elif type(command) is LaunchBatch:
-                # Not the plan itself: it would keep the prompts' token ids alive.
+                # A reference to the plan itself would keep the token ids of prompts alive.
                 plan = command.plan
                 starts = plan.starts
                 if plan.speculation is not None:
@@ -242,32 +245,32 @@ class MetricsFold:
             self._learn(decided)
 
     def gauge(self, time_us: int, waiting: int, running: int, free_pages: int, cached_pages: int) -> None:
-        """Take in requests waiting and running, and pages free and cached, after a LaneReady."""
+        """Record waiting and running requests, and free and cached pages, after a LaneReady."""
         gauges = self._gauges
         gauges.recent.frombytes(gauges.row(time_us, waiting, running, free_pages, cached_pages))
 
     def cpu_interval(self, start_us: int, stop_us: int, what: str) -> None:
-        """Take in work of the scheduler's CPU in [start_us:stop_us), such as "plan" or "results"."""
+        """Record CPU work of the scheduler in [start_us:stop_us), such as "plan" or "results"."""
         self._cpu.recent.frombytes(self._cpu.row(start_us, stop_us - start_us, self._works[what]))
 
     def encoder_interval(self, start_us: int, stop_us: int, contents: int, tokens: int, gpus: int) -> None:
-        """Take in encoder work in [start_us:stop_us), on GPUs of its own or, with 0, on those of the engine."""
+        """Record encoder work in [start_us:stop_us), on `gpus` GPUs of its own or, with 0, on those of the engine."""
         self._media = self._media or MediaCounts()
         self._media.intervals.extend((start_us, stop_us, contents, tokens))
         self._media.gpus = gpus
 
     def media_wait(self, request_id: RequestId, waited_us: int) -> None:
-        """Take in for how long a request was held for its media."""
+        """Record the time for which a request waited for its media, in us."""
         if self._media is not None and request_id >= self._warm_up:
             self._media.waits_us.append(waited_us)
 
     def sessions_held(self, time_us: int, pages: int) -> None:
-        """Take in how many pages are held by sessions alone from now on."""
+        """Record the pages that only sessions hold, from `time_us` on."""
         self._sessions = self._sessions or SessionCounts()
         self._sessions.held(time_us, pages)
 
     def take_measured(self, measured: MeasuredRows) -> None:
-        """Take in rows that the fast path measured."""
+        """Append rows that the fast path measured."""
         batches, cpu = measured.batches.copy(), measured.cpu.copy()
         batches[:, MODE] = coded(batches[:, MODE], measured.modes, self._modes)
         cpu[:, WORK] = coded(cpu[:, WORK], measured.works, self._works)
@@ -282,7 +285,7 @@ class MetricsFold:
             rows.pack()
 
     def take_measured_requests(self, measured: MeasuredRequests) -> None:
-        """Take in all requests of a run on the fast path anew, after `take_measured` of all rows until then."""
+        """Replace all requests by those of a run on the fast path. `take_measured` must have received all rows."""
         requests = len(measured.request_id)
         if requests:
             self._first_us = int(measured.arrival_us[0])
@@ -321,11 +324,11 @@ class MetricsFold:
         self._tallies.put("deferred", measured.deferred)
 
     def compact(self, part_rows: int = PART_ROWS) -> None:
-        """Measure what was taken in since the last call, and drop it. It changes no result and also runs by itself.
+        """Measure the records since the last call, and drop them. Results do not change. `observe` also calls it.
 
         Args:
-            part_rows: the long lists are packed when so many rows have come; fewer are not worth it.
-        Raises: ContractError if a message went to a request that was not open.
+            part_rows: long lists are packed from this many rows on; smaller parts waste memory.
+        Raises: ContractError if a message was sent to a request that was not open.
         """
         self._settle_messages()
         self._settle_batches()
@@ -336,7 +339,7 @@ class MetricsFold:
             self._recent_labels.clear()
 
     def result(self, slos: Sequence[Slo] = ()) -> RunData:
-        """Measure everything observed so far. The fold may go on afterwards."""
+        """Measure everything observed so far. The fold remains usable."""
         self.compact()
         batches = self._batches.snapshot()
         batches.add_columns(*self._open_batches)
@@ -380,7 +383,7 @@ class MetricsFold:
         if request_id in self._row_of:
             raise ContractError(f"request {request_id} arrived twice\nhint: fold each record of a journal once")
         if request_id in self._ended or len(self._ended) >= PART_ROWS:
-            self.compact()  # an id may be used again; and requests may end without any batch
+            self.compact()  # an id may be reused, and requests may end without any batch
         self._row_of[request_id] = len(self._request_ids)
         self._request_ids.append(request_id)
         self._arrival_us.append(event.time_us)
@@ -421,7 +424,7 @@ class MetricsFold:
             case TurnStarted() | SessionYielded() | SessionClosed():
                 self._sessions = self._sessions or SessionCounts()
                 self._sessions.learn(decided)
-                if isinstance(decided, TurnStarted):  # it arrived with its own tokens alone
+                if isinstance(decided, TurnStarted):  # the request arrived with the new tokens of its turn only
                     self._prompt_tokens[self._row(decided.request_id)] = decided.prompt_tokens
             case TierOperationEnded() if self._tiers is not None:
                 self._tiers.learn(decided)
@@ -457,22 +460,22 @@ class MetricsFold:
         if self._warm_up:
             completed = completed & (np.frombuffer(self._request_ids, np.int64)[rows] >= self._warm_up)
         single, several = completed & (tokens == 1), completed & (tokens > 1)
-        self._itl_us.add(gaps_us[single])  # nearly all; without counts they are sorted much faster
+        self._itl_us.add(gaps_us[single])  # nearly all gaps; values without counts are sorted much faster
         self._itl_us.add(gaps_us[several], tokens[several])
         is_open = reasons == 0
         self._open_gaps = rows[is_open], gaps_us[is_open], tokens[is_open]
         self._ended.clear()
 
     def _measure_messages(self) -> tuple[Rows, Float64s, Int32s]:
-        """Lay the messages out by request and time, measure them, and forget them.
+        """Order the messages by request and time, measure them, and drop them.
 
-        Returns: for each that has a gap the request's row, the gap per token, and the new tokens.
+        Returns: for each entry with a gap the row of its request, the gap per token in us, and its new tokens.
         """
         messages = len(self._sent_messages)
         rows, members, number = self._members()
         offsets = np.concatenate([message.offsets for message in self._sent_messages])
         counts = np.concatenate([message.token_counts for message in self._sent_messages])
-        order = np.argsort(members, kind="stable")  # time never goes back, so this is by request, then time
+        order = np.argsort(members, kind="stable")  # time never decreases, so this orders by request, then time
         members, number, offsets, counts = members[order], number[order], offsets[order], counts[order]
         message_us = np.array(self._message_us, np.int64)
         self._results_max = 3 * min(
@@ -508,7 +511,7 @@ class MetricsFold:
             first_us[owners] = np.where(first_us[owners] < 0, time_us[starts], first_us[owners])
             last_us[owners] = time_us[np.append(starts[1:], len(time_us)) - 1]
             output_tokens[owners] += np.add.reduceat(new_tokens, starts, dtype=np.int32)
-            itl_us_max[owners] = np.fmax(itl_us_max[owners], np.fmax.reduceat(gaps, starts))  # fmax passes over NaN
+            itl_us_max[owners] = np.fmax(itl_us_max[owners], np.fmax.reduceat(gaps, starts))  # fmax ignores NaN
         real = before_us >= 0
         return rows[members[real]].astype(np.uint32), gaps[real], new_tokens[real].astype(np.int32)
 
@@ -516,18 +519,18 @@ class MetricsFold:
         """Find the request of each entry of each message.
 
         Returns: the rows of requests that were open since the last `compact`, by request id; for each entry of each
-            message the index of its request in there, in the smallest type that holds it (numpy sorts 16 bits ten
-            times faster); and the number of its message.
+            message the index of its request in that array, in the smallest type that holds it (numpy sorts 16 bits ten
+            times faster); and for each entry the number of its message.
         """
         open_, ended = self._row_of, self._ended
         known = np.fromiter(chain(open_, ended), np.int64, len(open_) + len(ended))
         rows = np.fromiter(chain(open_.values(), (row for row, _ in ended.values())), np.int64, len(known))
-        until = np.full(len(known), len(self._sent_messages), np.int64)  # an ended request is sent nothing more
+        until = np.full(len(known), len(self._sent_messages), np.int64)  # no message follows the end of a request
         until[len(open_) :] = [messages for _, messages in ended.values()]
         order = np.argsort(known)
         known, rows, until = known[order], rows[order], until[order]
 
-        # Decodes in a row go to the same requests, in one and the same array.
+        # Consecutive decodes send to the same requests, in the same array object.
         running_batches: list[Int64s] = []
         batch_of: list[int] = []
         for message in self._sent_messages:
@@ -548,10 +551,10 @@ class MetricsFold:
         return rows, members, number
 
     def _settle_batches(self) -> None:
-        """Join launches and results. Batches are settled in the order of their launches, when their results are there.
+        """Join launches with results. Batches are settled in launch order, once their results have arrived.
 
-        A batch without a result is given up once more than COMPACT_RESULTS_MAX launches wait behind it. A result that
-        comes later still amends it.
+        A batch without a result is settled without times once more than COMPACT_RESULTS_MAX launches follow it. A later
+        result still amends it.
         """
         batches = np.concatenate((self._open_batches, self._launched()), axis=1)
         results = np.array(self._results, np.int64).reshape(-1, 3)
@@ -561,7 +564,8 @@ class MetricsFold:
         if batches.shape[1]:
             order = np.argsort(batches[BATCH_ID], kind="stable")
             place = np.searchsorted(batches[BATCH_ID], results[:, 0], side="right", sorter=order) - 1
-            index = order[place]  # of the newest launch of that name; -1 stands for any, and is not equal
+            # newest launch with that batch id; a place of -1 selects some batch, which does not match
+            index = order[place]
             mine = batches[BATCH_ID][index] == results[:, 0]
             has_come[index[mine]] = True
             timed = mine & (results[:, 2] > 0)  # a host without a device clock reports 0
@@ -580,7 +584,7 @@ class MetricsFold:
         self._open_batches = batches[:, settled:].copy()
 
     def _launched(self) -> NDArray[np.int64]:
-        """Return the launches since the last `compact`, in BATCH_COLUMNS."""
+        """Return the launches since the last `compact`, as BATCH_COLUMNS."""
         launches = self._launches
         columns = np.full((len(BATCH_COLUMNS), len(launches)), -1, np.int64)
         if not launches:
@@ -605,7 +609,7 @@ class MetricsFold:
         return columns
 
     def late(self, slos: Sequence[Slo]) -> list[int]:
-        """Count for each SLO the requests so far that miss its bound whatever follows: late, or failed.
+        """Count for each SLO the requests that already miss its bound, because they are late or failed.
 
         The count of an SLO on gaps (`itl`) is 0, because gaps are not requests.
         """
@@ -714,9 +718,9 @@ class MetricsFold:
         }
 
     def _describe_device(self, requests: Requests, device: DeviceUse) -> Summary:
-        """Describe how busy the device was; all None for a host that reports no device times.
+        """Return the busy and idle times of the device; all None for a host that reports no device times.
 
-        A bubble is time in which the device was idle although a request had arrived and not ended.
+        A bubble is time in which the device was idle although a request was open.
         """
         working = at_work(requests, self._last_us)
         work_us, busy = working.total_us(), device.busy
@@ -743,7 +747,7 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.integer[Any]]) -> NDAr
 
 
 def sums_of(parts: Sequence[Int32s], sizes: Int64s) -> Int64s:
-    """The sum of each part, empty ones included."""
+    """Return the sum of each part; empty parts sum to 0."""
     totals = np.append(0, np.cumsum(_joined(parts, np.int32), dtype=np.int64))
     stops = np.cumsum(sizes)
     sums: Int64s = totals[stops] - totals[stops - sizes]
@@ -752,6 +756,6 @@ def sums_of(parts: Sequence[Int32s], sizes: Int64s) -> Int64s:
 
 def _no_such_request(request_id: RequestId) -> str:
     return (
-        f"request {request_id} acts but never arrived, or has ended\n"
+        f"request {request_id} has an event but never arrived, or has ended\n"
         "hint: fold a journal from its first record, each record once"
     )

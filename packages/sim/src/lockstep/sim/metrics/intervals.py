@@ -1,4 +1,4 @@
-"""Intervals around the answers of a run: from a run with faster batches to one with slower batches."""
+"""Intervals of the results of a run: from a run with faster batches to a run with slower batches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Answers = dict[str, tuple[float, float] | None]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Lower and upper ends of each answer of a run."""
+    """Lower and upper ends of the intervals of a run."""
 
-    calibration: str  # its title
+    calibration: str  # title of the calibration
     coverage: float
-    factors: tuple[float, float]  # (true time) / (predicted time), at the ends
+    factors: tuple[float, float]  # measured time / predicted time, at the two ends
     ttft_factors: tuple[float, float]
     answers: Answers
 
     def describe(self) -> dict[str, Any]:
-        """Return everything; for metrics.json."""
+        """Return all fields, for metrics.json."""
         return {
             "calibration": self.calibration,
             "coverage": self.coverage,
@@ -38,6 +38,6 @@ class Intervals:
 
 
 def answers_of(summary: Summary) -> dict[str, float | None]:
-    """Return the latencies and rates of a run that get an interval."""
+    """Return the latencies and rates of a run that have an interval."""
     found = {name: summary["latency"][name] for name in LATENCIES}
     return found | {name: summary["throughput"][name] for name in RATES}

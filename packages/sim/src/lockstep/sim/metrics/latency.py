@@ -1,4 +1,4 @@
-"""Definitions of the latencies, and whether requests and runs meet SLOs. Reasons: docs/metrics.md."""
+"""Definitions of the latencies, and of meeting an SLO by requests and by runs. Reasons: docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from lockstep.sim.metrics.value_counts import ValueCounts
 
 
 def ttft_us(arrival_us: Int64s, first_us: Int64s) -> Int64s:
-    """Time to first token: from arrival to the first message with output. -1 where none came."""
+    """Return the time from arrival to the first message with output; -1 if there is none."""
     return np.where(first_us < 0, -1, first_us - arrival_us)
 
 
 def tpot_us(first_us: Int64s, last_us: Int64s, output_tokens: Int64s) -> Float64s:
-    """Time per output token: (last - first) / (n - 1). NaN for answers that came in one message: no time to divide."""
+    """Return the time per output token, (last - first) / (n - 1). NaN if the answer came in one message."""
     tokens = np.where(last_us > first_us, output_tokens - 1, 0)
     tpot: Float64s = np.divide(last_us - first_us, tokens, out=np.full(len(tokens), np.nan), where=tokens > 0)
     return tpot
 
 
 def gaps_us(message_us: Int64s, before_us: Int64s, new_tokens: Int64s | Int32s) -> Float64s:
-    """Inter-token latency, per message: the time since the request's previous message, shared by its new tokens.
+    """Return the inter-token latency of each message: the time since the previous message over the new tokens.
 
-    A message of n tokens after a wait of g gives n gaps of g / n. NaN for a request's first message, whose `before_us`
-    is -1.
+    A message of n tokens after a wait of g stands for n gaps of g / n. NaN for the first message of a request, for
+    which `before_us` is -1.
     """
     return np.where(before_us < 0, np.nan, (message_us - before_us) / new_tokens)
 
 
 def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
-    """Return which requests completed within every bound. A percentile's bound applies to each request.
+    """Return which requests completed within every bound. The bound of a percentile applies to each request.
 
     For ITL the longest gap of the request counts. A latency that a request does not have, such as the TPOT of one
     token, misses no bound.
@@ -50,10 +50,10 @@ def meets_every(slos: Sequence[Slo], requests: Requests) -> Bools:
 
 
 def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | None:
-    """Return the latency that an SLO bounds, see `RunData.measured_us`."""
+    """Return the latency that an SLO bounds, in us; see `RunData.measured_us`."""
     failures = int(requests.failed.sum())
     if slo.metric == "itl" and slo.percentile is not None:
-        values, failures = itl_us, 0  # over gaps, not requests: a request that failed has none
+        values, failures = itl_us, 0  # over gaps instead of requests: a failed request has none
     else:
         known = per_request(slo.metric, requests)[requests.completed]
         values = ValueCounts.of(known[~np.isnan(known)])
@@ -61,7 +61,7 @@ def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | No
     if count == 0:
         return None
     percentile = 100.0 if slo.percentile is None else slo.percentile
-    rank = (count - 1) * percentile / 100  # as in numpy's "linear"; the failures stand behind the last value
+    rank = (count - 1) * percentile / 100  # as in numpy's "linear"; failures rank above the last value
     if math.ceil(rank) >= values.size:
         return math.inf
     low, high = values.at((math.floor(rank), math.ceil(rank))).tolist()
@@ -69,7 +69,7 @@ def measure_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> float | No
 
 
 def per_request(metric: SloMetric, requests: Requests) -> Float64s:
-    """Return one value per request, in microseconds; NaN where there is none."""
+    """Return one value per request, in us; NaN if there is none."""
     if metric == "tpot":
         return requests.tpot_us
     if metric == "itl":

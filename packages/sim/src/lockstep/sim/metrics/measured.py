@@ -1,4 +1,4 @@
-"""Rows and requests that the fast path measures itself and hands to a MetricsFold."""
+"""Rows and requests that the fast path measures and passes to a MetricsFold."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from lockstep.sim.metrics.columns import Float64s
 class MeasuredRows(NamedTuple):
     """Rows that replace calls of `observe`, `gauge` and `cpu_interval` in a run on the fast path."""
 
-    batches: Int64s  # [batches, len(BATCH_COLUMNS)], settled ones; modes are places in `modes`
+    batches: Int64s  # [batches, len(BATCH_COLUMNS)], settled batches; modes are indices into `modes`
     modes: tuple[str, ...]
-    gauges: Int64s  # [gauges, 5], as `gauge` takes them
-    cpu: Int64s  # [intervals, len(CPU_COLUMNS)]; works are places in `works`
+    gauges: Int64s  # [gauges, 5], the arguments of `gauge`
+    cpu: Int64s  # [intervals, len(CPU_COLUMNS)]; works are indices into `works`
     works: tuple[str, ...]
-    messages: Int64s  # [messages, 2]: when, and how many tokens
-    itl_us: Int64s  # [gaps], those of requests that completed
+    messages: Int64s  # [messages, 2]: time in us, tokens
+    itl_us: Int64s  # [gaps] of completed requests
 
 
 class MeasuredRequests(NamedTuple):
-    """Requests of a run on the fast path, one row each in order of arrival, and counts known at the end."""
+    """Requests of a run on the fast path, one row each in order of arrival, and counts at the end of the run."""
 
     request_id: Int64s
     arrival_us: Int64s
     prompt_tokens: Int32s
-    admitted_us: Int64s  # -1: not yet; so are the times below
-    ended_us: Int64s  # by length
+    admitted_us: Int64s  # -1: not yet, as in all times below
+    ended_us: Int64s  # ends by length
     output_tokens: Int32s
     first_message_us: Int64s
     last_message_us: Int64s
-    itl_us_max: Float64s  # NaN: it has no gap
-    labels: Callable[[Int64s], list[str]]  # of some rows
+    itl_us_max: Float64s  # NaN without a gap
+    labels: Callable[[Int64s], list[str]]  # labels of some rows
     tenants: list[str]
-    last_us: int  # when the last event was
-    open_batches: Mapping[str, Int64s]  # without a result yet, by name of the column; other columns are unknown
-    modes: tuple[str, ...]  # of these
+    last_us: int  # time of the last event
+    open_batches: Mapping[str, Int64s]  # batches without a result yet, by column; other columns are unknown
+    modes: tuple[str, ...]  # modes of the open batches
     evicted_pages: Mapping[str, int]  # by reason
     deferred: Mapping[str, int]  # by reason
     decodes_skipped: int

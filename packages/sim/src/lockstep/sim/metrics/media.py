@@ -15,7 +15,7 @@ PERCENTILES = (50, 99)
 
 
 class MediaCounts:
-    """Counts of all requests; waits of those behind the warm-up."""
+    """Counts over all requests; waits only of requests after the warm-up."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -30,7 +30,7 @@ class MediaCounts:
         self.waits_us = array("q")
 
     def arrived(self, event: RequestArrived) -> None:
-        """A request that was accepted."""
+        """Count the media of an accepted request."""
         needs = {span.digest: span.encoder_tokens for span in event.spans if span.encoder_tokens}
         if needs:
             self.requests += 1
@@ -39,7 +39,11 @@ class MediaCounts:
             self.prompt_tokens += sum(span.stop - span.start for span in event.spans if span.encoder_tokens)
 
     def ordered(self, command: EncodeMedia, *, needed: bool) -> None:
-        """Take in an order to encode a content; `needed`: no earlier event has counted it as needed."""
+        """Count an order to encode a content.
+
+        Args:
+            needed: count the content as needed too, because no earlier event did.
+        """
         if needed:
             self.contents += 1
             self.tokens += command.encoder_tokens
@@ -49,11 +53,11 @@ class MediaCounts:
 
     @property
     def table(self) -> NDArray[np.int64]:
-        """What the encoder did: int64 [n, 4], start and stop in us, contents, tokens."""
+        """Encoder work: int64 [intervals, 4], start and stop in us, contents, tokens."""
         return np.array(self.intervals, np.int64).reshape(-1, 4)
 
     def describe(self, makespan_us: int | None) -> dict[str, Any]:
-        """For `media` of metrics.json."""
+        """Return the counts for `media` of metrics.json."""
         table = self.table
         busy_us = int((table[:, 1] - table[:, 0]).sum())
         lanes = max(self.gpus, 1)

@@ -1,4 +1,4 @@
-"""Token counts of prompts and of messages; a token that was streamed twice counts once."""
+"""Token counts of prompts and messages; a token that was streamed twice counts once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from lockstep.sim.metrics.columns import Bools, Rows
 
 
 def is_first(rows: Rows) -> Bools:
-    """Where a new request begins."""
+    """Return where a new request begins in rows that are grouped by request."""
     return np.append(True, rows[1:] != rows[:-1])[: len(rows)]
 
 
 def count_new_tokens(rows: Rows, offsets: Int32s, counts: Int32s, sent: Int64s) -> Int64s | Int32s:
-    """How many of each message's tokens the client had not seen; messages by request and time.
+    """Return how many tokens of each message are new to the client.
 
-    After a restart a message may repeat offsets. New is what lies behind everything sent before: within these messages,
-    and before them, `sent`, one number for each request in order.
+    After a restart a message may repeat offsets. A token is new if it is after all tokens sent before, in these
+    messages or earlier.
+
+    Args:
+        rows, offsets, counts: [entries], by request and time.
+        sent: [requests], tokens sent before these messages.
     """
     stops = offsets + counts
     firsts = is_first(rows)
@@ -33,7 +37,7 @@ def count_new_tokens(rows: Rows, offsets: Int32s, counts: Int32s, sent: Int64s) 
     before[firsts] = sent
     if np.array_equal(before, offsets):
         return counts
-    # A request's row in the high bits makes one running maximum start afresh at each request.
+    # A request's row in the high bits restarts the running maximum at each request.
     high = rows.astype(np.int64) << 32
     before = np.maximum(np.append(0, np.maximum.accumulate(high | stops)[:-1]), high) - high
     before = np.maximum(before, sent[np.cumsum(firsts) - 1])
@@ -42,7 +46,7 @@ def count_new_tokens(rows: Rows, offsets: Int32s, counts: Int32s, sent: Int64s) 
 
 
 def count_tokens(prompt: Prompt) -> int:
-    """Length of a prompt in tokens."""
+    """Return the length of a prompt in tokens."""
     if isinstance(prompt, TokenRuns):
         return sum(prompt.runs[1::2])
     if isinstance(prompt, TokenIds):

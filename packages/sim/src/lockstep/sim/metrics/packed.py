@@ -1,4 +1,4 @@
-"""Batches and CPU intervals of a run in packed rows of integers, with the texts that codes among them stand for."""
+"""Batches and CPU intervals of a run in packed rows of integers, with the texts of their codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.sim.metrics.packed_rows import PART_ROWS, PackedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """The long lists of a run: rows of integers, and the texts that codes among them stand for."""
+    """The long lists of a run: rows of integers, and the texts of their codes."""
 
     batches: PackedRows  # BATCH_COLUMNS
     modes: tuple[str, ...]
@@ -49,12 +49,12 @@ class Packed:
 
 
 def recoded(columns: tuple[Int64s, ...], place: int, codes: Int64s) -> tuple[Int64s, ...]:
-    """Return the columns with the codes in one of them replaced by others."""
+    """Return the columns with the codes of one column translated by `codes`."""
     return *columns[:place], codes[columns[place]], *columns[place + 1 :]
 
 
 class Codes(dict[str, int]):
-    """A number for every text, in the order in which texts are first looked up."""
+    """A number for each text, in order of first lookup."""
 
     def __missing__(self, text: str) -> int:
         self[text] = code = len(self)
@@ -62,7 +62,7 @@ class Codes(dict[str, int]):
 
 
 def coded(column: Int64s, names: Sequence[str], codes: Codes) -> Int64s:
-    """Return a column of indices into `names` as a column of `codes`; new codes are numbered in order of appearance."""
+    """Return a column of indices into `names` as a column of `codes`. New codes are numbered in order of appearance."""
     _, first = np.unique(column, return_index=True)
     for at in np.sort(first).tolist():
         codes[names[column[at]]]

@@ -1,14 +1,14 @@
-"""Rows of integers that only grow, kept small: a run of a million requests has ten million batches.
+"""Append-only rows of integers in compact form. A run of a million requests has ten million batches.
 
     rows = PackedRows("time_us", "waiting")
-    rows.recent.frombytes(rows.row(17, 3))  # one row; half the price of `extend`
-    rows.pack()                             # now and then: what is recent becomes a part
-    rows.column("time_us")                  # int64 [n], made anew
+    rows.recent.frombytes(rows.row(17, 3))  # one row; half the cost of `extend`
+    rows.pack()                             # from time to time: recent rows become a part
+    rows.column("time_us")                  # int64 [n], a new array
     for time_us, waiting in rows.parts(): ...
 
-A part holds each column as its least value and the distances from it, in the smallest unsigned type that holds them:
-times of four thousand batches take 4 bytes each, their modes 1, a column of equal values nothing. Types are chosen part
-by part from the values themselves, so nothing can overflow.
+A part holds each column as its least value and the distances from it, in the smallest unsigned type that holds them.
+Times of four thousand batches take 4 bytes each, their modes 1 byte, a column of equal values nothing. Types are chosen
+for each part from its values, so nothing can overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 
-PART_ROWS = 4_096  # fewer are not worth their arrays' headers
+PART_ROWS = 4_096  # in smaller parts array headers dominate
 
 
 class _Packed(NamedTuple):
@@ -31,7 +31,7 @@ class _Packed(NamedTuple):
 
     rows: int
     least: int
-    above: NDArray[Any] | None  # unsigned, [rows]: distances from `least`; None: all are equal
+    above: NDArray[Any] | None  # unsigned [rows]: distances from `least`; None: all values are equal
 
     @classmethod
     def of(cls, values: Int64s) -> _Packed:
@@ -48,12 +48,12 @@ class _Packed(NamedTuple):
 
 
 class PackedRows:
-    """Integers of 64 bits in named columns; a distance between two of one column must fit 63 bits."""
+    """Rows of int64 in named columns. The distance between two values of one column must fit 63 bits."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
         self.row: Callable[..., bytes] = Struct(f"{len(names)}q").pack
-        self.recent = array("q")  # rows behind the parts, end to end: new rows are appended here
+        self.recent = array("q")  # rows that are in no part yet, end to end; new rows are appended here
         self._parts: list[tuple[_Packed, ...]] = []
         self._packed_rows = 0
 
@@ -62,12 +62,12 @@ class PackedRows:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the values, headers left out."""
+        """Memory of the values in bytes, without headers."""
         packed = sum(c.above.nbytes for part in self._parts for c in part if c.above is not None)
         return packed + self.recent.itemsize * len(self.recent)
 
     def pack(self, rows_min: int = PART_ROWS) -> None:
-        """Make a part of the recent rows, if they are so many."""
+        """Make a part of the recent rows if there are at least `rows_min`."""
         rows = len(self.recent) // len(self.names)
         if rows and rows >= rows_min:
             self._parts.append(tuple(map(_Packed.of, self._recent_columns())))
@@ -75,11 +75,11 @@ class PackedRows:
             del self.recent[:]
 
     def add_columns(self, *columns: NDArray[Any]) -> None:
-        """Add rows, given as columns of integers in the order of the names."""
+        """Append rows, given as columns of integers in the order of the names."""
         self.recent.frombytes(np.column_stack(columns).astype(np.int64, copy=False).tobytes())
 
     def snapshot(self) -> PackedRows:
-        """The same rows, which later ones leave as they are. Parts are shared."""
+        """Return a copy that later appends do not change. Parts are shared."""
         copy = PackedRows(*self.names)
         copy.recent = self.recent[:]
         copy._parts = self._parts[:]
@@ -87,14 +87,14 @@ class PackedRows:
         return copy
 
     def parts(self) -> Iterator[tuple[Int64s, ...]]:
-        """All rows in order, some thousand at a time, as columns; none of them empty."""
+        """Yield all rows in order as columns, some thousand rows at a time. No part is empty."""
         for part in self._parts:
             yield tuple(map(_unpacked, part))
         if self.recent:
             yield self._recent_columns()
 
     def column(self, name: str) -> Int64s:
-        """One column of all rows."""
+        """Return one column of all rows."""
         place = self.names.index(name)
         out = np.empty(len(self), np.int64)
         start = 0
@@ -106,7 +106,7 @@ class PackedRows:
         return out
 
     def amend(self, row: int, **values: int) -> None:
-        """Write into a row that was added before. This packs its part again, so it is for what is rare."""
+        """Overwrite values of an existing row. This packs its part again, so it must be rare."""
         places = {self.names.index(name): value for name, value in values.items()}
         if row >= self._packed_rows:
             for place, value in places.items():

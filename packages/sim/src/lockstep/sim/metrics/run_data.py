@@ -1,4 +1,4 @@
-"""A measured run: columns, packed rows, and the summary that metrics.json holds."""
+"""A measured run: columns, packed rows, and the summary for metrics.json."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from lockstep.sim.metrics.value_counts import ValueCounts
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """A run, measured: columns for reports and analysis, and a summary ready for JSON."""
+    """A measured run: columns for reports and analysis, and a summary ready for JSON."""
 
     requests: Requests
     series: Series
     itl_us: ValueCounts  # every gap of every completed request
     span_us: tuple[int, int]  # first arrival, last event
     summary: Summary
-    packed: Packed  # what `batches` and `cpu` are made from
-    drafts: Drafts | None = None  # of engines that verify any, or compute what grammars force
+    packed: Packed  # source of `batches` and `cpu`
+    drafts: Drafts | None = None  # of engines that verify drafts or compute forced tokens
     stages: StageTimes | None = None  # of an engine with microbatches
-    encoder: Int64s | None = None  # [n, 4]: start and stop in us, contents, tokens of what it did; None: nothing known
+    encoder: Int64s | None = None  # [intervals, 4]: start and stop in us, contents, tokens; None: unknown
 
     @property
     def batches(self) -> Batches:
-        """Every batch, 72 bytes each and their modes. Each access makes new arrays: keep the result while reading."""
+        """Every batch, 72 bytes each plus modes. Each access makes new arrays, so keep the result."""
         column, modes = self.packed.batches.column, objects(self.packed.modes)
         numbers = {name: column(name) for name in self.packed.batches.names if name != "mode"}
         return Batches(mode=modes[column("mode")], **numbers)
 
     @property
     def cpu(self) -> CpuIntervals:
-        """Intervals of work of the scheduler's CPU. Each access makes new arrays, like `batches`."""
+        """Intervals of CPU work of the scheduler. Each access makes new arrays, like `batches`."""
         column, works = self.packed.cpu.column, objects(self.packed.works)
         start_us = column("start_us")
         return CpuIntervals(start_us, start_us + column("took_us"), works[column("work")])
 
     def measured_us(self, slo: Slo) -> float | None:
-        """Return the latency that `slo` bounds; infinite if too many requests failed, None if nothing was measured.
+        """Return the latency in us that `slo` bounds; infinite if too many requests failed, None without measurements.
 
-        A failed request counts as infinitely late: refusing work must not look like doing it fast.
+        A failed request counts as infinitely late, because rejecting requests must not improve the latency.
         """
         return measure_slo(slo, self.requests, self.itl_us)
 
     def meets(self, slo: Slo) -> bool | None:
-        """Whether `slo` holds for the run; None, which is no yes, if nothing was measured."""
+        """Return whether `slo` holds for the run; None if nothing was measured."""
         measured_us = self.measured_us(slo)
         return None if measured_us is None else measured_us <= slo.bound_us

@@ -1,4 +1,4 @@
-"""Latencies of the answers of requests that ask for several."""
+"""Latencies of requests with several samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def measure_samples(
     groups: Sequence[tuple[int, int]], arrival_us: NDArray[Any], first_us: NDArray[Any], ended_us: NDArray[Any],
     completed: NDArray[np.bool_],
 ) -> dict[str, Any]:  # fmt: skip
-    """For `samples` of metrics.json.
+    """Return the counts and latencies for `samples` of metrics.json.
 
     Args:
-        groups: of each request with several samples, the row of the first one, and how many there are.
-        arrival_us, first_us, ended_us, completed: [rows], of the first message and of the end; below 0: none.
+        groups: for each request with several samples, the row of the first one and their number.
+        arrival_us, first_us, ended_us: int64 [rows], arrival, first message and end; below 0: none.
+        completed: bool [rows].
     """
     whole = [(row, row + count) for row, count in groups if completed[row : row + count].all()]
     ttft_us = np.array([first_us[row:stop].min() - arrival_us[row] for row, stop in whole], np.int64)

@@ -14,17 +14,17 @@ from lockstep.sim.metrics.packed_rows import PackedRows
 from lockstep.sim.metrics.spans import Spans
 from lockstep.sim.metrics.summary import number, ratio
 
-BINS_MAX = 600  # of the series; a chart has no more pixels to tell them apart
+BINS_MAX = 600  # a chart has no more pixels
 LEVELS = ("waiting", "running", "used_pages", "cached_pages")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Levels:
-    """Levels over time: each holds from its report to the next. Before the first it is 0; without one, unknown."""
+    """Levels over time. A level holds from one report to the next; it is 0 before the first, unknown without any."""
 
-    edges_us: Int64s  # moments that the series is cut at, from the beginning of the run to its end
+    edges_us: Int64s  # [spans + 1], bounds of the spans of the series, from the start of the run to its end
     span_us: tuple[int, int]
-    areas: dict[str, Float64s]  # of each level: level x time up to each edge
+    areas: dict[str, Float64s]  # [spans + 1] per level: level x us, summed up to each bound
     maxima: dict[str, int | None]
 
     @classmethod
@@ -58,12 +58,12 @@ class Levels:
         return cls(edges_us, span_us, areas, maxima)
 
     def means(self, level: str) -> Float64s:
-        """Mean of a level between every two edges, by time; NaN without reports."""
+        """Return the mean of a level in each span, weighted by time; NaN without reports."""
         means: Float64s = np.diff(self.areas[level]) / np.diff(self.edges_us)
         return means
 
     def mean(self, level: str) -> float | None:
-        """Mean over the whole run."""
+        """Return the mean over the whole run; None for an empty run."""
         start_us, stop_us = self.span_us
         if stop_us <= start_us:
             return None
@@ -87,7 +87,7 @@ class Levels:
 
 
 def edges_us(span_us: tuple[int, int]) -> Int64s:
-    """The moments at which the spans of the series begin, and the one at which the last ends."""
+    """Return the bounds of the spans of the series: each start, and the end of the last span."""
     start_us, stop_us = span_us[0], max(span_us[1], span_us[0] + 1)
     width_us = -(-(stop_us - start_us) // BINS_MAX)
     return np.append(np.arange(start_us, stop_us, width_us), stop_us).astype(np.int64)
@@ -97,7 +97,8 @@ def make_series(edges_us: Int64s, gauges: Levels, messages: PackedRows, batches:
     bins, widths_us = len(edges_us) - 1, np.diff(edges_us)
 
     def add_up(time_us: Int64s, amounts: Int64s) -> Int64s:
-        indices = np.clip((time_us - edges_us[0]) // widths_us[0], 0, bins - 1)  # the very end belongs to the last one
+        # the end of the run belongs to the last span
+        indices = np.clip((time_us - edges_us[0]) // widths_us[0], 0, bins - 1)
         return np.bincount(indices, weights=amounts, minlength=bins).astype(np.int64)
 
     prefill_tokens, decode_tokens, output_tokens = (np.zeros(bins, np.int64) for _ in range(3))

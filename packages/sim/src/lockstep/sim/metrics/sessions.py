@@ -15,7 +15,7 @@ from lockstep.core.contract.events import (
 
 
 class SessionCounts:
-    """Counts of server sessions. Only a live host reports the pages that sessions hold, a replayed journal does not."""
+    """Counts of server sessions. Only a live host reports the pages that sessions hold; a replayed journal does not."""
 
     def __init__(self) -> None:
         self.turns = self._kept_tokens = self._prompt_tokens = 0
@@ -23,7 +23,7 @@ class SessionCounts:
         self._held = array("q")  # time in us, pages
 
     def learn(self, decided: TurnStarted | SessionYielded | SessionClosed) -> None:
-        """Take in a decided event about a session."""
+        """Count a decided event about a session."""
         if isinstance(decided, TurnStarted):
             self.turns += 1
             self._kept_tokens += decided.kept_tokens
@@ -35,7 +35,7 @@ class SessionCounts:
             self._closed += 1
 
     def held(self, time_us: int, pages: int) -> None:
-        """Take in how many pages are held by sessions alone from now on."""
+        """Record the pages that only sessions hold, from `time_us` on."""
         self._held.extend((time_us, pages))
 
     def describe(self, kv_pages: int | None) -> dict[str, Any]:

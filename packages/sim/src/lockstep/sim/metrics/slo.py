@@ -1,4 +1,4 @@
-"""Service-level objectives: upper bounds on latencies, as `--slo` reads and prints them."""
+"""Service-level objectives: upper bounds on latencies, as parsed and printed by `--slo`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLO_UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000}
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """An upper bound on a latency: of a percentile over the run, or, without one, of every request."""
+    """An upper bound on a latency: on a percentile over the run or, without one, on every request."""
 
     metric: SloMetric
     percentile: float | None  # 0 < percentile < 100
@@ -23,7 +23,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Read `ttft_p99=500ms` or `ttft=500ms`. Raises ConfigError naming the part that cannot be read."""
+        """Parse `ttft_p99=500ms` or `ttft=500ms`. Raises ConfigError that names the invalid part."""
 
         def refuse(problem: str, hint: str) -> ConfigError:
             return ConfigError(f"SLO `{text}`: {problem}\nhint: {hint}")

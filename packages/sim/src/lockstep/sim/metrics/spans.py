@@ -14,14 +14,14 @@ from lockstep.sim.metrics.columns import Float64s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Half-open spans of time, apart from each other and in order."""
+    """Disjoint half-open spans of time, in order, in us."""
 
     starts: Int64s
     stops: Int64s
 
     @classmethod
     def union(cls, starts: Int64s, stops: Int64s) -> Spans:
-        """Merge spans that touch; those that start at -1 or end where they start do not count."""
+        """Merge spans that touch. Spans that start at -1 or are empty are dropped."""
         real = (starts >= 0) & (stops > starts)
         order = np.argsort(starts[real], kind="stable")
         starts, stops = starts[real][order], np.maximum.accumulate(stops[real][order])
@@ -33,7 +33,7 @@ class Spans:
         return int((self.stops - self.starts).sum())
 
     def covered_us(self, at_us: Int64s) -> Float64s:
-        """Return for each moment how much of these spans lies before it, in microseconds."""
+        """Return for each time how much of the spans lies before it, in us."""
         if len(self.starts) == 0:
             return np.zeros(len(at_us))
         lengths = np.cumsum(self.stops - self.starts)

@@ -1,4 +1,4 @@
-"""When each batch was in each stage of a pipeline, and the bubbles of each stage."""
+"""Times of each batch in each pipeline stage, and the bubbles of each stage."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """When each batch was in each stage of a pipeline, in the order of their launches. int64 all, us."""
+    """Times of each batch in each pipeline stage, in launch order. All int64, times in us."""
 
     batch_id: NDArray[np.int64]  # [batches]
     microbatch: NDArray[np.int64]
-    send_us: NDArray[np.int64]  # between two stages
+    send_us: NDArray[np.int64]  # time of the transfer between two stages
     start_us: NDArray[np.int64]  # [batches, stages]
     stop_us: NDArray[np.int64]
 
     def bubbles(self) -> list[list[tuple[int, int]]]:
-        """By stage: the spans in which it had nothing to do although a batch was in the pipeline, or on its way."""
+        """Return for each stage the spans in which it was idle although a batch was in the pipeline, or on its way."""
         if not len(self.batch_id):
             return [[] for _ in range(self.start_us.shape[1])]
         there = merged(self.start_us[:, 0], self.stop_us[:, -1])
@@ -27,7 +27,7 @@ class StageTimes:
 
 
 def merged(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the union of spans in ascending order of their starts."""
+    """Return the union of spans. They must be in ascending order of their starts."""
     out: list[tuple[int, int]] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         if out and start <= out[-1][1]:
@@ -40,7 +40,7 @@ def merged(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[tuple[in
 def _without(
     spans: list[tuple[int, int]], starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> list[tuple[int, int]]:
-    """Return the parts of `spans` that are in none of the others. All ascend, and the others do not overlap."""
+    """Return the parts of `spans` that no other span covers. Both lists are ascending; the others do not overlap."""
     out: list[tuple[int, int]] = []
     others, at = list(zip(starts.tolist(), stops.tolist(), strict=True)), 0
     for start, stop in spans:

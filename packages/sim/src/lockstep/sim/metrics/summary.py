@@ -19,7 +19,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def makespan(requests: Requests) -> tuple[int, int] | None:
-    """First arrival and last finish; None if nothing finished. A late rejection does not prolong it."""
+    """Return first arrival and last finish, in us; None if nothing finished. A late rejection prolongs nothing."""
     finished = requests.e2e_us >= 0
     if not finished.any():
         return None
@@ -27,9 +27,9 @@ def makespan(requests: Requests) -> tuple[int, int] | None:
 
 
 def describe(name: str, values: NDArray[Any] | ValueCounts) -> dict[str, float | None]:
-    """Mean, least, greatest and percentiles of microseconds, under names such as `ttft_us_p99`; None if there are none.
+    """Return mean, min, percentiles and max of times in us, under names such as `ttft_us_p99`; None without values.
 
-    Percentiles lie between two neighbours where need be (numpy's "linear"), like those of the benchmark tools.
+    Percentiles are interpolated between two neighbours (numpy's "linear"), like those of benchmark tools.
     """
     names = ["mean", "min", *(f"p{p}" for p in PERCENTILES), "max"]
     if (values.size if isinstance(values, ValueCounts) else len(values)) == 0:
@@ -48,7 +48,7 @@ def describe_latency(requests: Requests, itl_us: ValueCounts) -> Summary:
     done = requests.completed
 
     def known(column: NDArray[Any]) -> NDArray[Any]:
-        return column[done & (column >= 0)]  # a NaN is not >= 0
+        return column[done & (column >= 0)]  # NaN compares false
 
     return {
         **describe("queue", known(requests.queue_us)),
@@ -100,7 +100,8 @@ def describe_slo(slo: Slo, requests: Requests, itl_us: ValueCounts) -> Summary:
     return {
         "slo": str(slo),
         "bound_us": slo.bound_us,
-        "measured_us": round(cast(float, measured_us), 3) if finite else None,  # None if failures fill the percentile
+        # None if failures reach into the percentile
+        "measured_us": round(cast(float, measured_us), 3) if finite else None,
         "met": None if measured_us is None else measured_us <= slo.bound_us,
     }
 

@@ -31,7 +31,7 @@ class TierCounts:
 
     def __init__(self, page_bytes: int, block_bytes: Mapping[str, int]) -> None:
         self._page_bytes, self._block_bytes = page_bytes, block_bytes
-        self._block_bytes_moving: dict[int, int] = {}  # bytes of window and state blocks, by the move under way
+        self._block_bytes_moving: dict[int, int] = {}  # operation -> bytes of its window and state blocks, in flight
         self._block_bytes_moved: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
@@ -41,24 +41,24 @@ class TierCounts:
         self._wait_us = 0
 
     def admitted(self, event: RequestAdmitted) -> None:
-        """Take in a first admission."""
+        """Count a first admission."""
         self._host_tokens += event.host_tokens - event.storage_tokens
         self._storage_tokens += event.storage_tokens
         self._waited += event.load_wait_us > 0
         self._wait_us += event.load_wait_us
 
     def began(self, move: BlockUse) -> None:
-        """Take in a move with window or state blocks."""
+        """Record an operation with window or state blocks."""
         number = move.write_id if isinstance(move, WriteToStorage) else move.copy_id
         self._block_bytes_moving[number] = sum(len(one.host) * self._block_bytes[one.kind] for one in move.blocks)
 
     def fetched(self, event: PrefetchFinished) -> None:
-        """Take in the window and state blocks that a prefetch brought."""
+        """Record the window and state blocks that a prefetch brought."""
         beside = sum(len(one.indices) * self._block_bytes[one.kind] for one in event.blocks)
         self._block_bytes_moving[event.prefetch_id] = beside
 
     def learn(self, event: TierOperationEnded) -> None:
-        """Take in the end of a move, or evicted host pages."""
+        """Count the end of an operation."""
         self._moves[f"{event.kind} {event.outcome}"] += 1
         self._pages[event.kind] += event.pages_kept
         beside = self._block_bytes_moving.pop(event.operation, 0)

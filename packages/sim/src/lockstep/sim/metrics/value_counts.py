@@ -1,7 +1,7 @@
-"""A list of numbers whose order does not matter, kept as its distinct values and how often each came.
+"""A list of numbers without order, stored as distinct values and their counts.
 
-Of two hundred million gaps between tokens, in whole microseconds, a few hundred thousand are distinct. Nothing is lost:
-every statistic is that of the full list.
+Two hundred million gaps between tokens, in whole microseconds, have a few hundred thousand distinct values. Nothing is
+lost: every statistic is that of the full list.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from numpy.typing import NDArray
 Float64s = NDArray[np.float64]
 Int64s = NDArray[np.int64]
 
-# Whole numbers are counted, which is faster than sorting: of at least so many, those as near to the least of them as
-# COUNTED times their number, or COUNTED_MIN.
+# Integers are counted, which is faster than sorting, if there are at least SORTED of them. Counted are the values
+# within COUNTED times their number, or COUNTED_MIN, of the least one.
 SORTED = 256
 COUNTED, COUNTED_MIN = 4, 131_072
-MERGE_ENTRIES_MIN = 65_536  # of a builder: values taken in since, before they are sorted among the others
+MERGE_ENTRIES_MIN = 65_536  # values that a builder collects before it merges them
 
 
 @dataclass(frozen=True, eq=False)
 class ValueCounts:
-    """Distinct values in ascending order, and how often each came: at least once."""
+    """Distinct values in ascending order, and their counts, each at least 1."""
 
     values: Float64s
     counts: Int64s
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> ValueCounts:
-        """That of a list, in any order, without NaN."""
+        """Return the counts of a list in any order, without NaN."""
         distinct, counts = np.unique(values, return_counts=True)
         return cls(distinct.astype(np.float64), counts)
 
     @classmethod
     def join(cls, parts: Sequence[ValueCounts]) -> ValueCounts:
-        """That of several lists end to end."""
+        """Return the counts of several lists together."""
         builder = ValueCountsBuilder()
         for part in parts:
             builder.add(part.values, part.counts)
@@ -48,7 +48,7 @@ class ValueCounts:
 
     @property
     def size(self) -> int:
-        """How many numbers the list has, equal ones included."""
+        """Length of the list, equal numbers included."""
         return int(self._stops[-1]) if len(self._stops) else 0
 
     @cached_property
@@ -56,32 +56,32 @@ class ValueCounts:
         return np.cumsum(self.counts)
 
     def at(self, ranks: NDArray[Any] | Sequence[int]) -> Float64s:
-        """The values that stand at these places of the sorted list, from 0 for the least."""
+        """Return the values at these ranks of the sorted list; rank 0 is the least value."""
         return self.values[np.searchsorted(self._stops, ranks, side="right")]
 
     def expand(self) -> Float64s:
-        """The sorted list itself."""
+        """Return the sorted list."""
         return np.repeat(self.values, self.counts)
 
     def sum(self) -> float:
-        """All numbers added up."""
+        """Return the sum of all numbers."""
         return float(self.values @ self.counts.astype(np.float64))
 
     def mean(self) -> float:
-        """Arithmetic mean; the list must not be empty."""
+        """Return the arithmetic mean. The list must not be empty."""
         return self.sum() / self.size
 
     def percentile(self, percentile: float) -> float:
-        """As numpy's "linear" has it: between two neighbours where need be. The list must not be empty."""
+        """Return a percentile, interpolated as numpy's "linear". The list must not be empty."""
         rank = (self.size - 1) * (percentile / 100)
         low, high = self.at((math.floor(rank), math.ceil(rank))).tolist()
         share = rank - math.floor(rank)
-        # The two forms are equal but for rounding; numpy takes the one from the nearer neighbour.
+        # The two forms differ by rounding only; numpy uses the one from the nearer neighbour.
         return float(low + (high - low) * share if share < 0.5 else high - (high - low) * (1 - share))
 
 
 class ValueCountsBuilder:
-    """Takes in numbers a few at a time; each is sorted among the others about as often as the whole has doubled."""
+    """Collects numbers a few at a time. They are merged in blocks, about as often as the whole has doubled."""
 
     def __init__(self) -> None:
         self._values: Float64s = np.empty(0)
@@ -90,7 +90,7 @@ class ValueCountsBuilder:
         self._later_entries = 0
 
     def add(self, values: NDArray[Any], counts: NDArray[Any] | None = None) -> None:
-        """Take in values, each so many times, or once. Fastest are many whole ones, each once."""
+        """Add values, each `counts` times, or once. Many integers without counts are the fastest case."""
         if counts is None and values.dtype.kind == "i" and len(values) >= SORTED:
             values = self._counted(values)
         if len(values) == 0:
@@ -103,7 +103,7 @@ class ValueCountsBuilder:
             self._keep(*_merged(np.asarray(values, np.float64), counts))
 
     def _counted(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Take in those of many whole numbers that are near to the least, by counting them. Returns the others."""
+        """Count the integers that are near to the least one. Returns the others."""
         least = values.min()
         above = values - least
         near = above < max(COUNTED * len(values), COUNTED_MIN)
@@ -114,14 +114,14 @@ class ValueCountsBuilder:
         return others
 
     def _keep(self, values: Float64s, counts: Int64s) -> None:
-        """Take in distinct values in ascending order, each so many times."""
+        """Add distinct values in ascending order, with their counts."""
         self._later.append((values, counts))
         self._later_entries += len(values)
         if self._later_entries >= max(MERGE_ENTRIES_MIN, len(self._values)):
             self._merge()
 
     def build(self) -> ValueCounts:
-        """Everything so far; the builder may go on."""
+        """Return the counts so far. The builder remains usable."""
         self._merge()
         return ValueCounts(self._values, self._counts)
 
@@ -135,7 +135,7 @@ class ValueCountsBuilder:
 
 
 def _merged(values: Float64s, counts: NDArray[Any]) -> tuple[Float64s, Int64s]:
-    """Equal values as one, in ascending order."""
+    """Merge equal values; the result is in ascending order."""
     order = np.argsort(values, kind="stable")
     values = values[order]
     starts = _starts(values)
@@ -143,5 +143,5 @@ def _merged(values: Float64s, counts: NDArray[Any]) -> tuple[Float64s, Int64s]:
 
 
 def _starts(ordered: Float64s) -> Int64s:
-    """Where each distinct value begins."""
+    """Return the index at which each distinct value begins."""
     return np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))

@@ -1,6 +1,6 @@
-"""The answer of a plan: one row per configuration, the winner, the Pareto front, and the commands to go on with.
+"""The answer of a plan: one row per configuration, the winner, the Pareto front, and the commands that follow from it.
 
-Everything here follows from the candidates, so equal searches give equal bytes.
+The answer is a function of the candidates, so equal searches produce equal bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from rich import box
 from rich.table import Table
 
-from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, profile_settings, simulated_only
+from lockstep.core.contract.config import DRAFT_SETTINGS, TRANSFER_SETTINGS, simulated_only
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.options import number_word, option_of
 from lockstep.sim.plan.interval import Interval
 from lockstep.sim.plan.question import Question, shown
@@ -26,7 +27,8 @@ from lockstep.sim.results.code_version import code_commit, code_version
 from lockstep.sim.results.results import NOTHING, show_rate, show_share, show_us
 from lockstep.sim.scenario.scenario import names_where, sim_options
 
-KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")  # routers under which a turn finds the KV of the one before
+# routers that send a turn to the engine with the KV of the previous turn
+KEEPS_SESSIONS = ("session_sticky", "prefix_affinity")
 
 SIDES = (
     "prefill busy", "queue", "compute", "links busy", "transfer", "wait for pages", "decode busy", "KV peak", "rows",
@@ -34,16 +36,16 @@ SIDES = (
 SIDES_TITLE = "Prefill and decode at the load that each sustains (times: means)"
 
 CARRIED = ("kv_dtype", "fp8_activations")
-"""What `lockstep serve` has an option for."""
+"""Options of a configuration that `lockstep serve` has too."""
 
 OF_MEDIA = ("media", "mm_encoder_tp_mode")
-"""What is asked for of media; their settings of the scheduler are simulated only by themselves."""
+"""Options about media. Their scheduler settings exist in the simulator only."""
 
 NOT_EMULATED = "jump_forward_tokens"
-"""Served by a real engine; an emulated one draws each token by itself."""
+"""A setting that a real engine supports. An emulated engine draws each token independently."""
 
 EMULATED = ("tp", "profile")
-"""What an emulated server takes of it; of a real one, nothing yet."""
+"""Options that an emulated server takes, and a real one does not yet."""
 
 GOODPUT = (
     "requests per second that complete within every SLO's bound, a percentile's bound serving as each request's own"
@@ -54,7 +56,10 @@ GOODPUT = (
 
 
 def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
-    """The cheapest that serves the rate; else the one that serves the most, for its money where that is not bounded."""
+    """Return the cheapest configuration that serves the load or, without a given load, the best one.
+
+    Without a given load, the best one serves the largest load on `gpus_max` GPUs, or the largest load per cost.
+    """
     able = [c for c in candidates if c.best is not None]
     if not able:
         return None
@@ -75,13 +80,13 @@ def winner_of(question: Question, candidates: Sequence[Candidate]) -> Candidate 
 
 
 def _strain(candidate: Candidate, evaluation: Evaluation) -> list[float]:
-    """How much of each bound is used up."""
+    """Return the share of each bound that is used up."""
     bounds = [slo.bound_us for slo in candidate.question.slos]
     return [interval.value / bound for interval, bound in zip(evaluation.intervals, bounds, strict=True)]
 
 
 def usd_per_million(candidate: Candidate) -> float | None:
-    """Dollars per million output tokens, at the rate that was found."""
+    """Return the dollars per million output tokens, at the load that was found; None without a price."""
     best = candidate.best
     assert best is not None
     usd, tokens_per_s = candidate.usd_per_hour(best.paid_replicas), best.mean("throughput", "output_tokens_per_s")
@@ -89,7 +94,7 @@ def usd_per_million(candidate: Candidate) -> float | None:
 
 
 def gpu_hours_per_million(candidate: Candidate) -> float | None:
-    """GPU-hours per million output tokens, at the rate that was found."""
+    """Return the GPU-hours per million output tokens, at the load that was found."""
     best = candidate.best
     assert best is not None
     tokens_per_s = best.mean("throughput", "output_tokens_per_s")
@@ -97,9 +102,9 @@ def gpu_hours_per_million(candidate: Candidate) -> float | None:
 
 
 def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozenset[int]:
-    """Numbers of the configurations that no other one beats in cost without losing in some SLO's latency.
+    """Return the numbers of the configurations that no other one beats in cost without a longer latency in some SLO.
 
-    Cost is that of serving the rate where one was asked for, else that of a million output tokens.
+    The cost is that of the load if one is given, else that of a million output tokens.
     """
     points: dict[int, tuple[float, ...]] = {}
     for candidate in candidates:
@@ -120,9 +125,9 @@ def pareto_front(question: Question, candidates: Sequence[Candidate]) -> frozens
 
 
 def limit_of(candidate: Candidate) -> str:
-    """What stands in the way of more: the SLO that is missed first, and which resource is full by then.
+    """Return the SLO that is missed first, and the resource that is exhausted then.
 
-    Where nothing was missed, because fewer replicas cannot do by the estimate alone: what is strained most.
+    If nothing was missed, because the estimate alone excludes fewer replicas, the SLO nearest to its bound is named.
     """
     nearest = candidate.missed or candidate.best
     if nearest is None:
@@ -160,7 +165,7 @@ def _slo_name(name: str) -> str:
 
 
 def simulate_command(candidate: Candidate) -> str:
-    """The line that repeats the winner's first long simulation."""
+    """Return the command line that repeats the winner's first long simulation."""
     assert candidate.best is not None
     scenario = candidate.best.first_trial.scenario()
     alone = candidate.best.replicas == 1 and not scenario.engines
@@ -168,18 +173,17 @@ def simulate_command(candidate: Candidate) -> str:
 
 
 class ServeCommand(NamedTuple):
-    """A line of `lockstep serve`, and what of the configuration it does not carry out."""
+    """A command line of `lockstep serve`, and the parts of the configuration that it does not support."""
 
     line: str
     lacks: list[str]
 
 
 def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
-    """`lockstep serve` for one replica of this configuration: the model itself, from FOLDER, and emulated.
+    """Return `lockstep serve` commands for one replica: with the model from FOLDER, and emulated.
 
-    Where prefill and decode are shared out, which is simulated only, these are for one of the decode engines.
-
-    What is assumed of the workload, as `expert_cv` is, and what bounds requests are not parts of a server.
+    With separate prefill and decode engines, which exist in the simulator only, the commands are for one decode engine.
+    Assumptions about the workload, such as `expert_cv`, and limits of requests are not part of a server.
     """
     assert candidate.best is not None
     assert candidate.trial is not None
@@ -233,17 +237,17 @@ def serve_commands(candidate: Candidate) -> tuple[ServeCommand, ServeCommand]:
 
 
 def _is_served(name: str) -> bool:
-    """Whether `lockstep serve` takes a setting of the scheduler; its drafts follow from options of its own."""
+    """Return whether `lockstep serve` takes a setting of the scheduler. Its drafts follow from its own options."""
     return not simulated_only(name) and name not in (*DRAFT_SETTINGS, *TRANSFER_SETTINGS)
 
 
 def _is_missed(name: str, value: Any) -> bool:
-    """Whether a setting does something that a server does not. Off, none, and one stage are what it has anyway."""
+    """Return whether a setting has an effect that a server lacks. Off, none and one stage have no effect."""
     return name not in DRAFT_SETTINGS and not _is_served(name) and bool(value) and (name, value) != ("pp_size", 1)
 
 
 def _set_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the scheduler as `lockstep serve` reads them: JSON, or text as it stands. Only what it takes."""
+    """Return the supported scheduler settings as arguments of `lockstep serve`: JSON, or text unchanged."""
     served = {name: value for name, value in settings.items() if _is_served(name)}
     values = {name: value if isinstance(value, str) else json.dumps(value) for name, value in served.items()}
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
@@ -282,12 +286,12 @@ class PlanAnswer:
         return f"{on} sustains {show_load(self.question, best.load)} within {slos}{cost}"
 
     def _best_achievable(self) -> str:
-        """At the lowest rate tried: of the configuration that comes nearest."""
+        """Return the values at the lowest load of the configuration that comes nearest to the SLOs."""
         tried = [c for c in self.candidates if c.impossible is not None]
         if not tried:
             if any(c.setup is not None for c in self.candidates):
-                return "Within the replicas tried, none served the load."
-            return "None of them can run."
+                return "No tried number of replicas served the load."
+            return "No configuration can run."
         nearest = min(tried, key=lambda c: (max(_strain(c, _known(c.impossible))), c.configuration.number))
         remains = _known(nearest.impossible)
         values = ", ".join(
@@ -298,17 +302,19 @@ class PlanAnswer:
         return f"The best achievable, at {at}, is {values} on {nearest.configuration.name}."
 
     def remarks(self) -> list[str]:
-        """What must be known to read the numbers, one line each."""
+        """Return the facts that are needed to read the numbers, one line each."""
         question = self.question
         if question.load == "sessions":
-            unit = "The load is sessions in progress at a time, pauses included: where one ends, the next one begins"
+            unit = (
+                "The load is sessions in progress at a time, pauses included: when a session ends, the next one begins"
+            )
         elif any(c.turns_per_arrival > 1 for c in self.candidates):
             unit = "Rates are sessions begun per second"
         else:
             unit = "Rates are requests per second"
         lines = [f"{unit}. Goodput: {GOODPUT}."]
         if not any(slo.metric in ("ttft", "e2e") for slo in question.slos):
-            lines.append("No SLO bounds how long a request waits: a load may be sustained while the line grows.")
+            lines.append("No SLO bounds the wait of a request: a load may count as sustained while the queue grows.")
         roaming = [c for c in self.candidates if c.trial is not None and c.trial.router.policy not in KEEPS_SESSIONS]
         if any(c.turns_per_arrival > 1 and c.best is not None and c.best.replicas > 1 for c in roaming):
             lines.append(
@@ -347,7 +353,7 @@ class PlanAnswer:
         return lines
 
     def table(self) -> Table:
-        """One line per configuration."""
+        """Return a table with one line per configuration."""
         question, winner, front = self.question, self.winner, pareto_front(self.question, self.candidates)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
         for heading in ("#", "configuration"):
@@ -388,7 +394,7 @@ class PlanAnswer:
         return table
 
     def sides_table(self) -> Table | None:
-        """One line per configuration with prefill and decode engines and an answer; None without any."""
+        """Return a table with one line per answered configuration with prefill and decode engines; None without any."""
         found = [c for c in self.candidates if c.split is not None and c.best is not None]
         if not found:
             return None
@@ -416,7 +422,7 @@ class PlanAnswer:
         return table
 
     def describe(self) -> dict[str, Any]:
-        """Everything, for machines. No times, no counts of simulations: equal questions, equal bytes."""
+        """Return everything for JSON, without times and counts of simulations: equal questions give equal bytes."""
         question, winner, front = self.question, self.winner, pareto_front(self.question, self.candidates)
         return {
             "version": code_version(),
@@ -468,7 +474,7 @@ class PlanAnswer:
         }
 
     def to_json(self) -> str:
-        """`describe` as text."""
+        """Return `describe` as JSON text."""
         return json.dumps(self.describe(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
@@ -478,7 +484,7 @@ def _known(evaluation: Evaluation | None) -> Evaluation:
 
 
 def why_not(candidate: Candidate) -> str:
-    """Why a configuration has no answer."""
+    """Return why a configuration has no answer."""
     if candidate.setup is None:
         return candidate.unfit
     if candidate.pruned:
@@ -496,21 +502,21 @@ def why_not(candidate: Candidate) -> str:
 
 
 def show_load(question: Question, load: float) -> str:
-    """`3.5/s`, or `12 sessions`."""
+    """Return a load as text: `3.5/s`, or `12 sessions`."""
     if question.load == "rate":
         return f"{load:g}/s"
     return f"{load:,.0f} session{'s' if load != 1 else ''}"
 
 
 def _load_text(candidate: Candidate, best: Evaluation, question: Question) -> str:
-    """The load sustained, and the one that no longer is."""
+    """Return the load that is sustained, and the nearest one that is not."""
     if question.wanted is not None or candidate.missed is None:
         return f"{best.load:g}"
     return f"{best.load:g} (<{candidate.missed.load:g})"
 
 
 def interval_text(interval: Interval) -> str:
-    """`412 ms (398-430 ms)`; the value alone where nothing says how sure it is."""
+    """Return `412 ms (398-430 ms)`, or the value alone if the interval is unbounded."""
     value = show_us(_finite(interval.value))
     if math.isinf(interval.low) or math.isinf(interval.high):
         return value

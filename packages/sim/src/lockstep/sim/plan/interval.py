@@ -1,13 +1,13 @@
-"""How sure a number is: from replications of a simulation, or, where nothing was drawn, from blocks of one run.
+"""Intervals of a number, from replications of a simulation or, if nothing is drawn, from blocks of one run.
 
-**Replications.** A generated workload is another one under another seed. The values of n of them give Student's
-interval for their mean, mean +- t s / sqrt(n). Where each replication also runs under its own draw of a calibration's
-systematic error, the question is not the mean but what the one true machine will do: the interval for one more value,
-mean +- t s sqrt(1 + 1/n), contains both and does not shrink to nothing as replications are added.
+**Replications.** Another seed makes another generated workload. The values of n replications have Student's interval
+for their mean, mean +- t s / sqrt(n). If each replication also has its own draw of a calibration's systematic error,
+the interval must cover the one real machine instead of the mean. This is the interval for one more value, mean +- t s
+sqrt(1 + 1/n). It includes both sources, and does not shrink to zero with more replications.
 
-**Blocks.** A recorded trace is what it is. What another hour like it would have brought is estimated by cutting the run
-into blocks of consecutive requests and drawing as many of them again, with replacement: neighbours share a burst and a
-queue, so they stay together (Kuensch 1989, "The jackknife and the bootstrap for general stationary observations").
+**Blocks.** A recorded trace is fixed. The variation between similar traces is estimated from blocks of consecutive
+requests: as many blocks as there are are drawn again, with replacement. Neighbours share a burst and a queue, so they
+stay together (Kuensch 1989, "The jackknife and the bootstrap for general stationary observations").
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLOCK_REQUESTS_MIN = 10
 
 
 class Interval(NamedTuple):
-    """A value and what it lies between; infinite where too much failed to say."""
+    """A value and its interval; infinite if too many requests failed."""
 
     value: float
     low: float
@@ -41,10 +41,11 @@ class Interval(NamedTuple):
 
 @lru_cache
 def student_t(probability: float, freedom: int) -> float:
-    """The value that Student's t with so many degrees of freedom stays below with this probability, above one half."""
+    """Return the quantile of Student's t with this many degrees of freedom, for a probability above one half."""
     if not 0.5 < probability < 1.0 or freedom < 1:
         raise ValueError(f"student_t({probability}, {freedom}): a probability from 0.5 to 1, and freedom of at least 1")
-    # Integrate the density over the angle, t = sqrt(freedom) tan(angle): it is then cos(angle) ** (freedom - 1).
+    # Integrate the density over the angle, t = sqrt(freedom) tan(angle). The density is then cos(angle) ** (freedom -
+    # 1).
     angles = np.linspace(0.0, math.pi / 2, 200_001)
     density = np.cos(angles) ** (freedom - 1)
     area = np.append(0.0, np.cumsum((density[1:] + density[:-1]) / 2))
@@ -53,7 +54,7 @@ def student_t(probability: float, freedom: int) -> float:
 
 
 def interval_of(values: Sequence[float], confidence: float, *, systematic: bool) -> Interval:
-    """The interval of at least one replication; of a single one it is unbounded."""
+    """Return the interval of one or more replications; the interval of a single one is unbounded."""
     if any(math.isinf(value) for value in values):
         return Interval(math.inf, min(values), math.inf)
     n = len(values)
@@ -66,9 +67,10 @@ def interval_of(values: Sequence[float], confidence: float, *, systematic: bool)
 
 
 def block_samples(slo: Slo, requests: Requests, seed: int) -> list[float]:
-    """What `slo` would measure in RESAMPLES other runs made of this one's blocks, ascending; empty for gaps (ITL p...).
+    """Return the values of `slo` in RESAMPLES resampled runs, ascending; empty for gaps (ITL p...).
 
-    Gaps between tokens are many to a request and close to each other: their percentiles hardly vary.
+    A resampled run consists of blocks of this one. Percentiles of gaps hardly vary, because each request has many gaps
+    of similar length.
     """
     if slo.metric == "itl" and slo.percentile is not None:
         return []
@@ -89,7 +91,7 @@ def block_samples(slo: Slo, requests: Requests, seed: int) -> list[float]:
 
 
 def _percentile(values: Float64s, percentile: float) -> float:
-    """As metrics measure it: between two neighbours where need be, infinite if one of them is."""
+    """Return a percentile as the metrics do: interpolated between neighbours, infinite if the upper one is."""
     rank = (len(values) - 1) * percentile / 100
     low, high = math.floor(rank), math.ceil(rank)
     ordered = np.partition(values, (low, high))
@@ -99,7 +101,7 @@ def _percentile(values: Float64s, percentile: float) -> float:
 
 
 def interval_of_samples(value: float, samples: Sequence[float], confidence: float) -> Interval:
-    """The central part of what was drawn; unbounded without draws."""
+    """Return the central part of the samples as interval; unbounded without samples."""
     if not samples:
         return Interval(value, -math.inf, math.inf)
     tail = (1.0 - confidence) / 2.0

@@ -1,4 +1,4 @@
-"""Finished trials by key, in memory and, with a folder, on disk: a plan that was interrupted goes on where it was."""
+"""Store of finished trials by key, in memory and, with a folder, on disk. An interrupted plan continues from it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult
 
 FOLDER = "simulations"
-MARK = "lockstep-plan"  # a file that marks the folder of a plan
+MARK = "lockstep-plan"  # file that marks the folder of a plan
 
 
 class _TrialFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file: the trial beside its result, for people and against collisions."""
+    """One stored file: the result, and the trial for people and against collisions of keys."""
 
-    trial: dict[str, Any]  # as `Trial.record` gives it
+    trial: dict[str, Any]  # as returned by `Trial.record`
     result: TrialResult
 
 
 class TrialStore:
-    """Where results are looked up before anything is run. A file that cannot be read counts as missing."""
+    """Store of results, searched before a trial runs. An unreadable file counts as missing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.reused = 0
-        self.cpu_s = 0.0  # of the trials run for this plan, not of those found
+        self.cpu_s = 0.0  # of the trials run for this plan, without those found in the store
         self.run = 0
         self._known: dict[str, TrialResult] = {}
         self._folder = None if folder is None else folder / FOLDER
@@ -45,7 +45,7 @@ class TrialStore:
                 ) from None
 
     def find(self, trial: Trial) -> TrialResult | None:
-        """The result, if it is there."""
+        """Return the result of a trial; None if it is not stored."""
         key = trial.key
         known = self._known.get(key)
         if known is None and self._folder is not None:
@@ -61,7 +61,7 @@ class TrialStore:
         return known
 
     def add(self, trial: Trial, result: TrialResult) -> None:
-        """Keep a result: whole or not at all."""
+        """Store a result. Files are written atomically."""
         self._known[trial.key] = result
         self.run += 1
         self.cpu_s += result.cpu_s

@@ -25,7 +25,7 @@ SPANS = SPANS_MAX // 4
 
 
 def render_plan(answer: PlanAnswer) -> str:
-    """The page as text. Simulates the winner's first long run once more, to show it whole."""
+    """Return the page as text. The winner's first long run is simulated once more for its details."""
     question, winner = answer.question, answer.winner
     title = f"{question.model} on {', '.join(question.gpus)}"
     remarks = "".join(f"<li>{escape(line)}</li>" for line in answer.remarks())
@@ -48,7 +48,7 @@ def render_plan(answer: PlanAnswer) -> str:
 
 
 def sweep(candidate: Candidate) -> list[Evaluation]:
-    """The long runs of a configuration at the replicas of its answer, by load."""
+    """Return the long runs of a configuration with the replicas of its answer, by load."""
     best = candidate.best
     assert best is not None
     return sorted((e for e in candidate.evaluations if e.replicas == best.replicas), key=lambda e: e.load)
@@ -63,7 +63,7 @@ def _load(candidate: Candidate) -> str:
 
 
 def _configurations(answer: PlanAnswer, remarks: str) -> str:
-    """The table of the terminal, as HTML, and below it what must be known to read it."""
+    """Return the table of the terminal as HTML, followed by the remarks."""
     sides = answer.sides_table()
     below = "" if sides is None else f"<h3>{escape(str(sides.title))}</h3>\n{_html(sides, 'Prefill and decode')}\n"
     return f"""<section id="plan" aria-labelledby="plan-h">
@@ -76,7 +76,7 @@ SLO.</p>
 
 
 def _html(shown: Table, caption: str) -> str:
-    """A table of the terminal."""
+    """Return a table of the terminal as HTML."""
     head_cells = "".join(f'<th scope="col" class="text">{escape(str(column.header))}</th>' for column in shown.columns)
     cells = [[str(cell) for cell in column.cells] for column in shown.columns]
     rows = []
@@ -90,16 +90,14 @@ def _commands(winner: Candidate) -> str:
     from lockstep.sim.plan.answer import serve_commands, simulate_command
 
     parts = []
-    for about, command in zip(
-        ("Served, FOLDER being that of the model", "Emulated"), serve_commands(winner), strict=True
-    ):
-        lacks = f"; not carried out there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
+    for about, command in zip(("Served, with the model in FOLDER", "Emulated"), serve_commands(winner), strict=True):
+        lacks = f"; not supported there yet: {escape(', '.join(command.lacks))}" if command.lacks else ""
         parts.append(f'<p class="lead">{about}{lacks}:</p>\n<div><pre>{escape(command.line)}</pre></div>')
     served = "\n".join(parts)
     return f"""<section id="commands" aria-labelledby="commands-h">
 <h2 id="commands-h">The winner as commands</h2>
 {served}
-<p class="lead">Its simulation once more:</p>
+<p class="lead">Its simulation again:</p>
 <div><pre>{escape(simulate_command(winner))}</pre></div>
 </section>"""
 
@@ -109,7 +107,7 @@ def _slo_rows(candidate: Candidate) -> list[SloRow]:
 
 
 def _compare_payload(candidate: Candidate, points: Sequence[Evaluation]) -> Json:
-    """What `compareChart` draws: each SLO with its interval, and the rates that came of it."""
+    """Return the data of `compareChart`: each SLO with its interval, and the resulting rates."""
     by_rate = candidate.question.load == "rate"
     charts: list[Json] = []
     for number, slo in enumerate(_slo_rows(candidate)):
@@ -141,7 +139,7 @@ def _compare_payload(candidate: Candidate, points: Sequence[Evaluation]) -> Json
 
 
 def _plain(value: float) -> float | None:
-    """Without infinities, which JSON does not have."""
+    """Return a rounded value, or None for an infinity, which JSON does not have."""
     return round(value, 3) if abs(value) < float("inf") else None
 
 

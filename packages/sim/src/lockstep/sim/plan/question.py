@@ -1,4 +1,4 @@
-"""What is asked of a plan, and the configurations it spans: every GPU with every combination of what is searched."""
+"""The question of a plan, and the configurations that it spans: each GPU with each combination of searched values."""
 
 from __future__ import annotations
 
@@ -25,42 +25,46 @@ from lockstep.sim.scenario.settings import field_of, parse_setting, parse_tier
 from lockstep.sim.scenario.tier_options import TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.mix import MIX_PREFIX, parse_mix
-from lockstep.sim.workload.workload import Workload, open_workload
+from lockstep.sim.workload.workload import SourceReading, Workload, open_workload
 
 CONFIGURATIONS_MAX = 2_000
 OWN_KEYS = (*names_where("searched"), "router", "autoscale", PREFILL_DECODE)
-"""What can be searched besides the scheduler's settings."""
+"""Names that can be searched besides the scheduler's settings."""
 
 LINK_KEYS = ("link_gbs", "link_latency_us")
-"""Of links between prefill and decode engines."""
+"""Options of links between prefill and decode engines."""
 
 YES_NO = {"yes": True, "no": False, "true": True, "false": False}
 PRICE_KINDS = ("rental_3yr", "on_demand_low", "on_demand_high", "owned_neocloud", "owned_hyperscaler")
 
 
 class Length(NamedTuple):
-    """How much traffic one simulation sees: enough requests, for long enough, but not beyond all measure."""
+    """Length of one simulation: enough requests, over enough time, within a bound."""
 
     requests_min: int
     requests_max: int
     seconds: float
 
     def requests_at(self, requests_per_s: float, seconds_min: float) -> int:
-        """Requests to simulate at a rate; `seconds_min` is what the workload itself needs to get going."""
+        """Return the requests to simulate at a rate.
+
+        Args:
+            seconds_min: the time that the workload needs to reach a steady state.
+        """
         wanted = math.ceil(requests_per_s * max(self.seconds, seconds_min))
         return min(max(wanted, self.requests_min), self.requests_max)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is simulated before an answer is given."""
+    """How much is simulated for an answer."""
 
     long: Length
-    short: Length  # of simulations that only narrow the range
-    precision: float  # relative, of a largest rate
+    short: Length  # of simulations that narrow the range of loads
+    precision: float  # relative precision of a largest rate
     replications_min: int
     replications_max: int
-    per_session: int = 20  # requests of a closed loop's long simulation, for each session in progress, at least
+    per_session: int = 20  # requests of a long closed-loop simulation per session in progress, at least
 
 
 FULL = Effort(
@@ -78,32 +82,33 @@ QUICK = Effort(
     replications_max=5,
     per_session=10,
 )
-WARM_UP_PER_SESSION = 3  # requests before those that a closed loop's simulation measures: its caches begin empty
-SHORT_SHARE = 4  # a short simulation of a closed loop has so many times fewer requests for each session
-LIVES = 3.0  # of a session: how long traffic must go on before those that end and those that begin are in balance
+# unmeasured first requests of a closed-loop simulation, per session, because its caches begin empty
+WARM_UP_PER_SESSION = 3
+SHORT_SHARE = 4  # ratio of the requests per session in a long and in a short closed-loop simulation
+LIVES = 3.0  # durations of a session after which ending and beginning sessions are in balance
 
 
 Load = Literal["rate", "sessions"]
-"""An open loop's load is arrivals by the clock per second; a closed loop's is sessions in progress at a time."""
+"""Unit of the load: arrivals per second in an open loop; sessions in progress at any time in a closed loop."""
 
 LOADS: Mapping[str, str] = {"rate": "arrivals per second", "sessions": "sessions at a time"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Everything that decides the answer."""
+    """Everything that determines the answer."""
 
     model: str
     gpus: tuple[str, ...]
     workload: str
     slos: tuple[Slo, ...]
-    load: Load = "rate"  # what is varied; see `Load`
-    rate: float | None = None  # to be served; None: the largest load is asked for
-    sessions: int | None = None  # the same in a closed loop
-    gpus_max: int | None = None  # of one configuration's replicas together, where the largest load is asked for
+    load: Load = "rate"  # the load that is varied; see `Load`
+    rate: float | None = None  # requests per s to be served; None: find the largest load
+    sessions: int | None = None  # the same for a closed loop, in sessions
+    gpus_max: int | None = None  # GPUs of all replicas of one configuration, if the largest load is searched
     search: tuple[tuple[str, tuple[Any, ...]], ...] = ()  # in the order given
     common: Mapping[str, Any] = field(default_factory=dict)  # fields of Trial that are not searched
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the scheduler, not searched
+    settings: Mapping[str, Any] = field(default_factory=dict)  # scheduler settings that are not searched
     router: RouterConfig = field(default_factory=RouterConfig)
     hop_us: int = 0
     seed: int = 7
@@ -111,7 +116,7 @@ class Question:
     effort: Effort = FULL
     prices: Mapping[str, float] = field(default_factory=dict)  # USD per GPU-hour, by GPU as written in `gpus`
     price_kind: str = PRICE_KINDS[0]
-    confirm_all: bool = False  # also those that others have shown to be worse
+    confirm_all: bool = False  # confirm also configurations that short runs show to be worse
 
     def __post_init__(self) -> None:
         if not self.slos:
@@ -154,7 +159,7 @@ class Question:
             )
 
     def _check_engine(self) -> None:
-        """What no GPU could have is a mistake, and not a configuration that does not fit."""
+        """Raise ConfigError for values that are invalid on any GPU. A configuration that does not fit is no error."""
         searched = dict(self.search)
         tps = searched.get("tp", (self.common.get("tp", 1),))
         for tp in tps:
@@ -178,24 +183,24 @@ class Question:
                 )
 
     def _check_splits(self) -> None:
-        """What splits need, and what is only about them."""
+        """Raise ConfigError if splits lack an option, or if an option requires splits and there are none."""
         words = self.split_words
         if AUTO in words and self.gpus_max is None:
             raise ConfigError(
-                f"`{PREFILL_DECODE}` {AUTO} shares out the GPUs of `max_gpus`, of which there is none\n"
+                f"`{PREFILL_DECODE}` {AUTO} divides the GPUs of `max_gpus`, which is not given\n"
                 f"hint: --max-gpus 16, or name the splits: --search {PREFILL_DECODE}={MIXED},1:3,1:1,3:1"
             )
         if not self.splits:
             for name in LINK_KEYS:
                 if name in self.common:
                     raise ConfigError(
-                        f"`{name}` is of links between prefill and decode engines, and there are none\n"
+                        f"`{name}` applies to links between prefill and decode engines, and there are none\n"
                         f"hint: --search {PREFILL_DECODE}={MIXED},1:1, or leave it out"
                     )
             return
         if self.common.get("autoscale", "none") != "none" or "autoscale" in dict(self.search):
             raise ConfigError(
-                f"`autoscale` is for engines that all do the same, not yet for `{PREFILL_DECODE}`\n"
+                f"`autoscale` supports engines with equal roles only, not yet `{PREFILL_DECODE}`\n"
                 "hint: leave one of them out"
             )
         if "role" in self.settings or "role" in dict(self.search):
@@ -203,7 +208,7 @@ class Question:
 
     @property
     def split_words(self) -> tuple[str, ...]:
-        """What was asked for of `prefill_decode`, as written."""
+        """The given values of `prefill_decode`."""
         return dict(self.search).get(PREFILL_DECODE, (self.common.get(PREFILL_DECODE, MIXED),))
 
     @property
@@ -213,11 +218,11 @@ class Question:
 
     @property
     def wanted(self) -> float | None:
-        """The load that is to be served; None if the largest one is asked for."""
+        """The load to be served; None if the largest load is searched."""
         return self.rate if self.load == "rate" else self.sessions
 
     def configurations(self) -> tuple[Configuration, ...]:
-        """All of them, in the order of GPUs and searched values; numbered from 1."""
+        """Return all configurations, in the order of GPUs and searched values, numbered from 1."""
         keys = [key for key, _ in self.search]
         combinations = itertools.product(*(values for _, values in self.search))
         made: dict[tuple[str, str], Mapping[str, Any]] = {}  # each once, in order
@@ -230,7 +235,7 @@ class Question:
         )
 
     def _meant(self, chosen: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a combination amounts to: `auto` is several, and what has no meaning beside the rest is left out."""
+        """Return the configurations of a combination: several for `auto`, without settings that have no effect."""
         if not self.splits:
             return [chosen]
         word = chosen.get(PREFILL_DECODE, self.common.get(PREFILL_DECODE, MIXED))
@@ -243,7 +248,7 @@ class Question:
 
 
 def _meaningful(chosen: dict[str, Any], split: RoleSplit | None) -> dict[str, Any]:
-    """Without `tp` where each side has its own, and without settings of transfers where there are none."""
+    """Return the settings with an effect: no `tp` if each side has its own, no transfer settings without transfers."""
     if split is None:
         return {name: value for name, value in chosen.items() if name not in TRANSFER_SETTINGS}
     return {name: value for name, value in chosen.items() if name != "tp" or not split.names_tp}
@@ -259,12 +264,12 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """`h200 tp=2 schedule_policy=lpm`."""
+        """Name of the configuration: `h200 tp=2 schedule_policy=lpm`."""
         return " ".join([self.gpu, *(f"{key}={shown(value)}" for key, value in self.chosen.items())])
 
 
 def shown(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Return a value as written on a command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
@@ -273,7 +278,7 @@ def shown(value: Any) -> str:
 
 
 def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Read `tp=1,2,4`, `chunked_prefill_size=512..8192` (each twice the one before), `policy=fcfs,lpm`."""
+    """Parse `tp=1,2,4`, `chunked_prefill_size=512..8192` (each value twice the previous one), `policy=fcfs,lpm`."""
     found: dict[str, tuple[Any, ...]] = {}
     for text in texts:
         name, equals, values_text = text.partition("=")
@@ -293,7 +298,7 @@ def parse_search(texts: tuple[str, ...]) -> tuple[tuple[str, tuple[Any, ...]], .
 
 
 def _words(key: str, part: str) -> list[str]:
-    """A single value, or the doublings of a range."""
+    """Return a single value, or the doublings of a range."""
     if ".." not in part:
         return [part] if part else []
     match = re.fullmatch(r"(\d+)\.\.(\d+)", part)
@@ -342,7 +347,7 @@ def _value(key: str, word: str) -> Any:
 
 
 def scaling_of(word: str) -> str:
-    """A policy among several, in which `:` stands for `=` and `/` for `,`: none, open_requests:24/minimum:2."""
+    """Return a scaling policy in which `:` stands for `=` and `/` for `,`: none, open_requests:24/minimum:2."""
     if word == "none":
         return word
     text = word.replace(":", "=").replace("/", ",")
@@ -351,12 +356,12 @@ def scaling_of(word: str) -> str:
 
 
 def split_of(word: str) -> str:
-    """A split as it is shown. Raises ConfigError."""
+    """Return a split in its usual spelling. Raises ConfigError."""
     return word if word in (MIXED, AUTO) else str(parse_split(word))
 
 
 def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:
-    """Read `h100=1.99`, USD per GPU-hour."""
+    """Parse `h100=1.99`, in USD per GPU-hour."""
     prices: dict[str, float] = {}
     for text in texts:
         gpu, equals, number = text.partition("=")
@@ -371,7 +376,7 @@ def parse_prices(texts: tuple[str, ...]) -> dict[str, float]:
 
 
 def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None, str]:
-    """USD per GPU-hour and whence; None without a price."""
+    """Return the price in USD per GPU-hour and its source; None without a price."""
     if name in question.prices:
         return question.prices[name], "given"
     known = gpu.usd_per_gpu_hour.get(question.price_kind)
@@ -381,22 +386,22 @@ def price_of(question: Question, name: str, gpu: GpuSpec) -> tuple[float | None,
 
 
 def is_drawn(workload: Workload) -> bool:
-    """Whether another seed makes another workload: not of a trace, nor of several mixed."""
+    """Return whether another seed makes another workload. Traces and mixes of traces do not depend on the seed."""
     if workload.format == "mix":
         return PREFIX in workload.source or ".json@" in workload.source or workload.source.endswith(".json")
     return not workload.has_clock or workload.format in ("generated", "fitted", "servegen")
 
 
 def natural_load(workload: str, *, skip_bad_rows: bool = False) -> Load:
-    """Sessions at a time for recorded sessions without their beginnings; a rate for everything else."""
+    """Return "sessions" for recorded sessions without start times, and "rate" for everything else."""
     if workload.startswith((PREFIX, MIX_PREFIX)) or not Path(workload).is_file():
         return "rate"
-    opened = open_workload(workload, seed=0, rate=math.inf, skip_bad_rows=skip_bad_rows, digest=False)
+    opened = open_workload(workload, seed=0, rate=math.inf, digest=False, reading=SourceReading(skip_bad_rows))
     return "rate" if opened.has_clock or len(opened.turns.by_clock_rows) == len(opened.turns) else "sessions"
 
 
 def content_files(question: Question) -> list[Path]:
-    """Files that decide the answer, besides what the package ships."""
+    """Return the files that determine the answer, besides those of the package."""
     workload = question.workload
     sources = [source.workload for source in parse_mix(workload)] if workload.startswith(MIX_PREFIX) else [workload]
     names = [question.model, *question.gpus, *sources]

@@ -1,23 +1,25 @@
-"""Which simulations are worth running. Every configuration is searched in two stages, and between them compared.
+"""Choice of the simulations to run. Every configuration is searched in two stages; between them it is compared.
 
     estimate    the cost model alone: the best case of one engine                     no simulation
     narrow      short runs, one replication: from which load on the SLO is missed     a handful per configuration
-    prune       those worse than another one whatever their long runs would show      no simulation
-    confirm     long runs, replicated until the verdict is sure                       of those that are left
+    prune       drop configurations that are worse whatever their long runs show      no simulation
+    confirm     long runs, replicated until the verdict is certain                    of the remaining ones
 
-A load is a rate, or in a closed loop a number of sessions at a time; everything here holds of both.
+A load is a rate or, in a closed loop, a number of sessions in progress. Everything here applies to both.
 
-A search is a generator: it yields the trials it needs next and is sent their results. It looks at nothing but its own
-results, and stages end together, so the answer does not depend on the worker of a trial, or on the order. Where a few
-results settle what many were asked for, a search gets the shortest beginning that does, however many are known by then:
-more workers run replications side by side, one worker runs only those that are needed, and the answer is the same.
+A search is a generator: it yields the trials that it needs next and receives their results. It depends only on its own
+results, and all searches of a stage end together. So the answer does not depend on the workers, nor on the order of
+results. If the first few results are sufficient, a search receives the shortest sufficient prefix, however many results
+exist by then. More workers run replications in parallel, one worker runs only the necessary ones, and the answer is the
+same.
 
-**Verdict.** A load is sustained if every SLO's interval lies within its bound: not the estimate alone, its upper end.
-If only the estimate does, more replications are run; if that does not settle it, the load counts as missed. It is
-missed for sure, and no further replication is run, once the others could be perfect and the mean be beyond the bound.
+**Verdict.** A load is sustained if every SLO's interval lies within its bound: its upper end, not only the estimate. If
+only the estimate does, more replications are run; if these do not settle it, the load counts as missed. No further
+replication is run once a miss is certain: the mean would exceed the bound even if the remaining replications were
+perfect.
 
-**Common random numbers.** Replication i has the same seed, so the same traffic and the same draw of the calibration's
-error, in every configuration and at every rate: differences between them are theirs.
+**Common random numbers.** Replication i has the same seed in every configuration and at every rate, so the same traffic
+and the same draw of the calibration's error. Differences are due to configuration and rate.
 """
 
 from __future__ import annotations
@@ -66,19 +68,19 @@ from lockstep.sim.scenario.tier_options import HYBRID_KEYS, TIER_KEYS
 from lockstep.sim.workload.generate import PREFIX
 from lockstep.sim.workload.workload import Workload, WorkloadError, WorkloadSummary
 
-NARROW_RATIO = 1.2  # short runs stop when the largest rate is known to this factor
+NARROW_RATIO = 1.2  # ratio of missed to met rate at which short runs stop
 NARROW_STEPS_MAX = 14
-NARROW_LOWEST = 1 / 300  # of the estimate: a configuration that misses the SLO there misses it always
+NARROW_LOWEST = 1 / 300  # of the estimate: a configuration that misses the SLO at this load always misses it
 CONFIRM_STEPS_MAX = 12
-PRUNE_MARGIN = 1.15  # what short runs may be wrong by, in either direction
-SESSIONS_OVER_ESTIMATE = 4.0  # times what keeps an engine busy, before more of them make no difference any more
-REPLICAS_MORE_MAX = 4  # times what one replica's short runs suggest, before a rate counts as out of reach
+PRUNE_MARGIN = 1.15  # error of short runs, in either direction
+SESSIONS_OVER_ESTIMATE = 4.0  # factor on the sessions that keep an engine busy; more sessions only wait
+REPLICAS_MORE_MAX = 4  # factor on the replicas suggested by short runs, beyond which a rate counts as unreachable
 
 Status = Literal["met", "missed", "undecided"]
 
 
 class TrialNeed(NamedTuple):
-    """Trials whose results a search waits for: all of them, or the first ones if those are enough."""
+    """Trials that a search waits for: all of them, or the first ones if `enough` returns True for their results."""
 
     trials: list[Trial]
     enough: Callable[[Sequence[TrialResult]], bool] = lambda results: False
@@ -92,18 +94,18 @@ Search = Generator[TrialNeed, list[TrialResult], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A configuration under one load, with as many replications as it took."""
+    """A configuration under one load, with its replications."""
 
-    load: float  # arrivals per second, or sessions at a time
+    load: float  # arrivals per second, or sessions in progress
     replicas: int
     status: Status
-    intervals: tuple[Interval, ...]  # one per SLO, microseconds
+    intervals: tuple[Interval, ...]  # one per SLO, us
     results: tuple[TrialResult, ...]
-    first_trial: Trial  # what the first of the results came of
+    first_trial: Trial  # trial of the first result
 
     @property
     def paid_replicas(self) -> float:
-        """Replicas that cost something, on average: fewer than there may be where they come and go."""
+        """Mean number of paid replicas. With autoscaling it is below `replicas`."""
         known = [result.replicas_mean for result in self.results if result.replicas_mean is not None]
         return math.fsum(known) / len(known) if known else self.replicas
 
@@ -112,7 +114,7 @@ class Evaluation:
         return self.status == "met"
 
     def mean(self, part: str, name: str) -> float | None:
-        """Of a number of the summary, over the replications."""
+        """Return the mean of a number of the summary over the replications."""
         values = [result.summary[part][name] for result in self.results]
         known = [value for value in values if value is not None]
         return math.fsum(known) / len(known) if known else None
@@ -121,7 +123,7 @@ class Evaluation:
 def judge(
     slos: Sequence[Slo], results: Sequence[TrialResult], confidence: float, *, systematic: bool
 ) -> tuple[Status, tuple[Interval, ...]]:
-    """Whether every bound holds, as far as these replications say."""
+    """Return whether every bound holds according to these replications, and the interval of each SLO."""
     intervals = []
     for number in range(len(slos)):
         found = [result.slos[number] for result in results]
@@ -135,7 +137,7 @@ def judge(
     bounds = [slo.bound_us for slo in slos]
     if any(interval.value > bound for interval, bound in zip(intervals, bounds, strict=True)):
         return "missed", tuple(intervals)
-    # Without draws an interval is unbounded: then the value has to do.
+    # Without draws an interval is unbounded; the value is used instead.
     highs = [i.value if len(results) == 1 and math.isinf(i.low) else i.high for i in intervals]
     sure = all(high <= bound for high, bound in zip(highs, bounds, strict=True))
     return "met" if sure else "undecided", tuple(intervals)
@@ -146,34 +148,35 @@ def judge(
 
 @dataclass(kw_only=True)
 class Candidate:
-    """A configuration and what is known of it so far."""
+    """A configuration and the results of its search so far."""
 
     configuration: Configuration
     question: Question
-    setup: Setup | None = None  # None: it cannot run, see `unfit`; of decode engines where others prefill
-    prefill_setup: Setup | None = None  # of these others
+    # None: it cannot run, see `unfit`; with separate prefill engines that of a decode engine
+    setup: Setup | None = None
+    prefill_setup: Setup | None = None  # of a prefill engine, if prefill is separate
     unfit: str = ""
-    trial: Trial | None = None  # of one replica; rate, limit, seed and factor are filled in
-    drawn: bool = False  # another seed makes another workload
-    estimate: CapacityEstimate | None = None  # of one replica: one engine, or some of each kind
-    session_s: float = 0.0  # that a session's users think, on average
-    turns_per_arrival: float = 1.0  # a rate counts arrivals by the clock, sessions; each has so many requests
+    trial: Trial | None = None  # for one replica; the search fills in rate, limit, seed and factor
+    drawn: bool = False  # whether another seed makes another workload
+    estimate: CapacityEstimate | None = None  # of one replica: one engine, or some of each role
+    session_s: float = 0.0  # think time of a session, s, on average
+    turns_per_arrival: float = 1.0  # requests per arrival: a rate counts arrivals by the clock, which are sessions
     usd_per_gpu_hour: float | None = None
     price_source: str = ""
-    replicas: int = 1  # searched with in `narrow`, and in `confirm` where the largest load is asked for
-    narrow_met: float | None = None  # the largest load that a short run sustained
-    narrow_missed: float | None = None  # the smallest one that it did not
-    pruned: str = ""  # why it was not confirmed
-    impossible: Evaluation | None = None  # the SLO is missed under the lowest load, too: this is what remains
-    evaluations: list[Evaluation] = field(default_factory=list)  # long ones
-    best: Evaluation | None = None  # the answer for this configuration
-    missed: Evaluation | None = None  # the nearest one that was not sustained
+    replicas: int = 1  # in `narrow`, and in `confirm` if the largest load is searched
+    narrow_met: float | None = None  # largest load that a short run sustained
+    narrow_missed: float | None = None  # smallest load that a short run missed
+    pruned: str = ""  # reason why it was not confirmed
+    impossible: Evaluation | None = None  # evaluation at the lowest load, if it misses the SLO even there
+    evaluations: list[Evaluation] = field(default_factory=list)  # long runs
+    best: Evaluation | None = None  # the evaluation that answers the question
+    missed: Evaluation | None = None  # nearest load that was not sustained
 
     @property
     def estimated_load(self) -> float:
-        """The best case of one replica: arrivals by the clock per second, or sessions that keep it busy all the time.
+        """Best case of one replica: arrivals by the clock per second, or sessions that keep it busy all the time.
 
-        The latter are, by Little's law, sessions that think and sessions that are served at its best.
+        The number of sessions follows from Little's law: sessions that think plus sessions that are served.
         """
         assert self.estimate is not None
         if self.question.load == "rate":
@@ -183,7 +186,7 @@ class Candidate:
 
     @property
     def load_max(self) -> float:
-        """No more than this is tried. Not even the best case serves a higher rate; more sessions than this all wait."""
+        """The largest load that is tried. Even the best case serves no higher rate; more sessions would all wait."""
         over = PRUNE_MARGIN if self.question.load == "rate" else SESSIONS_OVER_ESTIMATE
         return self.estimated_load * self.replicas * over
 
@@ -197,7 +200,7 @@ class Candidate:
 
     @property
     def split(self) -> RoleSplit | None:
-        """How prefill and decode are shared out; None if all engines do both."""
+        """The split into prefill and decode engines; None if all engines do both."""
         chosen, common = self.configuration.chosen, self.question.common
         return parse_split(chosen.get(PREFILL_DECODE, common.get(PREFILL_DECODE, MIXED)))
 
@@ -205,13 +208,13 @@ class Candidate:
         return None if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour * replicas * self.gpus
 
     def cost_per_hour(self, replicas: float) -> float:
-        """What is minimised: dollars, or GPUs where some GPU has no price."""
+        """Return the quantity to minimise: dollars per hour, or GPUs if some GPU has no price."""
         usd = self.usd_per_hour(replicas)
         return float(replicas * self.gpus) if usd is None else usd
 
 
 def prepare(question: Question) -> tuple[list[Candidate], Workload]:
-    """Load what the question names, and work out the configurations that fit and their best case."""
+    """Load what the question names. Return the configurations, with the best case of each, and the workload."""
     effort = question.effort
     limit = effort.long.requests_min
     load = {name: value for name, value in question.common.items() if name in names_where("of_load")}
@@ -227,12 +230,12 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
         )
     )
     if question.load == "rate" and len(workload.turns.by_clock_rows) < 2:
-        problem = "it has one arrival, which is at no rate: any would count as sustained"
+        problem = "it has one arrival and so no rate: any rate would count as sustained"
         raise WorkloadError(question.workload, problem, "a longer trace, or --load sessions")
     _check_gpus(question)
     summary = workload.summary()
     content = " ".join([code_version(), code_commit() or "", *(file_digest(path) for path in content_files(question))])
-    drawn = question.load == "sessions" or is_drawn(workload)  # of a closed loop, the order of its sessions is
+    drawn = question.load == "sessions" or is_drawn(workload)  # a closed loop draws the order of its sessions
     candidates = []
     for configuration in question.configurations():
         candidate = Candidate(configuration=configuration, question=question, drawn=drawn)
@@ -257,13 +260,13 @@ def prepare(question: Question) -> tuple[list[Candidate], Workload]:
                     candidate.unfit = f"needs {candidate.gpus} GPUs, of at most {question.gpus_max}"
         candidates.append(candidate)
     if any(c.setup is not None and c.usd_per_gpu_hour is None for c in candidates):
-        for candidate in candidates:  # dollars beside GPU-hours cannot be compared
+        for candidate in candidates:  # dollars and GPU-hours cannot be compared
             candidate.usd_per_gpu_hour = None
     return candidates, workload
 
 
 def _setups_of(trial: Trial, workload: Workload) -> tuple[Setup, Setup | None]:
-    """Of its engines; where these hand over, of the decode engines and of the prefill engines."""
+    """Return the setup of an engine; with separate roles that of a decode engine and that of a prefill engine."""
     scenario = trial.scenario()
     if trial.split is None:
         return assemble(scenario.base, {}, workload=workload), None
@@ -272,7 +275,7 @@ def _setups_of(trial: Trial, workload: Workload) -> tuple[Setup, Setup | None]:
 
 
 def _estimate(candidate: Candidate, setup: Setup, summary: WorkloadSummary) -> CapacityEstimate:
-    """Of one replica. Where prefill and decode are shared out, the slower side decides, or the links between them."""
+    """Estimate the capacity of one replica. With separate roles the slower side, or the link between them, decides."""
     own = estimate_capacity(setup.cost, config_of_engine(setup.config), summary)
     split, prefill = candidate.split, candidate.prefill_setup
     if split is None or prefill is None:
@@ -293,7 +296,7 @@ def _estimate(candidate: Candidate, setup: Setup, summary: WorkloadSummary) -> C
 
 
 def _check_gpus(question: Question) -> None:
-    """Raises ConfigError if two names are of one GPU, and CatalogueError for one that is none."""
+    """Raise ConfigError if two names denote one GPU, and CatalogueError for an unknown GPU."""
     written: dict[str, str] = {}
     for gpu in question.gpus:
         name = load_gpu(gpu).name
@@ -307,21 +310,21 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
     own = {key: chosen.pop(key) for key in OWN_KEYS if key != "router" and key in chosen}
     common = dict(question.common)
     tiers = common.pop("tiers", {}) | {key: chosen.pop(key) for key in TIER_KEYS if key in chosen}
-    if tiers.get("hybrid_memory") == "off":  # searched beside `on`, which the others are about
+    if tiers.get("hybrid_memory") == "off":  # searched beside `on`, which the other settings apply to
         tiers = {name: value for name, value in tiers.items() if name not in HYBRID_KEYS}
     router = question.router
     if "router" in chosen:
         router = msgspec.structs.replace(router, policy=chosen.pop("router"))
     settings = {**question.settings, **chosen}
-    if chosen.get("prefill_delayer") is False:  # searched beside one that the rest is about
+    if chosen.get("prefill_delayer") is False:  # searched beside True, which the other settings apply to
         delays = (*DELAYER_SETTINGS, *TRIGGER_SETTINGS)
         settings = {name: value for name, value in settings.items() if name not in delays}
     split = own.pop(PREFILL_DECODE, common.pop(PREFILL_DECODE, MIXED))
     common.pop(PREFILL_DECODE, None)
-    if split == MIXED and question.splits:  # beside splits, which the rest is about
+    if split == MIXED and question.splits:  # beside splits, which these settings apply to
         common = {name: value for name, value in common.items() if name not in LINK_KEYS}
         settings = {name: value for name, value in settings.items() if name not in TRANSFER_SETTINGS}
-    if chosen.get("speculative_method") == "none":  # searched beside methods that the rest is about
+    if chosen.get("speculative_method") == "none":  # searched beside methods that these settings apply to
         for name in ("acceptance", "acceptance_spread", "draft_model"):
             common.pop(name, None)
         settings = {name: value for name, value in settings.items() if name not in DRAFT_SETTINGS[1:]}
@@ -350,7 +353,7 @@ def _trial_of(question: Question, configuration: Configuration, content: str) ->
 
 
 def with_count(workload: str, requests: int) -> str:
-    """A generator that does not say how many requests it makes makes as many as are simulated."""
+    """Return the workload with `n=requests` added, if it is a generator without a number of requests."""
     if not workload.startswith(PREFIX):
         return workload
     keys = [item.partition("=")[0] for item in workload.removeprefix(PREFIX).split(",")]
@@ -366,13 +369,17 @@ class Searcher:
     """Makes the trials of one question."""
 
     def __init__(self, question: Question, factors: Sequence[float] | None) -> None:
-        """`factors`: a draw of the calibration's error for each replication; None without a calibration."""
+        """Store the question.
+
+        Args:
+            factors: a draw of the calibration's error for each replication; None without a calibration.
+        """
         self.question = question
         self.factors = factors
         self.systematic = factors is not None
 
     def narrow(self, candidate: Candidate) -> Search:
-        """Find by short runs between which loads the SLO begins to be missed. Sets narrow_met and narrow_missed."""
+        """Find with short runs between which loads the SLO starts to be missed. Sets narrow_met and narrow_missed."""
         best_case = candidate.estimated_load * candidate.replicas
         most = self.rounded(best_case if self.question.load == "rate" else candidate.load_max)
         load = self.rounded(best_case * 0.6)
@@ -394,12 +401,12 @@ class Searcher:
                     return
                 load = max(self.rounded(missed / 3), self.lowest(candidate))
             elif load >= most:
-                return  # so short a run does not get to miss anything; long ones will
+                return  # short runs end before they miss anything; long runs will find the limit
             else:
                 load = min(self.beyond(load, 1.6), most)
 
     def confirm_load(self, candidate: Candidate) -> Search:
-        """Find by long runs the largest load that is sustained. Sets best and missed, or impossible."""
+        """Find with long runs the largest load that is sustained. Sets best and missed, or impossible."""
         precision = self.question.effort.precision
         if candidate.narrow_met is None:
             yield from self._lowest_load(candidate)
@@ -433,7 +440,7 @@ class Searcher:
             yield from self._lowest_load(candidate)
 
     def confirm_replicas(self, candidate: Candidate) -> Search:
-        """Find by long runs how few replicas sustain the load asked for. Sets best and missed, or impossible."""
+        """Find with long runs the fewest replicas that sustain the given load. Sets best and missed, or impossible."""
         load = self.question.wanted
         assert load is not None
         if candidate.narrow_met is None:
@@ -456,34 +463,34 @@ class Searcher:
                     return
                 replicas += 1
 
-    # Loads: of a rate three digits, since none is known better; of sessions whole ones.
+    # Rates have three digits, the precision of the search. Sessions are whole numbers.
 
     def rounded(self, load: float) -> float:
-        """As loads are tried, so that two searches meet at the same ones."""
+        """Round a load, so that two searches try the same ones."""
         return rounded(load) if self.question.load == "rate" else float(max(round(rounded(load)), 1))
 
     def close(self, met: float, missed: float, ratio: float) -> bool:
-        """Whether nothing is left to try between two loads."""
+        """Return whether no load between the two is left to try."""
         return missed / met <= ratio or (self.question.load == "sessions" and missed - met <= 1)
 
     def between(self, met: float, missed: float) -> float:
-        """The load to try between two."""
+        """Return the load to try between two loads."""
         load = self.rounded(math.sqrt(met * missed))
         return load if self.question.load == "rate" else min(max(load, met + 1), missed - 1)
 
     def beyond(self, load: float, factor: float) -> float:
-        """A load above or below another one."""
+        """Return a load above or below another one, by about this factor."""
         further = self.rounded(load * factor)
         if self.question.load == "rate" or further != load:
             return further
         return load + 1 if factor > 1 else max(load - 1, 1.0)
 
     def lowest(self, candidate: Candidate) -> float:
-        """The load under which a configuration that misses the SLO misses it always."""
+        """Return the load at which a configuration that misses the SLO always misses it."""
         return self.rounded(candidate.estimated_load * candidate.replicas * NARROW_LOWEST)
 
     def _lowest_load(self, candidate: Candidate) -> Generator[TrialNeed, list[TrialResult], None]:
-        """What remains under the lowest load: the best that can be had, bursts included. Sets impossible."""
+        """Evaluate the lowest load, the best that can be achieved, bursts included. Sets impossible."""
         load = self.lowest(candidate)
         trial = self.trial(candidate, load, candidate.replicas, 0, short=True)
         (result,) = yield TrialNeed([replace(trial, give_up=False)])
@@ -501,7 +508,7 @@ class Searcher:
     def _evaluate(
         self, candidate: Candidate, load: float, replicas: int
     ) -> Generator[TrialNeed, list[TrialResult], Evaluation]:
-        """Run replications until the verdict is sure, or there are enough of them."""
+        """Run replications until the verdict is certain, or their number reaches the maximum."""
         effort, question = self.question.effort, self.question
         replicated = candidate.drawn or self.systematic
         wanted = effort.replications_min if replicated else 1
@@ -525,11 +532,11 @@ class Searcher:
         return evaluation
 
     def _settled(self, before: Sequence[TrialResult], wanted: int, found: Sequence[TrialResult]) -> bool:
-        """Whether no further replication can help."""
+        """Return whether no further replication can change the verdict."""
         return surely_missed(self.question.slos, [*before, *found], wanted)
 
     def trial(self, candidate: Candidate, load: float, replicas: int, replication: int, *, short: bool) -> Trial:
-        """One simulation of a configuration."""
+        """Return the trial of one simulation of a configuration."""
         assert candidate.trial is not None
         question, effort = self.question, self.question.effort
         length = effort.short if short else effort.long
@@ -558,7 +565,7 @@ class Searcher:
 
 
 def surely_missed(slos: Sequence[Slo], results: Sequence[TrialResult], wanted: int) -> bool:
-    """Whether the mean of `wanted` replications is beyond a bound whatever those to come find: no time is below 0."""
+    """Return whether the mean of `wanted` replications exceeds a bound even if all remaining values are 0."""
     if any(result.gave_up for result in results):
         return True
     for number, slo in enumerate(slos):
@@ -573,7 +580,7 @@ def _without_samples(result: TrialResult) -> TrialResult:
 
 
 def rounded(rate: float) -> float:
-    """Three digits: no rate is known better, and two searches meet at the same ones."""
+    """Round a rate to three digits, the precision of the search, so that two searches try the same rates."""
     return float(f"{rate:.3g}")
 
 
@@ -581,7 +588,7 @@ def rounded(rate: float) -> float:
 
 
 def prune(question: Question, candidates: Sequence[Candidate]) -> None:
-    """Leave out configurations worse than another even if short runs were as wrong as they may be. Sets pruned."""
+    """Drop configurations that are worse than another one even with the greatest errors of short runs. Sets pruned."""
     running = [c for c in candidates if c.setup is not None and c.narrow_met is not None]
     if question.confirm_all or not running:
         return
@@ -613,13 +620,13 @@ def prune(question: Question, candidates: Sequence[Candidate]) -> None:
 
 
 def best_mixed(question: Question, running: Sequence[Candidate]) -> Candidate | None:
-    """Of engines that do both those that serve most, by short runs: what splits are measured against. None without."""
+    """Return the mixed configuration that serves most in short runs, as the baseline of splits; None without one."""
     mixed = [c for c in running if question.splits and c.split is None]
     return max(mixed, key=lambda c: (c.narrow_met or 0.0, -c.configuration.number), default=None)
 
 
 def promising(question: Question, running: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates to narrow down first: all; of many splits the best by the estimate on the same GPUs."""
+    """Return the candidates to narrow first: all, or of many splits the best on the same GPUs by the estimate."""
     if not question.splits or question.wanted is not None or question.confirm_all:
         return list(running)
     best: dict[tuple[str, int, bool], Candidate] = {}
@@ -631,7 +638,7 @@ def promising(question: Question, running: Sequence[Candidate]) -> list[Candidat
 
 
 def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Candidate]:
-    """Other candidates that might serve more than the first ones in short runs. Sets pruned of the rest."""
+    """Return the other candidates that might serve more than the first ones in short runs. Sets pruned of the rest."""
     others = [candidate for candidate in running if candidate not in first]
     for candidate in others:
         for other in first:
@@ -644,10 +651,10 @@ def hopeful(running: Sequence[Candidate], first: Sequence[Candidate]) -> list[Ca
 
 
 def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates left out that long runs of the others do not show to be worse after all. Clears `pruned`, and returns
-    them.
+    """Return pruned candidates that long runs of the others do not show to be worse. Clears their `pruned`.
 
-    A short run may say more for a configuration than its long ones confirm; no candidate may be left out for that.
+    A short run may promise more for a configuration than its long runs confirm, and no candidate may be dropped because
+    of that.
     """
     confirmed = [c for c in candidates if c.best is not None]
     wanted = question.wanted
@@ -659,7 +666,7 @@ def pruned_in_vain(question: Question, candidates: Sequence[Candidate]) -> list[
             least_cost = candidate.cost_per_hour(_replica_bounds(candidate, wanted)[0])
             worse = any(c.cost_per_hour(_best(c).paid_replicas) < least_cost for c in confirmed)
         else:
-            most = candidate.narrow_missed  # None: it was left out for its best case
+            most = candidate.narrow_missed  # None: dropped because of its best case
             most = candidate.load_max if most is None else most
             worse = any(_same_gpus(c, candidate) and _best(c).load > most for c in confirmed)
         if not worse:
@@ -674,7 +681,7 @@ def _best(candidate: Candidate) -> Evaluation:
 
 
 def _same_gpus(one: Candidate, other: Candidate) -> bool:
-    """Whether a load means the same of both: so many replicas of so many GPUs, or of splits so many GPUs in all."""
+    """Return whether a load means the same for both: equal GPUs and replicas, or for splits equal GPUs in total."""
     if one.question.splits and one.question.gpus_max is not None:
         return _same_total(one, other)
     return (one.configuration.gpu, one.gpus) == (other.configuration.gpu, other.gpus)
@@ -685,7 +692,7 @@ def _same_total(one: Candidate, other: Candidate) -> bool:
 
 
 def _replica_bounds(candidate: Candidate, load: float) -> tuple[int, int]:
-    """The fewest and the most replicas that a load may take, by short runs."""
+    """Return the fewest and the most replicas that a load may require, according to short runs."""
     assert candidate.narrow_met is not None
     most = candidate.narrow_missed or candidate.load_max / candidate.replicas
     return max(math.ceil(load / (most * PRUNE_MARGIN)), 1), max(math.ceil(load / candidate.narrow_met), 1)
@@ -693,11 +700,13 @@ def _replica_bounds(candidate: Candidate, load: float) -> tuple[int, int]:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Told as the plan goes on."""
+    """Callbacks on the progress of a plan."""
 
-    stage: Callable[[str, int], None] = lambda name, searches: None  # a stage begins, with so many searches
-    trial: Callable[[], None] = lambda: None  # a simulation ended
-    search: Callable[[], None] = lambda: None  # a search ended
+    stage: Callable[[str, int], None] = lambda name, searches: (
+        None
+    )  # called with the name of a new stage and its number of searches
+    trial: Callable[[], None] = lambda: None  # called after each simulation
+    search: Callable[[], None] = lambda: None  # called after each search
 
 
 def run_plan(
@@ -707,7 +716,7 @@ def run_plan(
     ledger: TrialStore,
     progress: Progress | None = None,
 ) -> None:
-    """Search every configuration that `prepare` made. What is found is written into the candidates."""
+    """Search every configuration that `prepare` returned. The results are stored in the candidates."""
     progress = progress or Progress()
     running = [candidate for candidate in candidates if candidate.setup is not None]
     searcher = Searcher(question, _factors(question, running))
@@ -730,7 +739,7 @@ def run_plan(
 
 
 def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | None:
-    """The calibration's draws, one per replication, as they are for every configuration; None without one."""
+    """Return the calibration's draws, one per replication, for every configuration; None without a calibration."""
     if not question.common.get("calibration") or not running:
         return None
     setup = running[0].setup
@@ -740,10 +749,10 @@ def _factors(question: Question, running: Sequence[Candidate]) -> list[float] | 
 
 
 def drive(searches: Sequence[Search], workers: WorkerPool, ledger: TrialStore, progress: Progress, stage: str) -> None:
-    """Run searches to their end, each sent the results of its trials, or the first ones if they are enough.
+    """Run searches to their end. Each receives the results of its trials, or the first ones if these are enough.
 
-    A free worker runs what a search waits for now; if there is nothing of that, what it may need next. So results
-    come in any order, and some that no search needs: what is sent depends on neither.
+    A free worker runs a trial that a search waits for or, if there is none, one that a search may need next. So results
+    arrive in any order, and some are never needed. The results that a search receives depend on neither.
     """
     progress.stage(stage, len(searches))
     waiting: dict[int, TrialNeed] = {}
@@ -778,7 +787,7 @@ def drive(searches: Sequence[Search], workers: WorkerPool, ledger: TrialStore, p
 
 
 def _enough(need: TrialNeed, ledger: TrialStore) -> list[TrialResult] | None:
-    """The shortest beginning of the results that will do, or all; None while it is not known yet."""
+    """Return the shortest sufficient prefix of the results, or all of them; None while some are missing."""
     found: list[TrialResult] = []
     for trial in need.trials:
         result = ledger.find(trial)
@@ -791,7 +800,7 @@ def _enough(need: TrialNeed, ledger: TrialStore) -> list[TrialResult] | None:
 
 
 def _to_run(needs: Sequence[TrialNeed], workers: WorkerPool, ledger: TrialStore) -> Iterator[Trial]:
-    """Trials that no worker has run or runs: first the next one of each search, then those that may not be needed."""
+    """Yield trials that neither run nor have a result: first the next one of each search, then the rest."""
     unknown = ([trial for trial in need.trials if ledger.find(trial) is None] for need in needs)
     later: list[Trial] = []
     for trials in unknown:

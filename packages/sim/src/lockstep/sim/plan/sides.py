@@ -1,7 +1,8 @@
-"""The work of each side of a cluster in which some engines compute prompts and others continue them.
+"""Load of the prefill and the decode side of a cluster with separate engines.
 
-Before its first token a request waits for pages of the decode engine, for its turn on the prefill engine, until its
-prompt is computed, and for the link. These four are its TTFT; which is the longest on average is what limits prompts.
+Before its first token a request waits for pages of the decode engine, for its turn on the prefill engine, for the
+computation of its prompt, and for the link. These four times add up to its TTFT. The one with the largest mean limits
+prompts.
 
     early               pages | queue | compute | link
     prefill_complete            queue | compute | pages | link
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 from lockstep.sim.cluster.result import ClusterRun
 from lockstep.sim.metrics.run_data import RunData
 
-DEVICE_FULL = 0.9  # share of the time the devices are busy, from which they are what requests wait for
-KV_FULL = 0.97  # share of the pool that requests hold at once, from which memory is what they wait for
+DEVICE_FULL = 0.9  # busy share of the devices from which they are the bottleneck
+KV_FULL = 0.97  # peak share of the pool held by requests from which memory is the bottleneck
 
 
 def sides_of(run: ClusterRun) -> dict[str, dict[str, Any]]:
-    """`prefill`, `transfer` and `decode`, times in microseconds; means are over requests that got so far."""
+    """Return `prefill`, `transfer` and `decode`, with times in us. Means are over requests that reached the phase."""
     makespan_us = run.data.summary["throughput"]["makespan_us"]
     datas = {role: [one.data for one in run.engines if one.setup.config.role == role] for role in ("prefill", "decode")}
     sides = {role: _work(found, makespan_us) for role, found in datas.items()}
@@ -48,7 +49,7 @@ def sides_of(run: ClusterRun) -> dict[str, dict[str, Any]]:
 
 
 def _work(datas: Sequence[RunData], makespan_us: int | None) -> dict[str, Any]:
-    """How busy the engines of one role were: the mean of shares of time, the greatest of what may be full."""
+    """Return the load of the engines of one role: the mean of busy shares, the greatest of peak values."""
     parts = [data.summary for data in datas]
     busy_us = sum(part["device"]["busy_us"] or 0 for part in parts)
     return {
@@ -74,10 +75,10 @@ def _mean(datas: Sequence[RunData], name: str) -> float:
 def limit_of_sides(
     sides: Mapping[str, Mapping[str, Any]], metric: str, latency: Mapping[str, float | None], rows_max: int
 ) -> str:
-    """Which side is full where an SLO on this metric is missed, and what of it.
+    """Return the side and the resource that are exhausted when an SLO on this metric is missed.
 
     Args:
-        latency: of the summary; a bound on `e2e` is about prompts where most of it is TTFT.
+        latency: part of the summary. A bound on `e2e` depends on prompts if TTFT is at least half of the mean.
         rows_max: `max_running_requests` of a decode engine.
     """
     e2e_us, ttft_us = latency["e2e_us_mean"] or 0.0, latency["ttft_us_mean"] or 0.0

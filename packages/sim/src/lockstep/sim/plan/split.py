@@ -1,12 +1,12 @@
-"""How the engines of a configuration share the work of a request: all do both, or some prefill and others decode.
+"""The split of requests between engines of a configuration: all prefill and decode, or each engine does one of both.
 
     mixed            all engines do both
-    2:6              two prefill engines for every six decode engines, all of the configuration's `tp`
-    1xtp8:2xtp4      each side with a `tp` of its own
-    auto             mixed, and every way to share out the GPUs of --max-gpus
+    2:6              two prefill engines for every six decode engines, all with the configuration's `tp`
+    1xtp8:2xtp4      each side with its own `tp`
+    auto             mixed, and every way to divide the GPUs of --max-gpus
 
-A split is of one replica: of `1:3` on 16 GPUs with tp 2 there are two, which is 2 prefill and 6 decode engines behind
-the same two routers.
+A split describes one replica. For example `1:3` with tp 2 fits twice on 16 GPUs, so 2 prefill and 6 decode engines are
+behind the same two routers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Side(NamedTuple):
     """Engines with one role."""
 
     engines: int
-    tp: int | None = None  # None: the configuration's
+    tp: int | None = None  # None: the tp of the configuration
 
     def __str__(self) -> str:
         return f"{self.engines}" if self.tp is None else f"{self.engines}xtp{self.tp}"
@@ -38,7 +38,7 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class RoleSplit:
-    """So many prefill engines for so many decode engines."""
+    """A number of prefill engines and of decode engines, in one replica."""
 
     prefill: Side
     decode: Side
@@ -48,20 +48,20 @@ class RoleSplit:
 
     @property
     def sides(self) -> dict[str, Side]:
-        """By role, in the order of a request's way."""
+        """The sides by role, in the order in which a request visits them."""
         return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def names_tp(self) -> bool:
-        """Whether the configuration's own `tp` is that of neither side."""
+        """Whether both sides have their own `tp`, so that the configuration's `tp` has no effect."""
         return None not in (self.prefill.tp, self.decode.tp)
 
     def gpus(self, tp: int, pp: int) -> int:
-        """Of one replica."""
+        """Return the number of GPUs of one replica."""
         return sum(side.engines * (tp if side.tp is None else side.tp) * pp for side in self.sides.values())
 
     def groups(self, gpu: str, replicas: int) -> tuple[EngineGroup, EngineGroup]:
-        """The kinds of engines of so many replicas."""
+        """Return the two groups of engines for this number of replicas."""
         prefill, decode = (
             EngineGroup(count=side.engines * replicas, gpu=gpu, tp=side.tp, settings={"role": role})
             for role, side in self.sides.items()
@@ -70,7 +70,7 @@ class RoleSplit:
 
 
 def parse_split(text: str) -> RoleSplit | None:
-    """Read `mixed` (None), `2:6` or `1xtp8:2xtp4`. Raises ConfigError."""
+    """Parse `mixed` (None), `2:6` or `1xtp8:2xtp4`. Raises ConfigError."""
     if text == MIXED:
         return None
     matches = [SIDE.fullmatch(side) for side in text.split(":")]
@@ -90,10 +90,11 @@ def parse_split(text: str) -> RoleSplit | None:
 
 
 def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[RoleSplit]:
-    """Every split of so many GPUs that leaves no room for one more engine, with prefill engines of this `tp`.
+    """Yield every split of this number of GPUs that leaves no room for another engine.
 
     Args:
-        others: what the decode engines' tp may be.
+        tp: tp of the prefill engines.
+        others: possible tp of the decode engines.
     """
     for decode_tp in others:
         prefill_gpus, decode_gpus = tp * pp, decode_tp * pp
@@ -105,5 +106,5 @@ def all_splits(gpus: int, tp: int, others: Sequence[int], pp: int) -> Iterator[R
 
 
 def _plain(split: RoleSplit) -> RoleSplit:
-    """Without the tp that is the configuration's."""
+    """Return the split without a tp that equals the configuration's."""
     return replace(split, prefill=split.prefill._replace(tp=None), decode=split.decode._replace(tp=None))

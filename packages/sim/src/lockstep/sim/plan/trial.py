@@ -1,7 +1,7 @@
-"""One simulation of a plan: what describes it wholly, the key that follows from that, and what came of it.
+"""One simulation of a plan: its complete description, the key that follows from it, and its result.
 
-A trial is plain data: it travels to another process or machine as JSON, and equal trials have equal results, so that
-a stored result stands for the run. `run_trial` is all that a worker does.
+A trial is plain data. It is sent to another process or machine as JSON, and equal trials have equal results, so a
+stored result replaces the run. A worker runs nothing but `run_trial`.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ NO_SCALING = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Everything that a simulation depends on. `content` stands for what files and the installed code contain."""
+    """Everything that a simulation depends on. `content` is a digest of the files and of the installed code."""
 
     base: Scenario
     replicas: int
     router: RouterConfig = field(default_factory=RouterConfig)
     hop_us: int = 0
-    autoscale: str = NO_SCALING  # as `parse_scaling` reads it; `replicas` are the most
-    factor: float = 1.0  # multiplies the time of every batch: a draw of the calibration's systematic error
-    resample: bool = False  # draw blocks again, for intervals of a recorded trace
-    give_up: bool = False  # stop once too many requests are late for the SLO ever to be met
+    autoscale: str = NO_SCALING  # in the syntax of `parse_scaling`; `replicas` is the maximum
+    factor: float = 1.0  # factor on the time of every batch: a draw of the calibration's systematic error
+    resample: bool = False  # resample blocks, for intervals of a recorded trace
+    give_up: bool = False  # stop once so many requests are late that the SLO cannot be met
     content: str = ""
-    prefill_decode: str | None = None  # of a replica, see split.py; None: all engines do both
-    link_gbs: float | None = None  # of each GPU to other engines; None: ClusterScenario's
+    prefill_decode: str | None = None  # split of a replica, see split.py; None: all engines do both
+    link_gbs: float | None = None  # of each GPU to other engines; None: the default of ClusterScenario
     link_latency_us: int | None = None
 
     @property
     def key(self) -> str:
-        """A digest of the record: equal trials have equal keys, in every process."""
+        """Digest of the record: equal trials have equal keys, in every process."""
         return blake2b(msgspec.json.encode(self.record(), order="sorted"), digest_size=16).hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """The trial as it is stored and sent: fields of the scenario beside its own, as plain data."""
+        """Return the trial as it is stored and sent: fields of the scenario and its own fields, as plain data."""
         found: dict[str, Any] = {}
         for one in options_of(type(self.base)).values():
             value = getattr(self.base, one.name)
@@ -74,7 +74,7 @@ class Trial:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Trial:
-        """The trial of a record. Raises TypeError for a name that is no option."""
+        """Return the trial of a record. Raises TypeError for a name that is not an option."""
         base = {name: value for name, value in record.items() if name in options_of(Scenario)}
         own = {name: value for name, value in record.items() if name not in base}
         base["slos"] = tuple(map(Slo.parse, base["slos"]))
@@ -83,12 +83,12 @@ class Trial:
 
     @property
     def split(self) -> RoleSplit | None:
-        """How prefill and decode are shared out; None if all engines do both."""
+        """The split into prefill and decode engines; None if all engines do both."""
         return None if self.prefill_decode is None else parse_split(self.prefill_decode)
 
     @property
     def _encoder_tp_mode(self) -> str:
-        """As requested, where it means something: beside others a plan may have configurations of one GPU."""
+        """The requested mode, or `weights` for one GPU, where the mode has no meaning."""
         base, split = self.base, self.split
         tps = [base.tp] if split is None else [side.tp or base.tp for side in split.sides.values()]
         gpus = max(gpus_of_a_scheduler(tp, base.attention_dp, rank_schedulers=base.rank_schedulers) for tp in tps)
@@ -96,7 +96,7 @@ class Trial:
         return "weights" if meaningless else base.mm_encoder_tp_mode
 
     def scenario(self) -> ClusterScenario:
-        """What is simulated; the factor is not part of it."""
+        """Return the scenario to simulate; the factor is not part of it."""
         split = self.split
         scaling = None if self.autoscale == NO_SCALING else parse_scaling(self.autoscale).within(self.replicas)
         links = {"link_gbs": self.link_gbs, "link_latency_us": self.link_latency_us}
@@ -113,35 +113,35 @@ class Trial:
 
 
 class SloResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one bound fared."""
+    """Result of one bound."""
 
-    measured_us: float | None  # None: nothing was measured; see `failed`
-    failed: bool  # so many requests failed that they fill the percentile: infinitely late
-    samples: tuple[float, ...] = ()  # of drawn blocks, finite ones, ascending
-    samples_failed: int = 0  # draws in which failures fill the percentile
+    measured_us: float | None  # None: nothing was measured, or see `failed`
+    failed: bool  # whether failures reach into the percentile, so that it counts as infinite
+    samples: tuple[float, ...] = ()  # of resampled runs: finite values, ascending
+    samples_failed: int = 0  # resampled runs in which failures reach into the percentile
 
     @property
     def value(self) -> float:
-        """Infinite for failure and for nothing measured."""
+        """The measured value in us; infinite after failures, and if nothing was measured."""
         return math.inf if self.failed or self.measured_us is None else self.measured_us
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a trial. One that was given up missed the SLO; its numbers are those until then."""
+    """Result of a trial. A trial that was given up missed the SLO, and its numbers end at that time."""
 
     slos: tuple[SloResult, ...] = ()
     gave_up: bool = False
     requests: int = 0
-    extend_share: float | None = None  # of the device's busy time, in batches that extend
+    extend_share: float | None = None  # share of the device's busy time in batches that extend
     summary: dict[str, Any] = {}
-    replicas_mean: float | None = None  # paid for, where they come and go
-    sides: dict[str, dict[str, Any]] = {}  # of prefill and decode engines, and of what is between: see sides.py
+    replicas_mean: float | None = None  # mean number of paid replicas, with autoscaling
+    sides: dict[str, dict[str, Any]] = {}  # of prefill and decode engines and the transfers between them: see sides.py
     cpu_s: float = 0.0  # never part of an answer
     interrupted: bool = False
 
 
 def run_trial(trial: Trial) -> TrialResult:
-    """Simulate, measure, and keep what a plan needs of it. Raises what `assemble_cluster` raises."""
+    """Simulate and measure a trial; return what a plan reads. Raises the errors of `assemble_cluster`."""
     run = simulate_trial(trial)
     if run.interrupted:
         return TrialResult(interrupted=True)
@@ -160,14 +160,14 @@ def run_trial(trial: Trial) -> TrialResult:
 
 
 def simulate_trial(trial: Trial) -> ClusterRun:
-    """The run itself, measured whole."""
-    # The environment's overrides stay out: a result must follow from its trial.
+    """Simulate a trial; return the whole run."""
+    # Overrides from the environment are ignored, because a result must follow from its trial.
     base = trial.base
     setup = assemble_cluster(trial.scenario(), {}, workload=_workload_of(trial))
     if trial.factor != 1.0:
         setup = setup.slowed(trial.factor)
     requests = len(setup.workload.turns) if base.concurrency is None or base.limit is None else base.limit
-    if (samples := setup.workload.turns.samples) is not None:  # each is late by itself
+    if (samples := setup.workload.turns.samples) is not None:  # each sample counts as a request
         requests = int(samples.sum()) if base.concurrency is None else requests * int(samples.max())
     lateness = Lateness(setup.scenario.base.slos, requests - base.warm_up) if trial.give_up else None
     return simulate_cluster(setup, give_up=lateness)
@@ -180,13 +180,13 @@ def _workload(model: str, closed: bool, limit: int | None, *load: Any) -> Worklo
 
 
 def _workload_of(trial: Trial) -> Workload:
-    """The workload of a trial. Configurations are compared under the same traffic, so each worker keeps the last few.
+    """Return the workload of a trial. Configurations share their traffic, so each worker keeps the last few workloads.
 
-    Of a closed loop the workload itself is the same for any number of sessions.
+    In a closed loop the workload is the same for any number of sessions.
     """
     base = trial.base
     closed = base.concurrency is not None
-    model = "" if base.media is None else base.model  # prompts with media grow by the model
+    model = "" if base.media is None else base.model  # prompts with media depend on the model
     load = (getattr(base, name) for name in names_where("of_load"))
     return _workload(model, closed, None if closed else base.limit, *load)
 
@@ -205,7 +205,7 @@ def _slo_result(slo: Slo, data: RunData, trial: Trial) -> SloResult:
 
 
 def _extend_share(data: RunData) -> float | None:
-    """Of the time the devices were busy, the part in batches with a prompt in them."""
+    """Return the share of the devices' busy time in batches with a prompt."""
     batches = data.batches
     took_us = np.where(batches.finished_us >= 0, batches.finished_us - batches.started_us, 0)
     total_us = int(took_us.sum())
@@ -213,24 +213,23 @@ def _extend_share(data: RunData) -> float | None:
 
 
 def _kept(summary: dict[str, Any]) -> dict[str, Any]:
-    """The parts that tables, limits and the report look at."""
+    """Return the parts of a summary that tables, limits and the report read."""
     return {name: summary[name] for name in ("requests", "latency", "throughput", "cache", "kv", "scheduler", "device")}
 
 
 @dataclass(frozen=True)
 class Lateness:
-    """Whether so many requests are late that an SLO cannot be met any more, whatever follows.
+    """Decides whether so many requests are late that an SLO cannot be met any more.
 
-    Late is a request with its first token too late, or awaited too long; one that ended too slowly; and one that
-    failed. Each stands beyond the bound, and a percentile that this many of all requests to come stand beyond is beyond
-    it too.
+    A request is late if its first token came too late, or has been awaited too long; if it ended too slowly; or if it
+    failed. Each exceeds the bound. If enough of all requests do, their percentile exceeds it as well.
     """
 
     slos: tuple[Slo, ...]
-    requests: int  # that are measured, at most
+    requests: int  # measured requests, at most
 
     def __call__(self, cluster: Cluster | HandoverCluster | RankCluster) -> bool:
-        """Whether to give up now."""
+        """Return whether to give up now."""
         late = [sum(counts) for counts in zip(*(fold.late(self.slos) for fold in cluster.client_metrics), strict=True)]
         return any(count > self._may_be_late(slo) for slo, count in zip(self.slos, late, strict=True))
 
@@ -240,20 +239,20 @@ class Lateness:
 
 
 def encode_trial(trial: Trial) -> bytes:
-    """For another process."""
+    """Encode a trial for another process."""
     return msgspec.json.encode(trial.record())
 
 
 def run_encoded(data: bytes) -> bytes:
-    """What a worker of any kind is given, and gives back."""
+    """Run an encoded trial and return its encoded result. Every kind of worker calls this."""
     return msgspec.json.encode(run_trial(Trial.of_record(msgspec.json.decode(data))))
 
 
 def decode_result(data: bytes) -> TrialResult:
-    """What `run_encoded` gave back."""
+    """Decode a result of `run_encoded`."""
     return msgspec.json.decode(data, type=TrialResult)
 
 
 def file_digest(path: Path) -> str:
-    """Of what a file holds."""
+    """Return a digest of the contents of a file."""
     return blake2b(path.read_bytes(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""Where trials run: in this process, in other processes of this machine, or on a Ray cluster.
+"""Pools of workers that run trials: in this process, in other processes of this machine, or on a Ray cluster.
 
-A pool of workers takes trials and gives results as they come. Its kind and its size decide how long a plan takes and
-nothing else: a search waits for the results that it needs, not for those that come first.
+A pool accepts trials and returns their results in any order. Its kind and size affect only the duration of a plan,
+because a search waits for the results that it needs, not for the first ones to arrive.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.plan.trial import Trial, TrialResult, decode_result, encode_trial, run_encoded, run_trial
 from lockstep.sim.run.process_pool import end_processes, fresh_processes
 
-RAY_TIMEOUT_S = 5.0  # for the head of a cluster to accept a connection, and to greet
-RAY_JOIN_TIMEOUT_S = 30.0  # for Ray to be loaded and to have joined: 14 s were seen on a machine with much else to do
+RAY_TIMEOUT_S = 5.0  # until the head of a cluster accepts a connection, and until its greeting
+RAY_JOIN_TIMEOUT_S = 30.0  # until Ray is loaded and has joined; 14 s were measured on a busy machine
 RAY_HINT = (
     "start it there with `ray start --head --port PORT`; `auto` joins the one of this machine, `local` starts one"
 )
 
 
 class WorkerPool(Protocol):
-    """Runs trials. A context manager: leaving it ends what still runs."""
+    """Runs trials. A context manager that ends running trials on exit."""
 
-    size: int  # trials that run side by side
-    running: dict[str, Trial]  # by key: submitted, and no result yet
+    size: int  # trials that run in parallel
+    running: dict[str, Trial]  # key -> trial that was submitted and has no result yet
 
     def submit(self, trial: Trial) -> None:
-        """Have a trial run, some time."""
+        """Schedule a trial."""
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """Wait for any of the trials that were submitted. Raises what the trial raised."""
+        """Wait for the result of any submitted trial. Raises the error of the trial."""
 
     def __enter__(self) -> WorkerPool: ...
     def __exit__(
@@ -46,7 +46,7 @@ class WorkerPool(Protocol):
 
 
 class Alone:
-    """This process, one trial after another."""
+    """Runs one trial after another in this process."""
 
     size = 1
 
@@ -76,7 +76,7 @@ class Alone:
 
 
 class Processes:
-    """Processes of this machine, started afresh (spawn), so that they share nothing with this one."""
+    """Runs trials in processes of this machine, started by spawn, so that they share nothing with this one."""
 
     def __init__(self, jobs: int) -> None:
         self.size = jobs
@@ -92,7 +92,7 @@ class Processes:
         )
 
     def next_result(self) -> tuple[Trial, TrialResult]:
-        """See WorkerPool. Raises OSError if a process died, as one does that the system kills for its memory."""
+        """See WorkerPool. Raises OSError if a process died, for example killed by the system for lack of memory."""
         trial, future = self._done.get()
         try:
             result = decode_result(future.result())
@@ -114,7 +114,7 @@ class Processes:
 
 
 class OnRay:
-    """A Ray cluster. Its nodes need lockstep-sim of the same version, and files under the same paths."""
+    """Runs trials on a Ray cluster. Its nodes need lockstep-sim of the same version, and files under the same paths."""
 
     def __init__(self, address: str) -> None:
         check_reachable(address)
@@ -153,9 +153,9 @@ class OnRay:
 
 
 def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
-    """Whether a Ray head answers at HOST:PORT; Ray itself would try for minutes, and then end the process.
+    """Check that a Ray head responds at HOST:PORT. Ray itself would retry for minutes, and then end the process.
 
-    `local` and `auto` name no host, and are left to Ray. Raises ConfigError.
+    `local` and `auto` name no host and are not checked. Raises ConfigError.
     """
     if address in ("local", "auto"):
         return
@@ -173,8 +173,8 @@ def check_reachable(address: str, timeout_s: float = RAY_TIMEOUT_S) -> None:
         raise ConfigError(f"`ray`: no Ray cluster at `{address}`: another program answers there\nhint: {RAY_HINT}")
 
 
-# Ray speaks gRPC, so HTTP/2: both sides begin with a frame of settings (RFC 9113, section 3.4).
-FRAME_HEADER_BYTES = 9  # three of length, one of type, one of flags, four of the stream
+# Ray uses gRPC over HTTP/2: both sides begin with a frame of settings (RFC 9113, section 3.4).
+FRAME_HEADER_BYTES = 9  # bytes: three of length, one of type, one of flags, four of the stream
 FRAME_TYPE = 3
 SETTINGS_FRAME = b"\x04\x00\x00\x00\x00\x00"  # type, no flags, stream 0
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + SETTINGS_FRAME
@@ -183,9 +183,9 @@ JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, conf
 
 
 def check_joins(address: str, timeout_s: float = RAY_JOIN_TIMEOUT_S) -> None:
-    """Whether a process can join: Ray waits for minutes for a head that is none, and then ends the process.
+    """Check that a process can join. Ray waits minutes for an invalid head, and then ends the process.
 
-    So another process tries it. Raises ConfigError with the last line of its output.
+    Therefore a separate process tries it. Raises ConfigError with the last line of its output.
     """
     try:
         done = subprocess.run(
@@ -210,7 +210,7 @@ def _ray() -> Any:
 
 
 def workers_of(jobs: int, ray_address: str | None) -> WorkerPool:
-    """The pool that runs the trials: this process, `jobs` processes, or a Ray cluster."""
+    """Return the pool that runs the trials: this process, `jobs` processes, or a Ray cluster."""
     if ray_address is not None:
         return OnRay(ray_address)
     return Alone() if jobs == 1 else Processes(jobs)

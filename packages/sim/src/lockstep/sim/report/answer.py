@@ -1,4 +1,4 @@
-"""The top of the page: the question, the answer in one sentence, and what it rests on."""
+"""The top of the page: the question, the answer in one sentence, and its evidence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGO = (
 def answer(
     runs: Sequence[ReportRun], title: str, subtitle: str, headline: str | None, *, of_parts: bool = False
 ) -> str:
-    """The head of the page as HTML. With `of_parts` it is about the first run, which the others are parts of."""
+    """Return the head of the page as HTML. With `of_parts` it describes the first run; the other runs are its parts."""
     runs = runs[:1] if of_parts else runs
     alone = len(runs) == 1
     kind = "a simulated cluster" if of_parts else "a simulated run" if alone else f"{len(runs)} simulated runs"
@@ -32,7 +32,7 @@ def answer(
 
 
 def head(kind: str, title: str, below: str, headline: str, proof: str) -> str:
-    """The head of any page: what it is, the question, the answer; `below` and `proof` are HTML already."""
+    """Return the head of any page: kind, question, answer. `below` and `proof` are HTML already."""
     return f"""<header id="answer">
 <p class="mark">{LOGO}<span><b>Lockstep</b> {escape(kind)}</span></p>
 <h1>{escape(title)}</h1>{below}
@@ -42,7 +42,7 @@ def head(kind: str, title: str, below: str, headline: str, proof: str) -> str:
 
 
 def _headline(runs: Sequence[ReportRun]) -> str:
-    """An answer made from the numbers, for callers that bring none."""
+    """Return an answer made from the numbers, for callers without a headline."""
     if len(runs) > 1:
         met = [run for run in runs if run.meets_slos]
         if met:
@@ -77,7 +77,7 @@ def _evidence(run: ReportRun) -> str:
 
 
 def _evidence_of_many(runs: Sequence[ReportRun]) -> str:
-    """How fast and how busy the last run is that meets its SLOs, and what the next one lacks."""
+    """Return latency and load of the last run that meets its SLOs, and the bottleneck of the next one."""
     met = [key for key, run in enumerate(runs) if run.meets_slos]
     text = ""
     if met:
@@ -94,12 +94,12 @@ def _evidence_of_many(runs: Sequence[ReportRun]) -> str:
 
 
 def limits(run: ReportRun) -> str:
-    """What held the run back, and how sure its answers are."""
+    """Return the bottleneck of the run and the calibration of its times, as HTML."""
     return f'<dl class="limits"><div><dt>Bottleneck</dt><dd>{bottleneck_html(run)}</dd></div>{_certainty(run)}</dl>'
 
 
 def bottleneck_html(run: Compared) -> str:
-    """The word, and what says so."""
+    """Return the name of the bottleneck and its evidence, as HTML."""
     found = run.bottleneck
     return f"<b>{escape(found.name)}</b> {escape(found.evidence)}"
 
@@ -116,7 +116,7 @@ def _certainty(run: ReportRun) -> str:
 
 
 def slo_list(run: Compared) -> str:
-    """Each SLO with its verdict, and whether its limit lies within the interval of the answer; empty without any."""
+    """Return each SLO with its verdict, and its interval if the verdict is uncertain; empty without SLOs."""
     items = ""
     for slo in run.slos:
         kind, words = verdict(slo.met)
@@ -130,7 +130,7 @@ def slo_list(run: Compared) -> str:
 
 
 def verdict(met: bool | None) -> tuple[str, str]:
-    """Class and words. A sign and a word say it, so that the colour need not."""
+    """Return the CSS class and the text of a verdict. A sign and a word carry it, so that colour is not needed."""
     if met is None:
         return "unknown", "? no data"
     return ("met", "✓ met") if met else ("missed", "✕ missed")

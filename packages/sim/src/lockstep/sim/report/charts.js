@@ -5,7 +5,7 @@ const DTYPES = {
   u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array,
 };
 
-/** Unpack one column: little-endian numbers in base64; with `delta`, each is the distance from the one before. */
+/** Unpack one column: little-endian numbers in base64; with `delta`, each is the distance from the previous one. */
 function unpack(column) {
   const text = atob(column.b64);
   const bytes = new Uint8Array(text.length);
@@ -51,7 +51,7 @@ function duration(us) {
   return `${digits(us / 3600e6)} h`;
 }
 
-/** A moment in a view `width_us` wide: enough decimals to tell neighbours apart. */
+/** A time in a view `width_us` wide, with enough decimals to distinguish neighbours. */
 function moment(us, width_us) {
   const decimals = Math.min(6, Math.max(0, Math.ceil(-Math.log10(Math.max(width_us, 1) / 1e6)) + 2));
   return `${(us / 1e6).toLocaleString("en-US", {minimumFractionDigits: decimals, maximumFractionDigits: decimals})} s`;
@@ -66,7 +66,7 @@ function compact(value) {
   return digits(value);
 }
 
-/** The unit a time axis is read in, and how many microseconds it has. */
+/** The unit of a time axis, and its length in microseconds. */
 function timeUnit(span_us) {
   if (span_us < 300e6) return ["s", 1e6];
   if (span_us < 3 * 3600e6) return ["min", 60e6];
@@ -76,7 +76,7 @@ function timeUnit(span_us) {
 // ------------------------------------------------------------------------------------------------------- shared parts
 
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-serif';
-const live = new Set();   // every chart now on the page, to be redrawn when the colours change
+const live = new Set();   // every chart on the page, to be redrawn when the colours change
 
 function axis(extra) {
   return {
@@ -85,7 +85,7 @@ function axis(extra) {
   };
 }
 
-/** Add a tooltip that follows the cursor, and arrow keys that move it. `rows(i)` gives [[name, value], ...]. */
+/** Add a tooltip that follows the cursor, and arrow keys that move it. `rows(i)` returns [[name, value], ...]. */
 function tooltip(host, heading, rows) {
   const tip = el("div", "tip");
   tip.hidden = true;
@@ -134,7 +134,7 @@ function tooltip(host, heading, rows) {
   };
 }
 
-/** Put a chart into `host` and keep it as wide as its place. `options()` is asked again when the colours change. */
+/** Put a chart into `host` and keep it as wide as its place. `options()` is called again when the colours change. */
 function mount(host, options, data) {
   const chart = {
     host,
@@ -184,7 +184,7 @@ function lineChart(host, times_us, lines, {sync, format = compact, range = fromZ
   }), () => [x, ...lines.map((line) => Array.from(line.values))]);
 }
 
-/** Layers stacked from the bottom up. The tooltip lists them as they lie, top first. */
+/** Layers stacked from the bottom up. The tooltip lists them from top to bottom. */
 function stackChart(host, times_us, layers, {sync, format = compact, top = null}) {
   const [unit, unit_us] = timeUnit(times_us.at(-1) ?? 0);
   const x = Array.from(times_us, (t) => t / unit_us);
@@ -200,7 +200,7 @@ function stackChart(host, times_us, layers, {sync, format = compact, top = null}
       axis({label: `time since the start (${unit})`, grid: {show: false}, size: 30}),
       axis({size: 46, values: (u, ticks) => ticks.map(compact)}),
     ],
-    // Drawn from the highest sum down, each opaque over the one before.
+    // Drawn from the highest sum down, each opaque over the previous one.
     series: [{}, ...layers.map((layer) => ({
       label: layer.name, width: 0, fill: css(layer.colour), points: {show: false},
     })).reverse()],
@@ -231,7 +231,7 @@ function logTicks(low, high, most) {
   return even;
 }
 
-/** Times in µs become milliseconds or seconds before they meet a linear axis, so that its ticks fall on round numbers. */
+/** Times in µs become milliseconds or seconds for a linear axis, so that its ticks are round numbers. */
 function latencyUnit(longest_us) {
   if (longest_us < 2000) return ["µs", 1];
   if (longest_us < 2e6) return ["ms", 1e3];
@@ -268,7 +268,7 @@ function cdfChart(host, cdf, isLog) {
       ctx.fillStyle = colour;
       ctx.fillText(text, left, y);
     };
-    // Lines first, words over them.
+    // Lines first, text over them.
     const words = [];
     cdf.marks.forEach(([name, us], k) => {
       const at = Math.round(u.valToPos(place(us), "x", true));
@@ -355,7 +355,7 @@ function scatterChart(host, scatter) {
 
 // ------------------------------------------------------------------------------------------------------- across runs
 
-/** The value of a line at `at`, between its points; at its ends the last one. Null where it has none. */
+/** The value of a line at `at`, interpolated between its points, constant beyond them. Null without points. */
 function valueAt(x, values, at) {
   const i = x.findIndex((stop) => stop >= at);
   if (i <= 0) return values[i === 0 ? 0 : values.length - 1];
@@ -390,7 +390,7 @@ function compareChart(host, compare, chart) {
     ctx.lineWidth = 1.5 * ratio;
     chart.lines.forEach((line, k) => {
       ctx.strokeStyle = ctx.fillStyle = css(line.colour);
-      // Runs that are points apart have room for their values side by side.
+      // Separate points leave room for their values beside each other.
       const aside = compare.names ? (k - (chart.lines.length - 1) / 2) * 16 * ratio : 0, cap = 4 * ratio;
       line.values.forEach((value, i) => {
         const interval = line.intervals?.[i], at = u.valToPos(x[i], "x", true) + aside;
@@ -416,7 +416,7 @@ function compareChart(host, compare, chart) {
     ctx.beginPath(); ctx.moveTo(bbox.left, at); ctx.lineTo(bbox.left + bbox.width, at); ctx.stroke();
     ctx.font = `${12 * ratio}px ${FONT.slice(5)}`; ctx.fillStyle = css("--bad");
     ctx.textBaseline = "bottom"; ctx.textAlign = "left";
-    // At the end where no line comes near: those are in the way that are higher or lower by less than the words are high.
+    // Labels go to the end that is free of lines. A line is in the way if it is nearer than the height of the text.
     const width = ctx.measureText(chart.limit_label).width, near = (bbox.width ? (width + 12 * ratio) / bbox.width : 1) * (u.scales.x.max - u.scales.x.min);
     const room = (from, to) => {
       let least = Infinity;
@@ -464,13 +464,13 @@ function compareChart(host, compare, chart) {
   }), () => [x, ...chart.lines.map((line) => line.values.map(place))]);
 }
 
-/** As much of a name as fits `width` CSS pixels, its end rather than its start: names of runs differ there. */
+/** As much of a name as fits `width` CSS pixels. The end of the name is kept, because names of runs differ there. */
 function shortened(name, width) {
   const most = Math.max(2, Math.floor(width / 7));
   return name.length <= most ? name : `…${name.slice(name.length - most + 1)}`;
 }
 
-/** Distributions of several runs over each other; or of how many times as long each request took as in the first run. */
+/** Distributions of several runs in one chart; or of each request's time over its time in the first run. */
 function overlayChart(host, overlay, isLog) {
   const isRatio = Boolean(overlay.is_ratio), log = isLog || isRatio;
   const stops = [...overlay.x, ...(overlay.slo ? [overlay.slo.limit_us] : []), ...(isRatio ? [1] : [])].filter((v) => v > 0);

@@ -1,8 +1,8 @@
-"""The page of `lockstep compare`: runs read back from their folders, held against the first of them.
+"""The page of `lockstep compare`: stored runs, compared with the first of them.
 
     write_comparison("gpus.html", compare(read_runs(folders)))
 
-Its parts are those of a report: the charts and table of `comparison.py`, and distributions drawn over each other.
+It has the parts of a report: the charts and table of `comparison.py`, and distributions of several runs in one chart.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from lockstep.sim.results.slo_rows import METRIC_NAMES, SloRow
 from lockstep.sim.results.stored_run import StoredRun
 from lockstep.sim.results.text import NOTHING, count, digits, duration, percent, setting, span
 
-DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # those with one value per request
+DISTRIBUTIONS = ("ttft", "tpot", "e2e", "queue")  # metrics with one value per request
 COLOURS = ("other", "decode", "prefill", "mixed", "good", "used")  # of the lines, in the order of the runs
-DASHED_FROM = len(COLOURS)  # beyond it colours come again, dashed
-POINTS = 200  # of each distribution
-SWEEP_MIN = 3  # runs
+DASHED_FROM = len(COLOURS)  # from this run on colours repeat, dashed
+POINTS = 200  # points of each distribution
+SWEEP_MIN = 3  # runs that make a sweep
 LOAD_SETTINGS = ("workload", "workload digest", "rate", "rate_scale", "concurrency")
 
 Values = NDArray[np.float64]
 
 
 def write_comparison(path: str | Path, found: Comparison, explained: Sequence[str] = ()) -> Path:
-    """Write the page of a comparison to `path`. `explained` are sections of HTML that go behind the requests."""
+    """Write the page of a comparison to `path`. `explained` are HTML sections that follow those about requests."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_comparison(found, explained), "utf-8", newline="\n")
@@ -57,7 +57,7 @@ def write_comparison(path: str | Path, found: Comparison, explained: Sequence[st
 
 
 def render_comparison(found: Comparison, explained: Sequence[str] = ()) -> str:
-    """The page as text: one file that loads nothing."""
+    """Return the page as text: one file that loads nothing."""
     overlays = [each for metric in DISTRIBUTIONS if (each := _distribution(found, metric)) is not None]
     ratios = [each for metric in METRIC_NAMES if (each := _ratios(found, metric)) is not None]
     data: Json = {
@@ -116,7 +116,7 @@ def _settings(found: Comparison) -> str:
 
 
 def _is_sweep(found: Comparison) -> bool:
-    """Whether the runs differ in their load alone, and are enough for a curve: then charts run against the load."""
+    """Return whether the runs differ only in load and are enough for a curve, so that charts run against the load."""
     return len(found.runs) >= SWEEP_MIN and all(row.name in LOAD_SETTINGS for row in found.settings)
 
 
@@ -138,7 +138,7 @@ def _side_by_side(found: Comparison) -> str:
 
 
 def _engines(found: Comparison) -> str:
-    """Each run's router and engines, if any run has several."""
+    """Return each run's router and engines, if any run has several."""
     if all(len(run.engines) == 1 for run in found.runs):
         return ""
     return f"""<section>
@@ -174,7 +174,7 @@ def _engines_table(run: StoredRun) -> str:
 
 
 def _load_bar(fair_ratio: float | None) -> str:
-    """Half the bar is the fair share."""
+    """Return the bar of an engine's load as SVG. Half the bar is the fair share."""
     width = min(50 * (fair_ratio or 0.0), 100)
     return (
         '<svg class="shares" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
@@ -189,7 +189,12 @@ def _load_bar(fair_ratio: float | None) -> str:
 def overlay(
     chart: str, label: str, lines: Sequence[tuple[int, str, Values]], *, slo: SloRow | None = None
 ) -> Json | None:
-    """The shares of values at or below each x, of several runs on one axis: (place of the run, name, values)."""
+    """Return the cumulative distributions of several runs on one axis, for a chart; None without values.
+
+    Args:
+        lines: (index of the run, name, values) of each line; negative values are missing.
+        slo: a bound that is drawn as a limit.
+    """
     known = [(place, name, np.sort(values[values >= 0])) for place, name, values in lines]
     known = [line for line in known if line[2].size]
     if not known:
@@ -228,7 +233,7 @@ def _distributions(found: Comparison, overlays: Sequence[Json]) -> str:
     ]
     return f"""<section>
 <div class="section-head"><div><h2>How long did requests take?</h2>
-<p class="lead">A curve tells the share of completed requests that were at least this fast: farther left is faster.</p>
+<p class="lead">A curve is the share of completed requests that were at least this fast: farther left is faster.</p>
 </div><label class="toggle"><input type="checkbox" data-log checked>log scale</label></div>
 <div class="grid2">{"".join(figures)}</div>
 </section>"""
@@ -270,7 +275,7 @@ def _requests(found: Comparison, ratios: Sequence[Json]) -> str:
     tables = "".join(_pair_tables(pairs, first) for _, pairs in paired)
     return f"""<section>
 <h2>Request by request</h2>
-<p class="lead">The workload is the same, so every request meets itself, with the same prompt and as long an answer.
+<p class="lead">The workload is the same, so every request is compared with itself: same prompt, same answer length.
 Left of 1x it was faster than in {escape(first)}, right of it slower.</p>
 <div class="grid3">{figures}</div>
 {tables}
@@ -356,8 +361,8 @@ def _figures(found: Comparison) -> str:
         rows.append(_figure_row(each, intervals.get(each.name)))
     return f"""<section>
 <h2>Every figure</h2>
-<p class="lead">Below a figure stands its interval, where the run carries one. Better and worse are said only where
-one way is better for users or for the machine.</p>
+<p class="lead">Below a figure is its interval, if the run has one. A verdict of better or worse is given only if one
+direction is better for users or for the machine.</p>
 {table(head, rows, "Every figure of every run")}
 </section>"""
 
@@ -401,4 +406,4 @@ def _commands(found: Comparison) -> str:
         '<button type="button" data-copy hidden>Copy</button></div>'
         for run in found.runs
     )
-    return f"<section><h2>How to get the same again</h2>{each}</section>"
+    return f"<section><h2>How to reproduce the runs</h2>{each}</section>"

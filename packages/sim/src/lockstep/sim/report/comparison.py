@@ -1,4 +1,4 @@
-"""Several rates of one workload: curves against the load, a table, and the switch between runs."""
+"""Several runs of one workload: curves against the load, a table, and the switch between runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.sim.report.payload import Json
 from lockstep.sim.results.slo_rows import Compared
 from lockstep.sim.results.text import NOTHING, count, digits, duration, percent, span
 
-LOADS_APART = 1.02  # offered loads closer than this are one load
+LOADS_APART = 1.02  # ratio of two offered loads; closer ones count as one load
 
 
 def loads_of(runs: Sequence[Compared]) -> list[float] | None:
-    """The offered load of each run, if it is known for all and differs between any two of them."""
+    """Return the offered load of each run, if it is known for all and differs between any two; else None."""
     known = [rate for run in runs if (rate := run.offered_per_s) is not None]
     in_order = sorted(known)
     apart = all(low * LOADS_APART < high for low, high in pairwise(in_order))
@@ -23,7 +23,7 @@ def loads_of(runs: Sequence[Compared]) -> list[float] | None:
 
 
 def comparison_payload(runs: Sequence[Compared], *, by_rate: bool = True) -> Json:
-    """Latency and throughput against the offered load, or run by run where loads are not known or not distinct."""
+    """Return the chart data: latency and throughput against the offered load, or by run without distinct loads."""
     known = (loads_of(runs) if by_rate else None) or []
     by_rate = bool(known)
     order = sorted(range(len(runs)), key=lambda k: known[k]) if by_rate else list(range(len(runs)))
@@ -56,7 +56,11 @@ def comparison_payload(runs: Sequence[Compared], *, by_rate: bool = True) -> Jso
 
 
 def comparison(runs: Sequence[Compared], parts: str = "") -> str:
-    """The section that compares the runs, as HTML: charts, then a table from which each run can be chosen."""
+    """Return the section that compares the runs, as HTML: charts, then a table with a link to each run.
+
+    Args:
+        parts: a sentence about the parts of a run; with it the first run is a whole and the others are its parts.
+    """
     title, lead = "The runs side by side", "Each point is one run; the median and the slowest in a hundred."
     if parts:
         title, lead = "The whole and its parts", parts
@@ -64,7 +68,7 @@ def comparison(runs: Sequence[Compared], parts: str = "") -> str:
         title = "How load changes latency"
         lead = (
             "Each point is one run. Where a line bends upwards, requests start to queue: to the right of the bend, "
-            "more load buys waiting and little else."
+            "more load adds waiting time and little throughput."
         )
     return f"""<section id="compare" aria-labelledby="compare-h">
 <h2 id="compare-h">{title}</h2>
@@ -75,7 +79,7 @@ def comparison(runs: Sequence[Compared], parts: str = "") -> str:
 
 
 def comparison_charts(runs: Sequence[Compared], *, by_rate: bool = True) -> str:
-    """Places for the charts of `comparison_payload`."""
+    """Return the places for the charts of `comparison_payload`."""
     is_line = by_rate and loads_of(runs) is not None
     high, low = ("line decode", "line dash") if is_line else ("dot decode", "dot")
     has_slos = _has_slos(runs)
@@ -93,7 +97,7 @@ def comparison_charts(runs: Sequence[Compared], *, by_rate: bool = True) -> str:
 
 
 def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
-    """One row per run: verdict, figures and intervals, bottleneck. With `linked`, names lead to the run below."""
+    """Return a table with one row per run: verdict, figures, bottleneck. `linked`: names link to the run below."""
     has_slos = _has_slos(runs)
 
     def answer(part: str, name: str, show: Callable[[float | None], str]) -> Callable[[Compared], str]:
@@ -119,7 +123,7 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
         ("rejected", "requests", "requests", "rejected", count),
     ]
     for title, unit, part, name, show_value in rare:
-        if any(run.summary(part, name) for run in runs):  # a column of zeros only takes room
+        if any(run.summary(part, name) for run in runs):  # a column of zeros takes room for nothing
             columns.append((title, unit, answer(part, name, show_value)))
     if any(run.summary("requests", "completed") != run.summary("requests", "arrived") for run in runs):
         columns.append(("completed", "requests", lambda run: count(run.summary("requests", "completed"))))
@@ -146,7 +150,7 @@ def comparison_table(runs: Sequence[Compared], *, linked: bool) -> str:
 
 
 def switch(runs: Sequence[Compared]) -> str:
-    """Radio buttons that choose the run shown below. Without JavaScript all of them are."""
+    """Return radio buttons that select the run shown below. Without JavaScript all runs are shown."""
     options = "".join(
         f'<label><input type="radio" name="run" value="{key}"><span>{escape(run.name)}</span></label>'
         for key, run in enumerate(runs)

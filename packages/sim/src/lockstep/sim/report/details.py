@@ -1,4 +1,4 @@
-"""One run from top to bottom: numbers, latencies, the server over time, batch by batch, slowest requests, facts."""
+"""One run in detail: numbers, latencies, load over time, batch by batch, slowest requests, facts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.sim.results.text import NOTHING, count, digits, duration, percent,
 SLOWEST = 10
 
 LATENCY_CAPTIONS = {
-    "ttft": "From a request's arrival to its first output token: the wait before anything appears.",
-    "tpot": "The time each token after the first took, averaged over a request: how fast the text flows.",
+    "ttft": "From a request's arrival to its first output token: the wait before any text appears.",
+    "tpot": "The time each token after the first took, averaged over a request: the speed of the text.",
     "itl": "Every single gap between two tokens: the long ones are the stutters a reader notices.",
     "e2e": "From arrival to last token. Long answers take longer, so look here for outliers rather than for speed.",
     "queue": "From arrival until the scheduler first admitted the request; part of the time to first token.",
@@ -34,7 +34,7 @@ MODE_LEGEND = {
 
 
 def details(run: ReportRun, data: Json, key: int, *, alone: bool) -> str:
-    """Everything about one run, as HTML; `data` is its payload."""
+    """Return everything about one run, as HTML; `data` is its payload."""
     heading = "" if alone else f"<h2>{escape(run.name)}</h2>{slo_list(run)}{limits(run)}"
     sections = (_cards(run), _latencies(data), _over_time(run, data), _timeline(data), _slowest(run), _facts(run))
     body = "\n".join(section for section in (heading, *sections) if section)
@@ -47,7 +47,7 @@ def _cards(run: ReportRun) -> str:
         return f'<div class="card"><dt>{name}</dt><dd>{value}{small}<p>{note}</p></dd></div>'
 
     def sure(name: str, show: Callable[[float], str], otherwise: str) -> str:
-        """The interval of an answer, or else a note."""
+        """Return the interval of an answer, or else a note."""
         ends = run.interval(name)
         if ends is None or run.intervals is None:
             return otherwise
@@ -166,8 +166,8 @@ def _latencies(data: Json) -> str:
         )
     return f"""<section>
 <div class="section-head"><div><h2>{title}</h2>
-<p class="lead">A curve tells the share of completed requests that were at least this fast. A steep curve means that
-they fare alike; a long tail to the right, that some waited much longer than most.</p></div>
+<p class="lead">A curve is the share of completed requests that were at least this fast. A steep curve means that
+requests are alike; a long tail to the right means that some waited much longer than most.</p></div>
 <label class="toggle"><input type="checkbox" data-log checked>log scale</label></div>
 <div class="grid2">{"".join(figures)}</div>
 </section>"""
@@ -241,7 +241,7 @@ def _timeline(data: Json) -> str:
     kinds = legend(*(MODE_LEGEND.get(lane, ("", lane.replace("_", " "))) for lane in lanes)) if lanes else ""
     return f"""<section>
 <h2>Batch by batch</h2>
-<p class="lead">What the CPU and the GPU did at each moment. While the GPU runs one batch, the CPU should already
+<p class="lead">Work of the CPU and the GPU at each moment. While the GPU runs one batch, the CPU should already
 prepare the next: a gap on the GPU below work on the CPU is a bubble.</p>
 <figure class="wide">
 <div class="controls" role="group" aria-label="Timeline view">
@@ -254,7 +254,7 @@ prepare the next: a gap on the GPU below work on the CPU is a bubble.</p>
 <span class="timeline-range" data-range></span></div>
 {kinds}
 <div class="timeline" data-chart="timeline"></div>
-<figcaption>Wheel or pinch to zoom, drag to move, point at a box to see which batch it is. Seen from far, the height of
+<figcaption>Wheel or pinch to zoom, drag to move, point at a box to see which batch it is. Zoomed out, the height of
 a column is the share of its time in which the lane was at work. {note}</figcaption>
 </figure>
 </section>"""
@@ -292,7 +292,7 @@ def _slowest(run: ReportRun) -> str:
 
 
 def _name(requests: Requests, i: int) -> str:
-    """`r17`, and the client's own label and tenant where there are any."""
+    """Return `r17`, followed by the client's label and tenant if there are any."""
     about = " · ".join(str(part) for part in (requests.label[i], requests.tenant[i]) if part)
     name = f"r{requests.request_id[i]}"
     return f'{name} <small class="label" title="{escape(about)}">{escape(about)}</small>' if about else name

@@ -1,4 +1,4 @@
-// Puts the charts into the places the page keeps for them: <div class="plot" data-chart="...">.
+// Puts the charts into their places on the page: <div class="plot" data-chart="...">.
 "use strict";
 
 const page = JSON.parse(document.getElementById("data").textContent);
@@ -60,7 +60,7 @@ function drawRun(section, run, key) {
   if (at.timeline) drawTimeline(at.timeline, run);
 }
 
-/** From the first arrival, or the first work, to the last of anything. */
+/** The span from the first arrival or work to the last event of any kind. */
 function timelineBounds(run, groups) {
   let [from, to] = run.span_us;
   for (const {spans} of groups) {

@@ -1,4 +1,4 @@
-"""Puts the page together: one file with everything in it, and a policy that lets it load nothing else."""
+"""Assembly of a page: one file with all contents, and a policy that forbids it to load anything else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.sim.report.payload import Json, run_payload
 from lockstep.sim.report.report_run import ReportRun
 
 PAGE_BYTES_MAX = 8_000_000
-SPANS_MAX = 60_000  # of the GPU and as many of the CPU, in one run; all runs of a page share twice as many
+SPANS_MAX = 60_000  # spans of the GPU, and as many of the CPU, in one run; all runs of a page share twice as many
 SPANS_MIN = 500
 
 
@@ -32,11 +32,14 @@ def write_report(
     headline: str | None = None,
     parts: str = "",
 ) -> Path:
-    """Write the report of `runs` to `path`. Several make a comparison, with a switch to look at each.
+    """Write the report of `runs` to `path`. Several runs make a comparison, with a switch between them.
 
-    With `parts`, a sentence about them, the first run is a whole and the others are its parts, not runs at other loads.
-    `headline` is the answer in a sentence: "Meets the SLOs up to 8 req/s on 1 x H200". Without it, the numbers make
-    one. Raises ValueError without runs.
+    Args:
+        headline: the answer in a sentence, such as "Meets the SLOs up to 8 req/s on 1 x H200". By default it is made
+            from the numbers.
+        parts: a sentence about the parts of a run. With it the first run is a whole and the others are its parts, not
+            runs at other loads.
+    Raises: ValueError without runs.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def render_report(
     parts: str = "",
     bytes_max: int = PAGE_BYTES_MAX,
 ) -> str:
-    """The page as text, its timelines merged until it has at most `bytes_max` bytes or little is left of them."""
+    """Return the page as text. Timelines are merged until it has at most `bytes_max` bytes or SPANS_MIN is reached."""
     if not runs:
         raise ValueError("a report needs at least one run, got none")
     spans_max = max(min(SPANS_MAX, 2 * SPANS_MAX // len(runs)), SPANS_MIN)
@@ -82,7 +85,7 @@ def _render(
 
 
 def whole_page(title: str, body: Sequence[str], data: Json, version: str) -> str:
-    """Sections and the data their charts draw, as one file that loads nothing."""
+    """Return sections and the data of their charts as one file that loads nothing."""
     body = [*body, _footer(version)]
     script, style = _script(), _asset("vendor/uplot/uPlot.min.css") + "\n" + _asset("report/page.css")
     values = {
@@ -91,16 +94,16 @@ def whole_page(title: str, body: Sequence[str], data: Json, version: str) -> str
         "title": escape(title),
         "style": style,
         "body": "\n".join(body),
-        # No "<" is left in the data, so no label can end the element that holds it.
+        # The data contains no "<", so no label can close the element around it.
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": script,
     }
-    # One pass: what is put in is not looked at again, so a label that looks like a place stays a label.
+    # A single pass: inserted text is not substituted again, so a label in the form of a placeholder stays a label.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], _asset("report/page.html"))
 
 
 def still_page(title: str, body: Sequence[str], style: str = "") -> str:
-    """Sections without charts as one file that loads and runs nothing, in the style of a report and `style`."""
+    """Return sections without charts as one file that loads and runs nothing, in the style of a report plus `style`."""
     style = _asset("report/page.css") + "\n" + style
     policy = f"default-src 'none'; style-src {_source(style)}; img-src data:; base-uri 'none'; form-action 'none'"
     head = "".join(
@@ -118,7 +121,7 @@ def still_page(title: str, body: Sequence[str], style: str = "") -> str:
 
 
 def _first_shown(runs: Sequence[ReportRun]) -> int:
-    """The run to open with: the last one that meets its SLOs, else the first."""
+    """Return the run shown first: the last one that meets its SLOs, else the first."""
     return max((key for key, run in enumerate(runs) if run.meets_slos), default=0)
 
 
@@ -130,7 +133,7 @@ def _footer(version: str) -> str:
 
 
 def _source(text: str) -> str:
-    """How a Content-Security-Policy names one inline script or style: by its hash, so that no other one runs."""
+    """Return the Content-Security-Policy source of one inline script or style: its hash, so that no other one runs."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

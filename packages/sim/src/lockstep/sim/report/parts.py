@@ -1,6 +1,6 @@
-"""Pieces of HTML that several sections use. Their arguments are HTML already, unless they say text.
+"""HTML fragments for several sections. Arguments are HTML already, except where a docstring calls them text.
 
-`escape` is how text comes into a page: every module that writes HTML uses it.
+Every module that writes HTML inserts text into a page with `escape`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from lockstep.core.contract.text import shown
 
 
 def escape(text: str) -> str:
-    """Text as HTML. Names that a client or a trace gave may have anything in them: what cannot be seen is spelt out.
+    """Return text as HTML. Names from clients or traces may contain any characters; invisible ones are spelt out.
 
-    Line ends stay, which HTML takes for spaces.
+    Line ends are kept; HTML treats them as spaces.
     """
     return html.escape("\n".join(map(shown, text.split("\n"))))
 
 
 def figure(chart: str, title: str, unit: str = "", caption: str = "", *, legend: str = "", empty: str = "") -> str:
-    """One chart's place: title, legend, unit of the upright axis, chart, how to read it. All but `legend` is text.
+    """Return the place of a chart: title, legend, unit of the vertical axis, chart, caption. All but `legend` are text.
 
-    With `empty`, that sentence stands where the chart would.
+    Args:
+        empty: a sentence that replaces the chart.
     """
     if empty:
         place = f'<p class="empty">{escape(empty)}</p>'
@@ -36,13 +37,13 @@ def figure(chart: str, title: str, unit: str = "", caption: str = "", *, legend:
 
 
 def legend(*entries: tuple[str, str]) -> str:
-    """What each line or area is: (classes of the swatch, text), in the order in which they lie."""
+    """Return a legend: (CSS classes of the swatch, text) for each line or area, in stacking order."""
     items = "".join(f'<li><span class="sw {swatch}"></span>{escape(text)}</li>' for swatch, text in entries)
     return f'<ul class="legend">{items}</ul>'
 
 
 def table(head: str, rows: Iterable[str], label: str) -> str:
-    """A table that scrolls sideways where the page is narrow, by keyboard too."""
+    """Return a table that scrolls sideways on a narrow page, by keyboard too."""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -50,5 +51,5 @@ def table(head: str, rows: Iterable[str], label: str) -> str:
 
 
 def unbroken(numbers: str) -> str:
-    """Numbers with their units, such as `149 ms to 1.2 s`, that may only be broken beside the `to`."""
+    """Return numbers with units, such as `149 ms to 1.2 s`, that can only wrap beside the `to`."""
     return " to ".join(part.replace(" ", "&nbsp;") for part in numbers.split(" to "))

@@ -1,7 +1,7 @@
-"""What the page's charts read: columns packed as numbers, latencies as curves, long timelines merged to a bound.
+"""Data of the page's charts: columns packed as numbers, latencies as curves, long timelines merged to a bound.
 
-A run may hold hundreds of thousands of batches, and a page must stay small enough to mail. Every column becomes
-little-endian numbers of the smallest type that holds it, in base64; times become distances from the one before.
+A run may have hundreds of thousands of batches, while a page must stay small enough to mail. Each column becomes
+little-endian numbers of the smallest type that holds it, in base64. Times become distances from the previous one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lockstep.sim.results.slo_rows import METRIC_NAMES
 Json = dict[str, Any]
 Ints = NDArray[np.int64]
 
-CURVE_POINTS = 300  # of a latency distribution, and a third as many again in its last percent
+CURVE_POINTS = 300  # of a latency distribution, plus a third of that in its last percent
 SCATTER_POINTS_MAX = 3000
-RATE_BINS_MAX = 150  # of tokens per second: finer ones show single batches as a comb
+RATE_BINS_MAX = 150  # bins of tokens per second: finer ones show single batches as a comb
 CPU_LANES_MAX = 5
-PAUSE_US = 50_000  # spans farther apart are not merged while there is another way
+PAUSE_US = 50_000  # spans farther apart are merged only if nothing else suffices
 MARKS = ("p50", "p90", "p99")
-MODES = ("extend", "split_prefill", "mixed", "decode")  # lanes from top to bottom; others follow
+MODES = ("extend", "split_prefill", "mixed", "decode")  # lanes from top to bottom; further modes follow
 
 
 def run_payload(run: ReportRun, spans_max: int) -> Json:
-    """Everything the charts of one run read; each timeline has at most `spans_max` spans."""
+    """Return the data of all charts of one run; each timeline has at most `spans_max` spans."""
     data, done = run.data, run.data.requests.completed
     columns = {name: getattr(data.requests, f"{name}_us")[done] for name in METRIC_NAMES if name != "itl"}
-    known = {name: ValueCounts.of(values[values >= 0]) for name, values in columns.items()}  # a NaN is not >= 0
+    known = {name: ValueCounts.of(values[values >= 0]) for name, values in columns.items()}  # NaN compares false
     known["itl"] = data.itl_us
     slos = {slo.metric: {"limit_us": slo.bound_us, "label": slo.bound} for slo in reversed(run.slos)}
     latencies = {}
@@ -70,7 +70,7 @@ def run_payload(run: ReportRun, spans_max: int) -> Json:
 
 
 def pack(values: NDArray[Any], *, delta: bool = False) -> Json:
-    """One column as {"dtype", "b64"}; with `delta` (values never decrease) as distances, and the first value."""
+    """Pack one column as {"dtype", "b64"}. With `delta` (values never decrease) as distances, plus the first value."""
     values = np.asarray(values)
     column: Json = {}
     if values.dtype.kind == "f":
@@ -102,7 +102,7 @@ def _smallest_dtype(numbers: Ints) -> str:
 
 
 def curve(known_us: ValueCounts, name: str, marks: list[list[Any]], slo: Json | None) -> Json | None:
-    """The share of values at or below each latency, thinned to a few hundred points; None if there are none."""
+    """Return the share of values at or below each latency, at a few hundred points; None without values."""
     n = known_us.size
     if n == 0:
         return None
@@ -120,7 +120,7 @@ def curve(known_us: ValueCounts, name: str, marks: list[list[Any]], slo: Json | 
 
 
 def scatter(prompt_tokens: Ints, ttft_us: Ints) -> Json | None:
-    """Evenly chosen requests with a first token, at most SCATTER_POINTS_MAX; None if there are fewer than two."""
+    """Return evenly chosen requests with a first token, at most SCATTER_POINTS_MAX; None for fewer than two."""
     rows = np.flatnonzero(ttft_us >= 0)
     if rows.size < 2:
         return None
@@ -132,7 +132,7 @@ def scatter(prompt_tokens: Ints, ttft_us: Ints) -> Json | None:
 
 
 class ChartSpans(NamedTuple):
-    """What one processor did: half-open spans [start:stop), by start, each in the lane of its kind."""
+    """Work of one processor: half-open spans [start:stop) in us, by start, each in the lane of its kind."""
 
     start_us: Ints
     stop_us: Ints
@@ -141,7 +141,7 @@ class ChartSpans(NamedTuple):
 
 
 def gpu_timeline(batches: Batches, spans_max: int) -> Json | None:
-    """Batches by the time they started, in a lane per mode; None if the host reported no device times."""
+    """Return batches by start, in a lane per mode; None if the host reported no device times."""
     measured = np.flatnonzero((batches.started_us >= 0) & (batches.finished_us >= batches.started_us))
     if measured.size == 0:
         return None
@@ -160,7 +160,7 @@ def gpu_timeline(batches: Batches, spans_max: int) -> Json | None:
 
 
 def cpu_timeline(cpu: CpuIntervals, spans_max: int) -> Json | None:
-    """Work of the scheduler's CPU, in a lane per kind of work; None if the host reported none."""
+    """Return CPU work of the scheduler, in a lane per kind of work; None if the host reported none."""
     if cpu.start_us.size == 0:
         return None
     order = np.argsort(cpu.start_us, kind="stable")
@@ -170,7 +170,7 @@ def cpu_timeline(cpu: CpuIntervals, spans_max: int) -> Json | None:
 
 
 def lanes_of(kinds: NDArray[Any], order: Sequence[str] = (), most: int = 99) -> tuple[Ints, tuple[str, ...]]:
-    """Number the kinds: those in `order` first, the frequent before the rare. Beyond `most`, the last is "other"."""
+    """Number the kinds: those in `order` first, then by frequency. With more than `most` lanes, the last is "other"."""
     names, inverse, counts = np.unique(kinds, return_inverse=True, return_counts=True)
     rank = {name: place for place, name in enumerate(order)}
     by_rank = sorted(range(names.size), key=lambda i: (rank.get(str(names[i]), len(rank)), -int(counts[i]), i))
@@ -183,10 +183,10 @@ def lanes_of(kinds: NDArray[Any], order: Sequence[str] = (), most: int = 99) -> 
 
 
 def heads_of_merged(start_us: Ints, stop_us: Ints, lane: Ints, most: int) -> Ints:
-    """First rows of groups of neighbours in one lane, about `most` of them; rows are sorted by lane, then by start.
+    """Return the first rows of groups of neighbours in one lane, about `most` groups.
 
-    Neighbours join in twos, fours, eights and so on, never across a pause that one would look for; if that is not
-    enough, across pauses too.
+    Neighbours join in groups of 2, 4, 8 and so on, never across a pause of more than PAUSE_US. If that is not enough,
+    they join across pauses too. Rows must be sorted by lane, then by start.
     """
     n = start_us.size
     rows = np.arange(n, dtype=np.int64)
@@ -206,12 +206,12 @@ def heads_of_merged(start_us: Ints, stop_us: Ints, lane: Ints, most: int) -> Int
 
 
 def timeline(spans: ChartSpans, facts: Mapping[str, tuple[NDArray[Any], str]], most: int) -> Json:
-    """The spans and their facts as packed columns, merged to about `most`.
+    """Return the spans and their facts as packed columns, merged to about `most` spans.
 
     Args:
         facts: column name -> (value per span, how to merge: "first", "mean", "sum" or "max").
-    Returns: {"lanes", "spans" before merging, "shown" after it, "columns"}. Merged ones have two columns more: how many
-        they were ("count"), and in how much of their time the lane was at work ("busy", of 255).
+    Returns: {"lanes", "spans" before merging, "shown" after it, "columns"}. Merged spans have two more columns: the
+        number of spans in each ("count"), and the share of its time with work, of 255 ("busy").
     """
     n = spans.start_us.size
     if n <= most:

@@ -13,19 +13,19 @@ from lockstep.sim.results.slo_rows import SloRow, meets_all, offered_rate, slo_r
 
 @dataclass(frozen=True)
 class ReportRun:
-    """One run to report.
+    """One run of a report.
 
     `facts` are shown as given, in order: model, gpu, tp, workload, rate, scheduler settings, seed, version, commit. The
-    one named `command` is the line that runs it again. The SLOs are those that `data` was measured against.
+    fact `command` is the command line that repeats the run. The SLOs are those that `data` was measured against.
     """
 
     name: str
     facts: Mapping[str, str]
     data: RunData
-    rate_per_s: float | None = None  # offered; None: taken from the arrivals
-    intervals: Mapping[str, Any] | None = None  # how sure the answers are, as in metrics.json
-    calibration: str = ""  # what the times were corrected by
-    remarks: Sequence[str] = ()  # what a reader of the numbers must consider
+    rate_per_s: float | None = None  # offered requests per s; None: computed from the arrivals
+    intervals: Mapping[str, Any] | None = None  # intervals as in metrics.json
+    calibration: str = ""  # title of the calibration that corrected the times
+    remarks: Sequence[str] = ()  # facts that affect the reading of the numbers
 
     @property
     def slos(self) -> list[SloRow]:
@@ -33,24 +33,24 @@ class ReportRun:
 
     @property
     def meets_slos(self) -> bool | None:
-        """Whether all of them hold; None if there are none, or if nothing was measured."""
+        """Whether all SLOs hold; None without SLOs, or if nothing was measured."""
         return meets_all(self.slos)
 
     @property
     def offered_per_s(self) -> float | None:
-        """Requests per second that came in."""
+        """Requests per second that arrived; None if unknown."""
         return self.rate_per_s if self.rate_per_s is not None else offered_rate(self.data.requests.arrival_us)
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """What held it back."""
+        """The bottleneck of the run."""
         return bottleneck(self.data.summary)
 
     def summary(self, part: str, name: str) -> Any:
-        """A number of the run's summary; None where there was nothing to measure."""
+        """Return a number of the run's summary; None if nothing was measured."""
         return self.data.summary[part].get(name)
 
     def interval(self, name: str) -> tuple[float, float] | None:
-        """What an answer lies between."""
+        """Return the interval of a figure; None without one."""
         ends = None if self.intervals is None else self.intervals["answers"].get(name)
         return None if ends is None else (ends[0], ends[1])

@@ -1,13 +1,13 @@
-// The timeline: what the CPU and the GPU did, batch by batch, on one canvas.
+// The timeline: work of the CPU and the GPU, batch by batch, on one canvas.
 //
-//   lane      | each kind of work has a lane of its own, so that a name and a place tell it, not only a colour
+//   lane      | each kind of work has its own lane, so that name and place identify it, not only a colour
 //   zoomed in | every span is a box
 //   zoomed out| spans thinner than a pixel are added up: the height of a column is the share of its time they fill
 "use strict";
 
 const LANE = 26, LANE_GAP = 6, GROUP_GAP = 14, AXIS = 26, NARROWEST_US = 20;
 
-/** Black or white, whichever is read more easily on a colour. */
+/** Black or white, whichever is more legible on a colour. */
 function inkOn(colour) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255).map((c) => c ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 ? "#101214" : "#ffffff";
@@ -131,7 +131,7 @@ class Timeline {
       if (stop[i] <= from) continue;
       const left = (start[i] - from) * scale, right = (stop[i] - from) * scale, box = right - left, l = lane[i];
       if (box < 1.5) {
-        // Too thin for a box: hand its pixels to the columns it touches.
+        // Too thin for a box: its pixels are added to the columns that it touches.
         const a = Math.max(left, 0), b = Math.min(right, columns), first = Math.floor(a);
         if (first >= columns) continue;
         const inFirst = Math.min(b, first + 1) - a;
@@ -200,7 +200,7 @@ class Timeline {
     const {canvas} = this, place = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
     const fingers = new Map();
     canvas.addEventListener("wheel", (event) => {
-      // A scroll of the page that happens to cross the timeline stays a scroll.
+      // A page scroll that crosses the timeline remains a scroll.
       if (event.timeStamp - Timeline.scrolledAt < 250) { Timeline.scrolledAt = event.timeStamp; return; }
       const [x] = place(event);
       if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) { event.preventDefault(); this.pan(event.deltaX / this.plotWidth); return; }

@@ -1,12 +1,13 @@
-"""Batches and how long a device took for them: from a journal, or from a file of `lockstep replay PLANS --on-hardware`.
+"""Durations of batches on a device, from a journal or from a file of `lockstep replay PLANS --on-hardware`.
 
 times = read_batch_times("measured.jsonl")            # or of_journal(run)
 predicted_us = predict(cost, times.batches)
 for row in error_rows(times.batches, predicted_us):   # by kind and size
     ...
 
-The file is JSON lines: a header that says what ran where, then one batch per line. `predicted_us` in it is what the
-model named in the header predicted when it was written, for readers; a calibration predicts anew.
+The file is JSON lines: a header that describes model, device and engine, then one batch per line. Its `predicted_us` is
+the prediction of the model named in the header at the time of writing, for information only; a calibration predicts
+again.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ Float64s = NDArray[np.float64]
 
 FORMAT = "lockstep-batch-times"
 VERSION = 1
-OUTLIER = 2.0  # times what is usual for batches of its kind and size, up or down
-USUAL_MIN = 5  # batches of a kind and size, before one of them can be unusual
+OUTLIER = 2.0  # factor from the usual duration of batches of the same kind and size, up or down
+USUAL_MIN = 5  # batches of a kind and size that are needed to find an outlier among them
 
 
 class BatchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A batch, and how long the device took for it."""
+    """A batch and its duration on the device."""
 
     batch_id: int
     mode: Mode
-    shape: BatchShape  # of its first pass
-    steps: int = 1  # passes, each of the same rows one position on
+    shape: BatchShape  # of the first pass
+    steps: int = 1  # passes; each has the same rows one position later
     took_us: float
     predicted_us: float = 0.0  # 0: no prediction
 
@@ -54,13 +55,13 @@ class BatchTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def size(self) -> int:
-        """New tokens of an extend or a mixed batch, rows of a decode."""
+        """New tokens of an extend or mixed batch, rows of a decode."""
         shape = self.shape
         return shape.decode_rows if self.mode == "decode" else shape.extend_tokens + shape.decode_rows
 
 
 class BatchTimesHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What ran where: the first line of a file."""
+    """First line of a file: what ran, and on which device."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -70,9 +71,9 @@ class BatchTimesHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     weights_dtype: str = ""  # "": the checkpoint's own
     engine: str = "lockstep"
     engine_version: str = ""
-    device: str = ""  # as its driver calls it
-    plans: str = ""  # name of the run whose plans were run
-    calibration: str = ""  # behind `predicted_us`
+    device: str = ""  # name reported by the driver
+    plans: str = ""  # name of the run that the plans come from
+    calibration: str = ""  # calibration of the model behind `predicted_us`
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,12 +88,12 @@ class BatchTimes:
     """Batches in the order of their ends."""
 
     batches: Sequence[BatchTime]
-    left_out: int = 0  # without times, sampled apart from their forward pass, or with drafts
-    measured: BatchTimesHeader | None = None  # of a file
+    left_out: int = 0  # batches without times, with deferred sampling, or with drafts
+    measured: BatchTimesHeader | None = None  # of times read from a file
 
 
 def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> BatchTime:
-    """A plan that was run."""
+    """Return the BatchTime of a plan that was run."""
     return BatchTime(
         batch_id=plan.batch_id,
         mode=plan.mode,
@@ -104,24 +105,23 @@ def batch_time(plan: BatchPlan, took_us: float, predicted_us: float = 0.0) -> Ba
 
 
 class Durations:
-    """Times of batches, in the order of their ends.
+    """Computes durations of batches in the order of their ends.
 
-    A batch that was launched behind another begins when that one ends: its time is what the device needed, without the
-    wait.
+    A batch that was launched behind another one begins when that one ends, so its duration excludes the wait.
     """
 
     def __init__(self) -> None:
         self._free_us = 0
 
     def took_us(self, started_us: int, finished_us: int) -> int:
-        """Return the time of the batch that ends next; 0 if its start and end are unknown."""
+        """Return the duration in us of the batch that ends next; 0 if its start and end are unknown."""
         began_us = max(started_us, self._free_us)
         self._free_us = max(self._free_us, finished_us)
         return max(0, finished_us - began_us)
 
 
 def of_journal(folder: Path) -> BatchTimes:
-    """Fold a run's journal and pair every batch with the time it took. Raises: JournalError, Divergence."""
+    """Fold a run's journal and pair every batch with its duration. Raises: JournalError, Divergence."""
     batches: list[BatchTime] = []
     running: dict[int, BatchPlan] = {}
     durations, skipped = Durations(), 0
@@ -150,7 +150,7 @@ def line_of(one: BatchTimesHeader | BatchTime) -> bytes:
 
 
 def read_batch_times(path: str | Path) -> BatchTimes:
-    """Read the lines of a file. Raises CalibrationError naming file and line."""
+    """Read a file of batch times. Raises CalibrationError with file and line."""
     decode = msgspec.json.Decoder(BatchTime).decode
     number = 1
     try:
@@ -179,18 +179,18 @@ def read_batch_times(path: str | Path) -> BatchTimes:
 
 
 def predict(cost: CostModel, batches: Sequence[BatchTime]) -> Float64s:
-    """What a cost model says of each batch, in microseconds."""
+    """Return the time in us that a cost model predicts for each batch."""
     return np.array([sum(cost.batch_us(shape).mean_us for shape in batch.passes) for batch in batches])
 
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """How far predictions are off for batches that are alike. Errors are |predicted / measured - 1|."""
+    """Errors of predictions over batches of one kind and size. An error is |predicted / measured - 1|."""
 
     mode: str
-    sizes: str  # such as `17-32 rows`; empty for all of them
+    sizes: str  # such as `17-32 rows`; empty for all sizes
     batches: int
-    measured_us: float  # medians
+    measured_us: float  # median; so are the next three
     predicted_us: float
     ratio: float  # measured / predicted
     error: float
@@ -198,7 +198,7 @@ class ErrorRow:
 
 
 def error_row(mode: str, sizes: str, measured_us: Float64s, predicted_us: Float64s) -> ErrorRow:
-    """One row, of at least one batch."""
+    """Return the row of at least one batch."""
     errors = np.abs(predicted_us / measured_us - 1.0)
     return ErrorRow(
         mode,
@@ -213,7 +213,7 @@ def error_row(mode: str, sizes: str, measured_us: Float64s, predicted_us: Float6
 
 
 def error_rows(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[ErrorRow]:
-    """By kind and by size in powers of two, each kind's sum behind it, and all of them last."""
+    """Return rows by kind and by size in powers of two, then the total of each kind, and the total of all last."""
     if not batches:
         return []
     took_us = np.array([batch.took_us for batch in batches])
@@ -229,17 +229,17 @@ def error_rows(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[Err
 
 @dataclass(frozen=True)
 class Outlier:
-    """A batch that took far more or less time than others of its kind and size, by the same prediction."""
+    """A batch with a far longer or shorter duration than others of its kind and size, relative to the prediction."""
 
     batch: BatchTime
     predicted_us: float
-    times: float  # as long as was to be expected of it
+    times: float  # measured duration over the expected one
 
 
 def outliers(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[Outlier]:
-    """Batches whose measured / predicted is OUTLIER times the median of their kind and size, or less than its inverse.
+    """Return batches with measured / predicted beyond OUTLIER times the median of their kind and size, or its inverse.
 
-    The farthest come first. Where there are fewer than USUAL_MIN of a kind and size, none is unusual.
+    The farthest come first. A kind and size with fewer than USUAL_MIN batches has no outliers.
     """
     found = []
     ratios = np.array([batch.took_us for batch in batches]) / predicted_us
@@ -254,7 +254,7 @@ def outliers(batches: Sequence[BatchTime], predicted_us: Float64s) -> list[Outli
 
 
 def _by_kind(batches: Sequence[BatchTime]) -> list[tuple[str, list[tuple[str, list[int]]]]]:
-    """Indices of batches by kind, then by size in powers of two."""
+    """Return the indices of batches by kind, then by size in powers of two."""
     keys = [(batch.mode, (batch.size - 1).bit_length()) for batch in batches]
     order = sorted(range(len(batches)), key=keys.__getitem__)
     found: list[tuple[str, list[tuple[str, list[int]]]]] = []

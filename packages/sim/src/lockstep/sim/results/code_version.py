@@ -1,4 +1,4 @@
-"""Version and commit of the simulator that ran."""
+"""Version and commit of the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def code_version() -> str:
-    """The version of the installed simulator."""
+    """Return the version of the installed simulator."""
     try:
         return version("lockstep-sim")
     except PackageNotFoundError:
@@ -18,7 +18,7 @@ def code_version() -> str:
 
 @cache
 def code_commit() -> str | None:
-    """The commit this file was checked out from, with `-dirty` if something changed since; None if it was installed."""
+    """Return the commit of this checkout, with `-dirty` after local changes; None for an installed package."""
     root = Path(__file__).resolve().parents[5]
     if not (root / ".git").exists() or not (root / "packages" / "sim").is_dir():
         return None

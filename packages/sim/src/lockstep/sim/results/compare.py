@@ -1,11 +1,11 @@
-"""Runs side by side: what was set differently, what came out differently, request by request, and whether that is fair.
+"""Comparison of runs: settings and results that differ, request by request, and reasons why the comparison is not fair.
 
     found = compare([read_run(Path("runs/a")), read_run(Path("runs/b"))])
-    found.settings                        # [Difference("overlap_depth", (1, 0))], and nothing that is equal
+    found.settings                        # [Difference("overlap_depth", (1, 0))]; equal settings are left out
     found.figures[0].changes[0].words     # "4.0x lower"
     found.pairs[0].metrics["ttft"].faster_share
 
-The first run is what the others are measured against. What a comparison means: docs/metrics.md, "Comparing runs".
+The first run is the baseline of the others. The meaning of a comparison: docs/metrics.md, "Comparing runs".
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lockstep.sim.results.results import show_rate, show_us
 from lockstep.sim.results.stored_run import Requests, StoredRun, read_run
 from lockstep.sim.results.text import setting
 
-SAME = 0.01  # changes of less than this share are called the same
-SAME_POINTS = 0.001  # and of shares, changes of less than this
-TIMES_FROM = 1.5  # ratios from here on read better as "2.1x" than as percent
+SAME = 0.01  # smaller relative changes are called the same
+SAME_POINTS = 0.001  # smaller changes of shares are called the same
+TIMES_FROM = 1.5  # larger ratios are shown as "2.1x" instead of percent
 MOST_CHANGED = 5
 ENGINES_SHOWN = 8  # of one run
 
 Kind = Literal["us", "rate", "count", "share", "times"]
 Verdict = Literal["better", "worse", "same", "changed", "unknown"]
 
-# group in metrics.json, name, what people call it, kind, which way is better ("" where neither is)
+# (group in metrics.json, name, title, kind, better direction or "")
 FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
     ("latency", "ttft_us_mean", "TTFT mean", "us", "lower"),
     ("latency", "ttft_us_p50", "TTFT p50", "us", "lower"),
@@ -86,7 +86,7 @@ FIGURES: tuple[tuple[str, str, str, Kind, str], ...] = (
 )
 
 OF_ADAPTERS = {"adapters": "asked", "max_lora_rank": "max_lora_rank", "lora_targets": "lora_targets"}
-"""Settings of adapters, by what metrics.json calls them in `about.adapters`."""
+"""Settings of adapters, and their names in `about.adapters` of metrics.json."""
 
 PAIRED = ("ttft", "tpot", "e2e")
 EXPLAIN_CONSTANTS = (
@@ -94,12 +94,12 @@ EXPLAIN_CONSTANTS = (
     "calibration",
 )  # fmt: skip
 
-# ------------------------------------------------------------------------------------------------------- what is found
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that is not the same in all runs."""
+    """A setting that differs between runs."""
 
     name: str
     values: tuple[Any, ...]  # one per run
@@ -107,40 +107,40 @@ class Difference:
 
 @dataclass(frozen=True)
 class FigureChange:
-    """One figure of a run against that of the first."""
+    """Change of one figure of a run against the first run."""
 
-    ratio: float | None  # to the first; None if one is missing or the first is 0
+    ratio: float | None  # value over that of the first run; None if one is missing or the first is 0
     words: str
     verdict: Verdict
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of every run."""
+    """One figure of every run."""
 
     group: str
     name: str
     title: str
     kind: Kind
     values: tuple[float | None, ...]
-    changes: tuple[FigureChange, ...]  # of the runs behind the first
+    changes: tuple[FigureChange, ...]  # of every run except the first
 
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """What an answer lies between, in every run that carries intervals."""
+    """The interval of one figure in every run with intervals."""
 
     name: str
     title: str
     kind: Kind
     intervals: tuple[tuple[float, float] | None, ...]
-    overlaps: tuple[bool | None, ...]  # with the first; of the runs behind it; None where one has none
-    ratios_at_ends: tuple[tuple[float, float] | None, ...]  # low to low, high to high; None unless errors are shared
+    overlaps: tuple[bool | None, ...]  # overlap with the first run, of every other run; None if one has no interval
+    ratios_at_ends: tuple[tuple[float, float] | None, ...]  # low/low, high/high; None unless errors are shared
 
 
 @dataclass(frozen=True)
 class ChangedRequest:
-    """A request in both runs. The ids are those of requests.csv and of the journals; the label is the workload's."""
+    """A request in both runs. The ids are those of requests.csv and the journals; the label comes from the workload."""
 
     label: str
     tenant: str
@@ -154,12 +154,12 @@ class ChangedRequest:
 
 @dataclass(frozen=True)
 class PairedMetric:
-    """One latency of the requests completed in both runs; shares of one, changes in microseconds (other - first)."""
+    """Change of one latency over requests completed in both runs. Shares are of one, changes (other - first) in us."""
 
     count: int
     faster_share: float
     slower_share: float
-    same_share: float  # within SAME
+    same_share: float  # changes within SAME
     change_us_median: float
     change_us_mean: float
     ratio_median: float | None
@@ -170,7 +170,7 @@ class PairedMetric:
 
 @dataclass(frozen=True)
 class Pairs:
-    """A run against the first, request by request."""
+    """Request-by-request comparison of a run with the first one."""
 
     name: str
     matched_by: str  # "label" or "request_id"
@@ -179,28 +179,28 @@ class Pairs:
     completed_in_first_only: int
     completed_in_other_only: int
     metrics: Mapping[str, PairedMetric]
-    ratios: Mapping[str, NDArray[np.float64]]  # other / first of every pair; for charts
+    ratios: Mapping[str, NDArray[np.float64]]  # other / first of every pair, for charts
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. What cannot be compared is None or empty, and `warnings` or `notes` give the reason."""
+    """A comparison. What cannot be compared is None or empty, and `warnings` or `notes` contain the reason."""
 
     runs: tuple[StoredRun, ...]
     settings: tuple[Difference, ...]
     figures: tuple[Figure, ...]
     intervals: tuple[IntervalRow, ...]
     intervals_note: str
-    pairs: tuple[Pairs | None, ...]  # of the runs behind the first
-    warnings: tuple[str, ...]  # why the comparison is not fair
-    notes: tuple[str, ...]  # what else a reader must consider
+    pairs: tuple[Pairs | None, ...]  # of every run except the first
+    warnings: tuple[str, ...]  # reasons why the comparison is not fair
+    notes: tuple[str, ...]  # other facts that affect its reading
 
     def figure(self, name: str) -> Figure:
-        """The figure of that name in metrics.json."""
+        """Return the figure with this name in metrics.json."""
         return next(figure for figure in self.figures if figure.name == name)
 
     def describe(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return the whole comparison, for JSON."""
         return {
             "format": "lockstep-comparison",
             "format_version": 1,
@@ -237,9 +237,9 @@ def _describe_pairs(pairs: Pairs) -> dict[str, Any]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """Read run folders and give each the shortest name that tells it from the others.
+    """Read run folders, and name each by its shortest distinct path.
 
-    Raises: ConfigError for fewer than two, for one that is named twice, and for what `read_run` refuses.
+    Raises: ConfigError for fewer than two folders, for a repeated folder, and for the errors of `read_run`.
     """
     if len(folders) < 2:
         given = "one" if folders else "none"
@@ -252,7 +252,7 @@ def read_runs(folders: Sequence[Path]) -> list[StoredRun]:
 
 
 def _short_names(places: Sequence[Path]) -> list[str]:
-    """The last part of each path; where two of them are equal, all that is behind what the paths share."""
+    """Return the last part of each path; if two are equal, the whole paths below their common parent."""
     names = [place.name for place in places]
     if len(set(names)) == len(names):
         return names
@@ -261,7 +261,11 @@ def _short_names(places: Sequence[Path]) -> list[str]:
 
 
 def compare(runs: Sequence[StoredRun], *, is_asked: bool = False) -> Comparison:
-    """Hold every run against the first. `is_asked`: that model, GPUs or engines differ is what was requested."""
+    """Compare every run with the first.
+
+    Args:
+        is_asked: different models, GPUs or engines are the purpose of the comparison, so they cause no warning.
+    """
     first, others = runs[0], runs[1:]
     warnings, notes = list(_warnings(runs, is_asked)), list(_notes(runs))
     pairs = tuple(_pair(first, other) if _is_same_workload(first, other) else None for other in others)
@@ -294,17 +298,17 @@ class EngineRow:
     kind: str  # 2 x H100-SXM
     weight: float
     requests: int
-    fair_ratio: float | None  # requests / what its weight would make them
+    fair_ratio: float | None  # requests over the number that follows from its weight
     output_tokens_per_s: float | None
     ttft_us_p99: float | None
     tpot_us_p99: float | None
     hit_ratio: float | None
     kv_share_max: float | None
-    busy_share: float | None  # of the makespan of all engines
+    busy_share: float | None  # share of the makespan of all engines
 
 
 def engine_rows(run: StoredRun) -> list[EngineRow]:
-    """Each engine of a run, by number."""
+    """Return each engine of a run, by number."""
     arrived = [engine.summary("requests", "arrived") for engine in run.engines]
     each_per_weight = sum(arrived) / sum(engine.weight for engine in run.engines)
     makespan_us = run.summary("throughput", "makespan_us")
@@ -327,7 +331,7 @@ def engine_rows(run: StoredRun) -> list[EngineRow]:
 
 
 def telling_rows(rows: Sequence[EngineRow], most: int = ENGINES_SHOWN) -> list[EngineRow]:
-    """All of them; or of very many those with the most and the fewest requests for their weight, in that order."""
+    """Return all rows or, of many, those with the most and the fewest requests for their weight, in that order."""
     if len(rows) <= most:
         return list(rows)
     by_load = sorted(rows, key=lambda row: (-(row.fair_ratio or 0.0), row.number))
@@ -335,7 +339,7 @@ def telling_rows(rows: Sequence[EngineRow], most: int = ENGINES_SHOWN) -> list[E
 
 
 def routing(run: StoredRun) -> str:
-    """How its requests found their engines: `prefix_affinity, 2 ms away: 210 by prefix, 90 by policy`."""
+    """Return how requests were routed: `prefix_affinity, 2 ms away: 210 by prefix, 90 by policy`."""
     if run.router is None:
         return "no router"
     hop_us = run.about["hop_us"]
@@ -348,9 +352,9 @@ def routing(run: StoredRun) -> str:
 
 
 def settings_of(run: StoredRun) -> dict[str, Any]:
-    """What a run was set to, flat: the names of `lockstep simulate` and of SchedConfig.
+    """Return the settings of a run, flat, under the names of `lockstep simulate` and SchedConfig.
 
-    Where the engines of a cluster differ, a value says whose it is: `engines 0 to 1: 256, engine 2: 128`.
+    If engines of a cluster differ, the value names them: `engines 0 to 1: 256, engine 2: 128`.
     """
     if run.is_measured:
         return _load_settings(run.about) | {"SLOs": _slo_texts(run)}
@@ -374,7 +378,7 @@ def _slo_texts(run: StoredRun) -> str | None:
 
 
 def _load_settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What was sent, and by which code."""
+    """Return the settings of the load, and the version of the code."""
     workload = about["workload"]
     return {
         "workload": workload.get("source"),
@@ -391,7 +395,7 @@ def _load_settings(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(values: Sequence[Any]) -> Any:
-    """The one value of all engines, or which have which."""
+    """Return the value that all engines share, or a text with the value of each group of engines."""
     if all(value == values[0] for value in values):
         return values[0]
     parts, start = [], 0
@@ -434,7 +438,7 @@ def _engine_settings(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(cost: Mapping[str, Any]) -> str | None:
-    """Which operator tables there were, by what they hold: files of one name may differ."""
+    """Return the number of operator tables and a digest of their contents, because file names are not unique."""
     tables = cost.get("tables")
     if not tables:
         return None
@@ -443,7 +447,7 @@ def _tables(cost: Mapping[str, Any]) -> str | None:
 
 
 def _line(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a collective's line."""
+    """Return the constants of a collective's cost line."""
     return {f"cost.{name}.{field}": value for field, value in line.items() if field != "source"}
 
 
@@ -451,19 +455,20 @@ def _differences(runs: Sequence[StoredRun]) -> Iterator[Difference]:
     settings = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for each in settings for name in each)
     for run, each in zip(runs, settings, strict=True):
-        if run.is_measured:  # of an engine that was only seen from outside, nothing else is known
+        if run.is_measured:  # only the load of a measured engine is known
             names = {name: None for name in names if name in each}
-    # Constants follow from these; they are shown only where nothing else explains them: an edited GPU file.
+    # Constants follow from these settings. They are shown only if no other setting differs, as after an edit of a GPU
+    # file.
     is_explained = any(each.get(name) != settings[0].get(name) for each in settings for name in EXPLAIN_CONSTANTS)
     is_rerouted = any(each.get("router") != settings[0].get("router") for each in settings)
     for name in names:
         if is_explained and name.startswith(("cost.", "cpu.")):
             continue
         if name.startswith("router_") and name != "router_hop" and is_rerouted:
-            continue  # settings of another policy
+            continue  # settings of different policies
         values = tuple(each.get(name) for each in settings)
-        is_told = name == "workload digest" and len({str(each["workload"]) for each in settings}) > 1
-        if any(value != values[0] for value in values) and not is_told:
+        is_implied = name == "workload digest" and len({str(each["workload"]) for each in settings}) > 1
+        if any(value != values[0] for value in values) and not is_implied:
             yield Difference(name, values)
 
 
@@ -471,7 +476,7 @@ FAIR_IF = "fair only if"
 
 
 def _warnings(runs: Sequence[StoredRun], is_asked: bool) -> Iterator[str]:
-    """Why a difference in the figures need not come from the settings that were meant to differ."""
+    """Yield reasons why a difference in the figures need not come from the intended difference of settings."""
 
     def values(name: str) -> list[str]:
         known = (settings_of(run) for run in runs)
@@ -480,11 +485,11 @@ def _warnings(runs: Sequence[StoredRun], is_asked: bool) -> Iterator[str]:
 
     if len(values("workload digest")) > 1:
         yield (
-            "different workloads: not the same requests, so part of every difference is theirs; "
+            "different workloads: the requests are not the same, which causes part of every difference; "
             "nothing is compared request by request"
         )
     for name, why in (
-        ("seed", "chance is part of every difference; give all runs one --seed"),
+        ("seed", "chance causes part of every difference; give all runs one --seed"),
         ("model", f"{FAIR_IF} the model is the question"),
         ("gpu", f"{FAIR_IF} the GPU is the question"),
         ("tp", f"{FAIR_IF} the number of GPUs is the question"),
@@ -501,16 +506,16 @@ def _warnings(runs: Sequence[StoredRun], is_asked: bool) -> Iterator[str]:
             yield f"different {title} ({' and '.join(found)}): {why}"
     for run in runs:
         if "engine" in run.about:
-            yield f"{run.name} is engine {run.about['engine']} of a cluster: its figures are of its own requests alone"
+            yield f"{run.name} is engine {run.about['engine']} of a cluster: its figures cover its own requests alone"
         if run.about.get("interrupted"):
-            yield f"{run.name} was interrupted: its figures are those until then"
+            yield f"{run.name} was interrupted: its figures end there"
         elif unfinished := run.metrics["requests"]["unfinished"]:
             yield f"{run.name} left {unfinished:,} requests unfinished: their latencies are in no figure"
     completed = [run.metrics["requests"]["completed"] for run in runs]
     if len(set(completed)) > 1 and len(values("workload digest")) == 1:
         yield (
-            "not equally many requests were completed: latencies are those of completed requests alone, "
-            "and turning requests away makes the others faster"
+            "different numbers of completed requests: latencies are those of completed requests alone, "
+            "and rejecting requests makes the others faster"
         )
 
 
@@ -518,13 +523,13 @@ def _notes(runs: Sequence[StoredRun]) -> Iterator[str]:
     for name in ("version", "commit"):
         found = list(dict.fromkeys(str(run.about.get(name)) for run in runs))
         if len(found) > 1:
-            yield f"written by different code ({name} {' and '.join(found)}): a difference may be its doing"
+            yield f"written by different code ({name} {' and '.join(found)}): the code may be the cause of a difference"
             break
     for run in runs:
         if run.is_measured:
             yield (
-                f"{run.name} was measured at a server, network and text included: how its engine was set and what it "
-                "did inside is not in it, so settings are compared as far as they are those of the load"
+                f"{run.name} was measured at a server, network and text included: settings and inner events of its "
+                "engine are unknown, so only settings of the load are compared"
             )
         if run.requests is None and "engine" not in run.about:
             yield f"{run.name} has no table of requests (--no-requests), so it is not compared request by request"
@@ -537,7 +542,7 @@ def _figures(runs: Sequence[StoredRun]) -> Iterator[Figure]:
     is_of_many = any(len(run.engines) > 1 for run in runs)
     for group, name, title, kind, better in FIGURES:
         if group == "balance" and not is_of_many:
-            continue  # of one engine there is nothing to balance
+            continue  # balance needs several engines
         values = tuple(run.summary(group, name) for run in runs)
         if all(value is None for value in values):
             continue
@@ -546,7 +551,7 @@ def _figures(runs: Sequence[StoredRun]) -> Iterator[Figure]:
 
 
 def change(first: float | None, other: float | None, kind: Kind = "us", better: str = "lower") -> FigureChange:
-    """How a figure moved, in words: `4.0x lower`, `12 % higher`, `3.1 points higher`, `the same`."""
+    """Describe the change of a figure: `4.0x lower`, `12 % higher`, `3.1 points higher`, `the same`."""
     if first is None or other is None:
         where = "" if first is other else " in the first" if first is None else " here"
         return FigureChange(None, f"nothing measured{where}", "unknown")
@@ -577,12 +582,12 @@ def change(first: float | None, other: float | None, kind: Kind = "us", better: 
 
 
 def _interval_rows(runs: Sequence[StoredRun]) -> tuple[tuple[IntervalRow, ...], str]:
-    """The intervals of the figures that have one, and how to read them together."""
+    """Return the intervals of all figures that have one, and a note on how to read them."""
     with_some = [run for run in runs if run.intervals is not None]
     if not with_some:
         return (
             (),
-            "no run carries intervals (--no-intervals), so how sure the figures are is unknown",
+            "no run has intervals (--no-intervals), so the uncertainty of the figures is unknown",
         )
     factors = [(run.intervals["calibration"], run.intervals["time_factors"]) for run in with_some if run.intervals]
     coverage = 100 * with_some[0].metrics["intervals"]["coverage"]
@@ -602,16 +607,16 @@ def _interval_rows(runs: Sequence[StoredRun]) -> tuple[tuple[IntervalRow, ...], 
                 tuple(_ratios_at_ends(ends[0], other) if is_shared else None for other in ends[1:]),
             )
         )
-    note = f"{coverage:g} % intervals: how far the cost model may be off, queueing included."
+    note = f"{coverage:g} % intervals: the error of the cost model, queueing included."
     if is_shared:
         note += (
-            " All runs share one calibration, and with it one error: if batches are slower in truth, they are so in "
-            "every run. So where intervals overlap, the ratio at both ends of the error still says who is ahead."
+            " All runs share one calibration and so one error: if real batches are slower, they are slower in every "
+            "run. So where intervals overlap, the ratio at both ends of the error still shows which run is ahead."
         )
     elif len(with_some) < len(runs):
-        note += f" Only {' and '.join(run.name for run in with_some)} carries any." if len(with_some) == 1 else ""
+        note += f" Only {' and '.join(run.name for run in with_some)} has any." if len(with_some) == 1 else ""
     else:
-        note += " The calibrations differ, and so do their errors: where intervals overlap, nobody is surely ahead."
+        note += " The calibrations differ, and so do their errors: where intervals overlap, no run is certainly ahead."
     return tuple(rows), note
 
 
@@ -640,7 +645,7 @@ def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
         column = f"{metric}_us"
         first_us = first.requests[column][rows].astype(np.float64)
         other_us = other.requests[column][others].astype(np.float64)
-        known = (first_us >= 0) & (other_us >= 0)  # NaN is neither
+        known = (first_us >= 0) & (other_us >= 0)  # NaN compares false
         if known.any():
             pair = (first_us[known], other_us[known])
             metrics[metric] = _paired(first.requests, other.requests, rows[known], others[known], *pair)
@@ -659,10 +664,10 @@ def _pair(first: StoredRun, other: StoredRun) -> Pairs | None:
 
 
 def match_requests(first: Requests, other: Requests) -> tuple[NDArray[np.int64], NDArray[np.int64], str]:
-    """Rows of the same requests in both tables.
+    """Return the rows of the same requests in both tables, and the column by which they were matched.
 
-    By tenant and label, which name a row of the workload. The later turns of a session get their ids when they are
-    sent, which is another moment in every run; so ids serve only where labels name no single request.
+    Requests are matched by tenant and label, which identify a row of the workload. Later turns of a session get their
+    request ids when they are sent, at different times in different runs, so ids are used only if labels are not unique.
     """
     keys: list[list[object]] = [list(zip(table["tenant"], table["label"], strict=True)) for table in (first, other)]
     matched_by = "label"
@@ -720,7 +725,7 @@ def _paired(
 
 
 def headline(found: Comparison) -> str:
-    """The comparison in a sentence or two: what changed most for users, and at what throughput."""
+    """Return the comparison in one or two sentences: the largest changes for users, and the throughput."""
     first, others = found.runs[0], found.runs[1:]
     if len(others) > 1:
         return _ranking(found)
@@ -731,7 +736,7 @@ def headline(found: Comparison) -> str:
 
 
 def _moved(figure: Figure) -> str:
-    """`TTFT p99 1.66 s -> 410 ms, 4.0x lower`."""
+    """Return the change of one figure: `TTFT p99 1.66 s -> 410 ms, 4.0x lower`."""
     moved = figure.changes[0]
     if moved.verdict in ("same", "unknown"):
         return f"{figure.title} {moved.words}"
@@ -740,7 +745,7 @@ def _moved(figure: Figure) -> str:
 
 
 def _ranking(found: Comparison) -> str:
-    """Return, of many runs, the headline: the shortest TTFT p99 among runs that do as much work within their SLOs."""
+    """Return the headline of more than two runs: the shortest TTFT p99 among the runs that meet their SLOs."""
     met = [run for run in found.runs if run.meets_slos]
     if any(run.slos for run in found.runs):
         names = ", ".join(run.name for run in met)

@@ -1,4 +1,4 @@
-"""A comparison as text of at most 100 columns; the runs are called A, B, C, ... and named once."""
+"""A comparison as text of at most 100 columns. Runs are called A, B, C, ... after a list of their names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.sim.results.slo_rows import unsure
 from lockstep.sim.results.text import setting
 
 COLUMNS = 100
-OTHERS_PER_TABLE = 3  # beside the first
+OTHERS_PER_TABLE = 3  # per table, beside the first run
 ENGINE_COLUMNS = (
     *(("requests", 10), ("of fair", 9), ("output/s", 10), ("TTFT p99", 11), ("TPOT p99", 11)),
     *(("hits", 9), ("GPU busy", 10)),
@@ -64,12 +64,12 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
 
 
 def letters_of(runs: int) -> list[str]:
-    """A, B, ..., Z, then by number."""
+    """Return a letter for each run: A, B, ..., Z, then numbers."""
     return [ascii_uppercase[k] if k < len(ascii_uppercase) else str(k + 1) for k in range(runs)]
 
 
 def show(value: float | None, kind: Kind) -> str:
-    """A figure with its unit."""
+    """Return a figure with its unit."""
     if value is None:
         return NOTHING
     if kind == "us":
@@ -82,14 +82,14 @@ def show(value: float | None, kind: Kind) -> str:
 
 
 def show_ratio(ratio: float | None) -> str:
-    """Other / first: `0.25x`."""
+    """Return other / first as text: `0.25x`."""
     if ratio is None:
         return NOTHING
     return f"{ratio:,.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x" if ratio >= 9.95 else f"{ratio:.2f}x"
 
 
 def words(change: FigureChange) -> str:
-    """`4.0x lower: better`."""
+    """Return a change with its verdict: `4.0x lower: better`."""
     return f"{change.words}: {change.verdict}" if change.verdict in ("better", "worse") else change.words
 
 
@@ -150,7 +150,7 @@ def _figure_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:
 
 
 def _grouped(figures: Sequence[Figure]) -> Iterator[tuple[Figure, bool]]:
-    """Each figure, and whether its group begins with it."""
+    """Yield each figure, and whether it is the first of its group."""
     group = ""
     for figure in figures:
         yield figure, figure.group != group
@@ -158,7 +158,7 @@ def _grouped(figures: Sequence[Figure]) -> Iterator[tuple[Figure, bool]]:
 
 
 def _engine_lines(found: Comparison, letters: Sequence[str]) -> Iterator[str]:
-    """Each cluster's router and its engines; of very many engines the fullest and the emptiest."""
+    """Yield the router and the engines of each cluster; of many engines the most and least loaded."""
     for letter, run in zip(letters, found.runs, strict=True):
         yield from _wrapped(f"router of {letter}  ", routing(run))
     heads = "".join(f"{head:>{width}}" for head, width in ENGINE_COLUMNS)
@@ -230,7 +230,7 @@ def _request_line(request: ChangedRequest, first: str, other: str) -> str:
 
 
 def show_change(us: float) -> str:
-    """A change in time with its sign."""
+    """Return a change in time with its sign."""
     return "0" if us == 0 else f"{'+' if us > 0 else '-'}{show_us(abs(us))}"
 
 

@@ -1,16 +1,16 @@
 """A run as a Chrome trace: open the .json.gz in ui.perfetto.dev or chrome://tracing.
 
-    process   | lane                    | what it shows
-    engine    | CPU                     | what the scheduler did: the host's CPU intervals
+    process   | lane                    | contents
+    engine    | CPU                     | work of the scheduler: the host's CPU intervals
               | GPU, GPU 2, ...         | batches, named by mode (the viewer colours by name), with rows and tokens
-              | stage 1, link 1-2, ...  | with microbatches: batches in each stage, named by microbatch, what is
-              |                         | being sent; bubble: nothing to do there, though a batch is in the pipeline
-              | encoder                 | images, videos and sounds being encoded, where a run has any
+              | stage 1, link 1-2, ...  | with microbatches: batches in each stage and transfers on each link, named by
+              |                         | microbatch; bubble: the stage is idle although a batch is in the pipeline
+              | encoder                 | encoding of images, videos and sounds, if a run has any
               | counters                | waiting, running, KV pages, tokens per s: means over the bins of the series
     requests  | one group per request   | queue, prefill, decode
 
-Format: "Trace Event Format" (JSON object, `traceEvents`); `ts` and `dur` are microseconds, like ours. Events are
-written one by one, so a trace of any length takes no memory.
+Format: "Trace Event Format" (JSON object, `traceEvents`); `ts` and `dur` are microseconds. Events are written one by
+one, so a long trace needs no more memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 from lockstep.sim.metrics.run_data import RunData
 from lockstep.sim.metrics.stages import StageTimes
 
-REQUESTS_SHOWN = 2_000  # more make the viewer slow
+REQUESTS_SHOWN = 2_000  # more requests make the viewer slow
 ENGINE, REQUESTS = 1, 2  # process ids
 CPU, GPU = 1, 2  # thread ids in ENGINE; overlapping batches take GPU + 1, ...
-STAGE = 1_000  # thread id of the first stage; then the link behind it, the second stage, ...
-ENCODER = 2_000  # and up, of GPUs that encode side by side
+STAGE = 1_000  # thread id of the first stage; then the link after it, the second stage, ...
+ENCODER = 2_000  # thread id of the first encoder lane; one more for each GPU that encodes in parallel
 
 PHASES = ("queue", "prefill", "decode")
-COUNTERS = {  # column of the series: the name shown
+COUNTERS = {  # column of the series: displayed name
     "waiting": "waiting requests",
     "running": "running requests",
     "kv_used_pages": "KV pages held by requests",
@@ -46,9 +46,9 @@ COUNTERS = {  # column of the series: the name shown
 def write_trace(
     path: Path, run: RunData, *, requests_shown: int = REQUESTS_SHOWN, about: Mapping[str, Any] | None = None
 ) -> None:
-    """Write `run` as gzipped JSON. Of the requests, the first `requests_shown` to arrive; the metadata says so.
+    """Write `run` as gzipped JSON, with the first `requests_shown` requests to arrive; the metadata has their number.
 
-    Equal runs give equal files: the gzip header carries neither time nor name.
+    Equal runs produce equal files: the gzip header contains neither time nor name.
     """
     arrived = len(run.requests.request_id)
     shown = min(requests_shown, arrived)
@@ -93,7 +93,7 @@ def _cpu_events(run: RunData) -> Iterator[str]:
 
 
 def _batch_events(run: RunData) -> Iterator[tuple[int, str]]:
-    """The batches in order of start, each with its lane: the first one that is free, 1 unless batches overlap."""
+    """Yield the batches in order of start, each with its lane: the first free one, 1 unless batches overlap."""
     batches = run.batches
     measured = np.flatnonzero(batches.finished_us >= 0)
     order = measured[np.argsort(batches.started_us[measured], kind="stable")]
@@ -117,7 +117,7 @@ def _batch_events(run: RunData) -> Iterator[tuple[int, str]]:
 
 
 def _stage_events(times: StageTimes) -> Iterator[str]:
-    """A lane per stage, with its bubbles, and one per link."""
+    """Yield a lane per stage, with its bubbles, and a lane per link."""
     stages = times.start_us.shape[1]
     for stage, gaps in enumerate(times.bubbles()):
         lane = STAGE + 2 * stage
@@ -137,7 +137,7 @@ def _stage_events(times: StageTimes) -> Iterator[str]:
 
 
 def _encoder_events(run: RunData) -> Iterator[str]:
-    """What the encoder did, in order of start, each with the first lane that is free."""
+    """Yield the work of the encoder in order of start, each piece on the first free lane."""
     if run.encoder is None:
         return
     free_us: list[int] = []
@@ -162,7 +162,7 @@ def _counter_events(run: RunData) -> Iterator[str]:
 
 
 def _request_events(run: RunData, requests_shown: int) -> Iterator[str]:
-    """Nested asynchronous slices: the request, and in it its queue, prefill and decode, as far as it came."""
+    """Yield nested asynchronous slices: the request, and in it the phases queue, prefill and decode that it reached."""
     requests = run.requests
     for row in range(requests_shown):
         request_id = int(requests.request_id[row])
@@ -178,7 +178,7 @@ def _request_events(run: RunData, requests_shown: int) -> Iterator[str]:
             "output_tokens": int(requests.output_tokens[row]),
             "retractions": int(requests.retractions[row]),
         }
-        bounds_us = [arrival_us]  # of the phases, in order; a phase that was never left reaches to the end
+        bounds_us = [arrival_us]  # start of each phase, and the end; an unfinished phase lasts to the end
         if queue_us >= 0:
             bounds_us.append(arrival_us + queue_us)
             if ttft_us >= 0:

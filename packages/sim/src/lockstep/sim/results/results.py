@@ -1,10 +1,10 @@
-"""A measured run for people and for machines: tables for the terminal, metrics.json, one row per request.
+"""Output of a measured run: tables for the terminal, metrics.json, one row per request.
 
     Console().print(summary_table(run))
     write_metrics_json(out / "metrics.json", run, {"seed": 7, "journal": "runs/0192"})
     write_requests(run, out / "requests.parquet", out / "requests.csv")
 
-The names of metrics.json are explained in docs/metrics.md.
+The names in metrics.json are defined in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lockstep.sim.metrics.run_data import RunData
 if TYPE_CHECKING:
     import polars
 
-NOTHING = "-"  # there was nothing to measure
+NOTHING = "-"  # nothing was measured
 
 METRICS_FORMAT = "lockstep-metrics"
-METRICS_VERSION = 1  # of metrics.json and the table of requests; goes up when a name in them means something else
+METRICS_VERSION = 1  # of metrics.json and the table of requests; raised when the meaning of a name changes
 
 LATENCIES = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "end to end", "queue": "queue"}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -37,7 +37,7 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def summary_table(run: RunData) -> Table:
-    """One run: its latencies, then its counts and rates, then its SLOs if it had any."""
+    """Return a table of one run: latencies, then counts and rates, then SLOs if there are any."""
     summary = run.summary
     page = Table.grid(padding=(1, 0))
     page.add_row(latency_table(summary))
@@ -48,13 +48,17 @@ def summary_table(run: RunData) -> Table:
 
 
 def rates_table(rows: Sequence[tuple[float, Summary]], *, title: str | None = None) -> Table:
-    """Several runs of one workload: (requests per s offered, summary), one line each, in the order given."""
+    """Return a table of several runs of one workload, one line each.
+
+    Args:
+        rows: (offered requests per s, summary) of each run, in the order of the lines.
+    """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for heading in (
         "offered\nreq/s", "TTFT\np50", "\np99", "TPOT\np50", "\np99", "e2e\np99", "output\ntok/s", "goodput\nreq/s",
         "cache\nhits", "KV\npeak", "failed", "meets\nSLO",
     ):  # fmt: skip
-        # Where the terminal is narrow a unit moves below its number; no digit may be cut off.
+        # On a narrow terminal the unit wraps below its number. The minimum width keeps every digit.
         table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for rate, summary in rows:
         latency, throughput = summary["latency"], summary["throughput"]
@@ -76,7 +80,7 @@ def rates_table(rows: Sequence[tuple[float, Summary]], *, title: str | None = No
 
 
 def latency_table(summary: Summary) -> Table:
-    """Latencies of completed requests, a line for each."""
+    """Return a table with one line per latency of completed requests."""
     table = Table(title="Latency of completed requests", title_justify="left")
     table.add_column("")
     for statistic in STATISTICS:
@@ -93,11 +97,11 @@ INTERVALS_SHOWN = {
     "requests per s": "requests_per_s", "output tokens per s": "output_tokens_per_s",
     "goodput, requests per s": "goodput_requests_per_s",
 }  # fmt: skip
-"""Heading and name; metrics.json has more."""
+"""Heading and name in metrics.json; metrics.json has further intervals."""
 
 
 def intervals_table(intervals: Intervals) -> Table:
-    """What the answers lie between."""
+    """Return a table of the intervals of a run."""
     title = f"{100 * intervals.coverage:g} % intervals"
     table = Table(title=title, title_justify="left")
     for heading in ("", "from", "to"):
@@ -111,7 +115,7 @@ def intervals_table(intervals: Intervals) -> Table:
 
 
 def _facts_table(summary: Summary) -> Table:
-    """A fact, its number, and what stands behind the number."""
+    """Return a table of facts: name, number, explanation."""
     requests, throughput, cache = summary["requests"], summary["throughput"], summary["cache"]
     kv, scheduler, device = summary["kv"], summary["scheduler"], summary["device"]
     table = Table(show_header=False)
@@ -187,13 +191,13 @@ def _facts_table(summary: Summary) -> Table:
 
 
 def _add_media(table: Table, media: Summary) -> None:
-    """Add rows about media: contents encoded, requests that had any, waits."""
+    """Add rows about media: contents encoded, requests with media, waits."""
     table.add_section()
     about = f"images, videos and sounds of {media['requests']:,} requests; {media['prompt_tokens']:,} prompt tokens"
     table.add_row("media", f"{media['contents']:,}", about)
     evicted = f"of media were encoded already; {media['embeddings_evicted']:,} evicted"
     table.add_row("embedding cache hits", show_share(media["embedding_hit_ratio"]), evicted)
-    if media["encoder_passes"] is None:  # read back from a journal, which does not say when the encoder worked
+    if media["encoder_passes"] is None:  # read from a journal, which does not contain times of the encoder
         return
     where = f"on {media['encoder_gpus']} GPUs of its own" if media["encoder_gpus"] else "on the engine's GPUs"
     did = f"{where}: {media['encoded']:,} encoded in {media['encoder_passes']:,} passes"
@@ -203,7 +207,7 @@ def _add_media(table: Table, media: Summary) -> None:
 
 
 def _add_adapters(table: Table, adapters: Summary) -> None:
-    """Add rows about adapters: loads, and requests that waited for one."""
+    """Add rows about adapters: loads, and requests that waited for a load."""
     table.add_section()
     table.add_row("adapters", f"{adapters['adapters']:,}", f"different ones, of {adapters['requests']:,} requests")
     took = f"{show_us(adapters['load_us_mean'])} on average; {adapters['evictions']:,} evicted"
@@ -213,7 +217,7 @@ def _add_adapters(table: Table, adapters: Summary) -> None:
 
 
 def _add_tiers(table: Table, cache: Summary) -> None:
-    """What the tiers below the device did."""
+    """Add rows about the cache tiers below the device."""
     table.add_section()
     for tier in ("host", "storage"):
         tokens = cache[f"prompt_tokens_from_{tier}"]
@@ -227,7 +231,7 @@ def _add_tiers(table: Table, cache: Summary) -> None:
 
 
 def slo_table(summary: Summary) -> Table:
-    """Bounds, what was measured, and whether they hold."""
+    """Return a table of bounds, measured values, and whether each bound holds."""
     table = Table(title="SLOs", title_justify="left")
     table.add_column("bound")
     table.add_column("measured", justify="right")
@@ -240,7 +244,7 @@ def slo_table(summary: Summary) -> Table:
 
 
 def _show_met(slos: Sequence[Mapping[str, Any]]) -> Text:
-    """The word says it; the colour only helps."""
+    """Return a verdict that is readable without its colour."""
     if not slos:
         return Text(NOTHING)
     if any(slo["met"] is None for slo in slos):
@@ -253,7 +257,7 @@ def _list_counts(counts: Mapping[str, int], prefix: str = "") -> str:
 
 
 def show_us(us: float | None) -> str:
-    """A duration in the unit that suits it, to three digits: `812 us`, `41.3 ms`, `1.24 s`, `12.5 min`."""
+    """Format a duration in a suitable unit, with three digits: `812 us`, `41.3 ms`, `1.24 s`, `12.5 min`."""
     if us is None:
         return NOTHING
     for unit, size_us, next_us in (("us", 1, 999.5), ("ms", 1e3, 999.5e3), ("s", 1e6, 119.95e6)):
@@ -263,12 +267,12 @@ def show_us(us: float | None) -> str:
 
 
 def show_rate(per_s: float | None) -> str:
-    """A rate to three digits, with thousands: `6.45`, `1,361`."""
+    """Format a rate with three digits and thousands separators: `6.45`, `1,361`."""
     return NOTHING if per_s is None else _three_digits(per_s)
 
 
 def show_share(share: float | None) -> str:
-    """A share of one, in percent: `42.0 %`."""
+    """Format a share of one in percent: `42.0 %`."""
     return NOTHING if share is None else f"{100 * share:.1f} %"
 
 
@@ -284,7 +288,7 @@ def _three_digits(value: float) -> str:
 def write_metrics_json(
     path: Path, run: RunData, about: Mapping[str, Any] | None = None, intervals: Intervals | None = None
 ) -> None:
-    """Write the summary, behind `about` (seed, commit, journal, cost model, ...). Raises ValueError for a NaN."""
+    """Write the summary, after `about` (seed, commit, journal, cost model, ...). Raises ValueError for a NaN."""
     metrics = {"about": dict(about or {}), **run.summary}
     if intervals is not None:
         metrics["intervals"] = intervals.describe()
@@ -293,7 +297,7 @@ def write_metrics_json(
 
 
 def write_requests(run: RunData, parquet_path: Path | None, csv_path: Path | None = None) -> None:
-    """Write one row per request, in order of arrival; what did not happen is null (in CSV: empty)."""
+    """Write one row per request, in order of arrival. Values of what did not happen are null, and empty in CSV."""
     frame = requests_frame(run)
     if parquet_path is not None:
         frame.write_parquet(parquet_path)
@@ -302,7 +306,7 @@ def write_requests(run: RunData, parquet_path: Path | None, csv_path: Path | Non
 
 
 def requests_frame(run: RunData) -> polars.DataFrame:
-    """The columns of run.requests, with null for -1, NaN and the reason of an unfinished request."""
+    """Return the columns of run.requests, with null for -1, NaN and the reason of an unfinished request."""
     import polars as pl
 
     frame = pl.DataFrame(

@@ -1,4 +1,4 @@
-"""SLOs of a run, each with what was measured, and whether a verdict is sure."""
+"""SLOs of a run, with measured values and whether the verdict is certain."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ METRIC_NAMES = {
 
 @dataclass(frozen=True)
 class SloRow:
-    """One limit and how the run stood against it: an entry of `summary["slos"]`."""
+    """One bound and the measured value of a run: an entry of `summary["slos"]`."""
 
-    name: str  # ttft_p99; or ttft, when every request is held to it
+    name: str  # ttft_p99; or ttft, if the bound applies to every request
     bound_us: int
     measured_us: float | None
     met: bool | None  # None if nothing was measured
@@ -45,7 +45,7 @@ class SloRow:
 
     @property
     def bound(self) -> str:
-        """Label of the limit in a chart: `p99 SLO 500 ms`."""
+        """Label of the bound in a chart: `p99 SLO 500 ms`."""
         return f"{self.statistic} SLO {duration(self.bound_us)}".strip()
 
     @property
@@ -56,23 +56,23 @@ class SloRow:
 
 
 def slo_rows(slos: Iterable[Mapping[str, Any]]) -> list[SloRow]:
-    """The entries of `summary["slos"]`."""
+    """Return the entries of `summary["slos"]` as rows."""
     return [SloRow(str(slo["slo"]).partition("=")[0], slo["bound_us"], slo["measured_us"], slo["met"]) for slo in slos]
 
 
 def meets_all(slos: Sequence[SloRow]) -> bool | None:
-    """Whether all of them hold; None if there are none, or if nothing was measured."""
+    """Return whether all SLOs hold; None without SLOs, or if nothing was measured."""
     return None if all(slo.met is None for slo in slos) else all(slo.met for slo in slos)
 
 
 def offered_rate(arrival_us: NDArray[np.int64]) -> float | None:
-    """Requests per second between the first arrival and the last; None if all come at once."""
+    """Return the requests per second between the first and the last arrival; None if all arrive at once."""
     span_us = int(arrival_us.max() - arrival_us.min()) if arrival_us.size > 1 else 0
     return (arrival_us.size - 1) / span_us * 1e6 if span_us else None
 
 
 class Compared(Protocol):
-    """What a comparison reads of a run, whether it was just simulated or read back from its folder."""
+    """Fields of a run that a comparison reads, of a simulated run or a stored one."""
 
     @property
     def name(self) -> str: ...
@@ -89,6 +89,6 @@ class Compared(Protocol):
 
 
 def unsure(run: Compared, slo: SloRow) -> tuple[float, float] | None:
-    """The interval of what `slo` bounds, if the bound lies inside it: then the verdict may be the other one."""
+    """Return the interval of the bounded latency if it contains the bound, which makes the verdict uncertain."""
     ends = run.interval(f"{slo.metric}_us_{slo.statistic}")
     return ends if ends is not None and slo.measured_us is not None and ends[0] <= slo.bound_us < ends[1] else None

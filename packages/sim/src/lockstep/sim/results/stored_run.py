@@ -1,12 +1,12 @@
-"""A run folder read back: metrics.json, the requests if they were written, and what the journals say it is of.
+"""A stored run, read from its folder: metrics.json, the requests if they were written, and the headers of its journals.
 
     run = read_run(Path("runs/0192"))
     run.metrics["latency"]["ttft_us_p99"]
-    run.requests["ttft_us"]               # int64 [requests], -1 where there was no first token
+    run.requests["ttft_us"]               # int64 [requests], -1 without a first token
     run.engines[0].summary("device", "busy_us")
 
-A cluster is read with its engines; a run without a router is one engine. Nothing is simulated or replayed here.
-Everything that cannot be what `lockstep simulate` wrote is refused.
+A cluster is read with its engines; a run without a router is one engine. Nothing is simulated or replayed here. A
+folder that `lockstep simulate` cannot have written is rejected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.sim.results.slo_rows import SloRow, meets_all, offered_rate, slo_r
 if TYPE_CHECKING:
     import polars
 
-NUMBER_MAX = 1e300  # so that a quotient of two of them is a number
+NUMBER_MAX = 1e300  # so that a quotient of two numbers is finite
 NEEDED = {
     "requests": ("arrived", "completed", "unfinished", "by_reject_reason"),
     "throughput": ("makespan_us", "prompt_tokens", "output_tokens"),
@@ -42,7 +42,7 @@ NEEDED = {
     "scheduler": ("waiting_mean", "running_max", "retractions", "admissions_deferred_by_reason"),
     "device": ("busy_us", "busy_fraction", "bubble_share"),
 }
-"""Figures that every run must have, by group; others are shown if they are present."""
+"""Figures that every run must have, by group. Further figures are optional."""
 DEEPER = {"device": "pipeline", "cache": "links"}
 COUNTS = ("arrived", "completed", "unfinished", "prompt_tokens", "output_tokens", "retractions")
 INTEGERS = ("request_id", "arrival_us", "queue_us", "ttft_us", "e2e_us", "prompt_tokens", "output_tokens")
@@ -68,7 +68,8 @@ class _RunFacts(Struct):
     router: dict[str, Any] | UnsetType = UNSET
     hop_us: Number | UnsetType = UNSET
     engines: list[_Weighted] | UnsetType = UNSET
-    measured: dict[str, Any] | UnsetType = UNSET  # at a server, from outside: how it was set and what it did is unknown
+    # facts of a run measured at a server from outside, where engine settings and inner events are unknown
+    measured: dict[str, Any] | UnsetType = UNSET
 
 
 class _Weighted(Struct):
@@ -94,7 +95,7 @@ class _Router(Struct):
 
 
 class _Pipeline(Struct):
-    """How busy the stages were; with `pp_size` also its microbatches. See sim/host/pipeline.py."""
+    """Busy times of pipeline stages; with `pp_size` also of microbatches. See sim/host/pipeline.py."""
 
     stages: int
     stage_busy_us: list[Number]  # by stage
@@ -110,18 +111,18 @@ class _StoredDevice(Struct):
 
 
 class _Cache(Struct):
-    links: dict[str, dict[str, Number]] | UnsetType = UNSET  # to and from what lies below the device
+    links: dict[str, dict[str, Number]] | UnsetType = UNSET  # links to and from the tiers below the device
 
 
 class _Deeper(Struct):
-    """Groups of metrics.json with a part that is more than numbers and numbers by name; see DEEPER."""
+    """Groups of metrics.json with a part that is neither a number nor numbers by name; see DEEPER."""
 
     device: _StoredDevice
     cache: _Cache
 
 
 class _Metrics(Struct):
-    """What metrics.json holds, as far as it is read here."""
+    """The parts of metrics.json that are read here."""
 
     about: _RunFacts
     requests: Group
@@ -143,7 +144,7 @@ class _Metrics(Struct):
 
 
 Requests = Mapping[str, NDArray[Any]]
-"""Columns by name; what did not happen is -1 in integers, NaN in floats and "" in texts."""
+"""Columns by name. Values of what did not happen are -1 in integers, NaN in floats and "" in texts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,27 +156,27 @@ class StoredEngine:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Its settings."""
+        """The settings of the engine."""
         about: Mapping[str, Any] = self.metrics["about"]
         return about
 
     @property
     def kind(self) -> str:
-        """Its GPUs: `2 x H100-SXM`."""
+        """The GPUs of the engine: `2 x H100-SXM`."""
         if "measured" in self.about:
             return "a server"
         return f"{self.about.get('tp')} x {self.about.get('gpu')}"
 
     def summary(self, part: str, name: str) -> Any:
-        """A number of metrics.json; None where there was nothing to measure."""
+        """Return a number of metrics.json; None if nothing was measured."""
         return self.metrics.get(part, {}).get(name)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """A run read back from its folder."""
+    """A run read from its folder."""
 
-    name: str  # short; what tables and charts write
+    name: str  # short name for tables and charts
     folder: Path
     metrics: Mapping[str, Any]
     requests: Requests | None  # None if the run was written without them
@@ -183,79 +184,79 @@ class StoredRun:
 
     @property
     def router(self) -> Mapping[str, Any] | None:
-        """The settings of its router; None if there was none."""
+        """The settings of the router; None without a router."""
         return self.about.get("router")
 
     @property
     def routed_by_reason(self) -> Mapping[str, int]:
-        """How many requests went where they went, by why; empty without a router."""
+        """Requests by the reason of their routing; empty without a router."""
         counts: Mapping[str, int] = self.metrics["router"]["routed_by_reason"] if self.router is not None else {}
         return counts
 
     @property
     def engines_title(self) -> str:
-        """What it ran on: `1 x H100-SXM`, `3 x (1 x H100-SXM) and 2 x H200-SXM`."""
+        """The engines of the run: `1 x H100-SXM`, `3 x (1 x H100-SXM) and 2 x H200-SXM`."""
         kinds = Counter(engine.kind for engine in self.engines)
         return " and ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in kinds.items())
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Settings and provenance."""
+        """Settings and provenance of the run."""
         about: Mapping[str, Any] = self.metrics["about"]
         return about
 
     def summary(self, part: str, name: str) -> Any:
-        """A number of metrics.json; None where there was nothing to measure."""
+        """Return a number of metrics.json; None if nothing was measured."""
         return self.metrics.get(part, {}).get(name)
 
     @property
     def is_measured(self) -> bool:
-        """Whether it was measured at a server, from outside; otherwise it was simulated."""
+        """Whether the run was measured at a server, from outside. Otherwise it was simulated."""
         return "measured" in self.about
 
     @property
     def slos(self) -> list[SloRow]:
-        """The run's SLOs with what was measured."""
+        """The SLOs of the run with their measured values."""
         return slo_rows(self.metrics["slos"])
 
     @property
     def meets_slos(self) -> bool | None:
-        """Whether all of them hold; None if there are none, or if nothing was measured."""
+        """Whether all SLOs hold; None without SLOs, or if nothing was measured."""
         return meets_all(self.slos)
 
     @property
     def offered_per_s(self) -> float | None:
-        """Requests per second that came in; None if that is not known."""
+        """Requests per second that arrived; None if unknown."""
         return None if self.requests is None else offered_rate(self.requests["arrival_us"])
 
     @cached_property
     def completed(self) -> NDArray[np.bool_]:
-        """Which requests got their whole answer."""
+        """Which requests got their complete answer: bool [requests]."""
         return np.isin(self.requests["finish_reason"], COMPLETED) if self.requests is not None else np.empty(0, bool)
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """What held it back."""
+        """The bottleneck of the run."""
         return bottleneck(self.metrics)
 
     @property
     def intervals(self) -> Mapping[str, Any] | None:
-        """How sure its answers are, as in metrics.json."""
+        """The intervals of the run, as in metrics.json; None without intervals."""
         return self.metrics.get("intervals")
 
     def interval(self, name: str) -> tuple[float, float] | None:
-        """What an answer lies between."""
+        """Return the interval of a figure; None without one."""
         ends = None if self.intervals is None else self.intervals["answers"].get(name)
         return None if ends is None else (ends[0], ends[1])
 
     @property
     def calibration(self) -> str:
-        """The title of the calibration that its times were corrected by."""
+        """The title of the calibration that corrected the times of the run."""
         return str(self.about["calibration"]["title"])
 
 
 def read_run(folder: Path, name: str = "") -> StoredRun:
-    """Read a run folder. Raises ConfigError if it is none, of another version, or put together from two runs."""
+    """Read a run folder. Raises ConfigError if it is not one, has another version, or mixes files of two runs."""
     metrics = _read_metrics(folder)
     engines = _read_engines(folder, metrics)
     if len(engines) == 1 and "balance" not in metrics:
@@ -273,7 +274,7 @@ def read_run(folder: Path, name: str = "") -> StoredRun:
 
 
 def _read_engines(folder: Path, metrics: Mapping[str, Any]) -> tuple[StoredEngine, ...]:
-    """The engines of a cluster, each with its own settings; or the run itself, which is one engine."""
+    """Return the engines of a cluster, each with its own settings; or the run itself as its only engine."""
     about = metrics["about"]
     if "router" not in about:
         return (StoredEngine(metrics, 1.0),)
@@ -312,7 +313,7 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"`{folder}` is not a run folder: it has no metrics.json\n{hint}")
     try:
         metrics: Any = json.loads(path.read_text("utf-8"), parse_constant=_refuse_constant)
-    except ValueError as error:  # of JSON or of UTF-8
+    except ValueError as error:  # from the JSON or the UTF-8 decoder
         raise ConfigError(f"`{path}` is not JSON: {error}\n{HINT}") from error
     about = metrics.get("about") if isinstance(metrics, dict) else None
     if not isinstance(about, dict) or about.get("format") != METRICS_FORMAT:
@@ -331,7 +332,7 @@ def _read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def _problem(metrics: Any) -> str:
-    """What is missing from metrics.json, or not what it should be; empty if nothing is."""
+    """Return the first missing or invalid part of metrics.json, as text; empty if all are valid."""
     try:
         read = convert({name: _shallow(name, part) for name, part in metrics.items()}, _Metrics)
         convert(metrics, _Deeper)
@@ -343,7 +344,7 @@ def _problem(metrics: Any) -> str:
             is_right = isinstance(value, dict) if "_by_" in f"_{name}" else not isinstance(value, dict)
             unknown = value is None and name in COUNTS and not (group == "scheduler" and read.about.measured)
             if value is UNSET or not is_right or unknown:
-                return f"{group} has no right `{name}`"
+                return f"{group} has no valid `{name}`"
     about = read.about
     if about.router is UNSET:
         return "about has no `scheduler`" if about.scheduler is UNSET and about.measured is UNSET else ""
@@ -359,18 +360,18 @@ def _problem(metrics: Any) -> str:
 
 
 def _shallow(group: str, part: Any) -> Any:
-    """A part of metrics.json without what `_Deeper` reads."""
+    """Return a part of metrics.json without the field that `_Deeper` reads."""
     if group not in DEEPER or not isinstance(part, dict):
         return part
     return {name: value for name, value in part.items() if name != DEEPER[group]}
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _read_requests(folder: Path) -> Requests | None:
-    """The table of requests, from parquet or else from CSV; None if there is neither."""
+    """Read the table of requests, from parquet or else from CSV; None without either."""
     parquet, csv = folder / "requests.parquet", folder / "requests.csv"
     path = parquet if parquet.is_file() else csv
     if not path.is_file():
@@ -400,11 +401,12 @@ def _columns(frame: polars.DataFrame) -> Requests:
 
 
 def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
-    """A journal of another run beside metrics.json is refused; a folder copied without its journal is not."""
+    """Raise ConfigError if the journal beside metrics.json is of another run. A missing journal is accepted."""
     if not any((folder / "journal").glob("*.log")):
         return
     from lockstep.core.journal.reader import read_journal
     from lockstep.core.journal.records import JournalError
+    from lockstep.host.host_header import HostHeader
 
     try:
         header = read_journal(folder).header
@@ -413,8 +415,9 @@ def _check_journal(folder: Path, about: Mapping[str, Any]) -> None:
             f"the journal in `{folder}` cannot be read: {error}\nhint: simulate it again with --overwrite"
         ) from error
     expected = (about["seed"], about["workload"].get("digest"))
-    if (header.seed, header.host.get("workload_digest")) != expected:
+    digest = HostHeader.of(header).workload_digest
+    if (header.seed, digest) != expected:
         raise ConfigError(
             f"`{folder}` has a metrics.json of seed {expected[0]} and workload {expected[1]}, but a journal of seed "
-            f"{header.seed} and workload {header.host.get('workload_digest')}\nhint: simulate it again with --overwrite"
+            f"{header.seed} and workload {digest}\nhint: simulate it again with --overwrite"
         )

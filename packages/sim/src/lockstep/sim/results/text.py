@@ -1,14 +1,14 @@
-"""Numbers as people read them: three digits and a unit, and a dash where there is nothing to say."""
+"""Numbers as text for people: three digits and a unit, and a dash for a missing value."""
 
 from __future__ import annotations
 
 import math
 
-NOTHING = "–"  # noqa: RUF001  a dash that is read as "no value"
+NOTHING = "–"  # noqa: RUF001  a dash that stands for "no value"
 
 
 def digits(value: float | None, significant: int = 3) -> str:
-    """`significant` digits, thousands apart: 0.0123, 4.56, 789, 12,345."""
+    """Format a number with `significant` digits and thousands separators: 0.0123, 4.56, 789, 12,345."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if value == 0:
@@ -21,7 +21,7 @@ def digits(value: float | None, significant: int = 3) -> str:
 
 
 def duration(us: float | None) -> str:
-    """A length of time in the unit that suits it. Missing times are None, NaN or negative."""
+    """Format a duration in us in a suitable unit. None, NaN and negative values are missing."""
     if us is None or not math.isfinite(us) or us < 0:
         return NOTHING
     for limit_us, unit_us, unit in (
@@ -36,14 +36,14 @@ def duration(us: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """A share of one as a percentage."""
+    """Format a share of one as a percentage."""
     if fraction is None or not math.isfinite(fraction):
         return NOTHING
     return f"{digits(100 * fraction)} %"
 
 
 def count(number: float | None, noun: str = "") -> str:
-    """A whole number with its noun, which takes an s unless there is just one."""
+    """Format an integer with its noun, in the plural unless the number is 1."""
     if number is None or not math.isfinite(number):
         return NOTHING
     text = f"{round(number):,}"
@@ -51,13 +51,13 @@ def count(number: float | None, noun: str = "") -> str:
 
 
 def span(low: str, high: str) -> str:
-    """Two numbers with units as one range: `149 ms` and `370 ms` are `149 to 370 ms`."""
+    """Format two numbers with units as one range: `149 ms` and `370 ms` become `149 to 370 ms`."""
     number, _, unit = low.partition(" ")
     return f"{number} to {high}" if unit and unit == high.partition(" ")[2] else f"{low} to {high}"
 
 
 def setting(value: object) -> str:
-    """A setting as on a command line: `none`, `true`, `7,8`."""
+    """Format a setting as on a command line: `none`, `true`, `7,8`."""
     if value is None or value in ("", (), []):
         return "none"
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A workload at a glance: figures for machines, and the same as text of 80 columns."""
+"""Description of a workload: figures for JSON, and the same as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.sim.workload.workload import Workload
 
 COLUMNS = 80
 TENANTS_SHOWN = 8
-_SLICES = 12  # of time, in the histogram of arrivals
+_SLICES = 12  # spans of time in the histogram of arrivals
 _BAR = 40  # characters
 
 Figures = dict[str, Any]
 
 
 def describe(workload: Workload) -> Figures:
-    """All figures; times in microseconds, lengths in tokens, shares of one. None is what cannot be measured."""
+    """Return all figures: times in us, lengths in tokens, shares of one. None if a figure cannot be measured."""
     turns = workload.turns
     by_clock = turns.by_clock_rows
     return {
@@ -129,7 +129,7 @@ def _tenants(turns: Turns) -> list[Figures]:
 
 
 def description_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The figures as lines of at most 80 characters."""
+    """Yield the figures as lines of at most 80 characters."""
     for line in _lines(figures):
         yield from _wrapped("", line) if len(line) > COLUMNS else (line,)
 
@@ -149,7 +149,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         cells = "".join(f"{lengths[key]:>9,}" for key in ("min", "p10", "p50", "p90", "p99"))
         yield f"{name:<10}{lengths['mean']:>9,.0f}{cells}{lengths['max']:>11,}"
     if figures["prompt_only"]:
-        yield f"{figures['prompt_only']:,} requests want no output: only their prompt is run"
+        yield f"{figures['prompt_only']:,} requests without output: only their prompt is run"
     if (correlation := figures["rank_correlation"]) is not None:
         yield f"rank correlation of prompt and output {correlation:.2f}"
     yield ""

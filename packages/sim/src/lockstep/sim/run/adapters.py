@@ -1,4 +1,4 @@
-"""Checks of the options of LoRA adapters, and the room that they ask for on the device."""
+"""Checks of the options of LoRA adapters, and the room of adapters on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USUAL = {"adapters": None, "max_lora_rank": LORA_RANK, "lora_targets": ALL_TARGE
 
 
 def check_adapters(scenario: Scenario) -> None:
-    """Raise ConfigError for options without effect, or not simulated together."""
+    """Raise ConfigError for adapter options that have no effect, or are not simulated together."""
     if scenario.adapters is None:
         for name, usual in USUAL.items():
             if getattr(scenario, name) != usual:
@@ -44,7 +44,7 @@ def check_adapters(scenario: Scenario) -> None:
 
 
 def lora_of(scenario: Scenario, config: SchedConfig) -> LoraSpec | None:
-    """Room for adapters on the device; None where no request has any, whatever `max_loras` is."""
+    """Return the room for adapters on the device; None if no request uses an adapter, for any `max_loras`."""
     if scenario.adapters is None:
         return None
     assert config.max_loras is not None

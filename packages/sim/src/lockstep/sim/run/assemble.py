@@ -1,4 +1,4 @@
-"""From a scenario to its setup: loads what it names, checks it, and works out the settings of the scheduler."""
+"""Assembly of a setup from a scenario: load what the options name, check it, compute the scheduler's settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.host.adapters import LORAS
 from lockstep.host.options import option_of
 from lockstep.sim.catalogue import load_calibration, load_gpu, load_model
@@ -50,14 +51,17 @@ from lockstep.sim.scenario.scenario import Scenario
 from lockstep.sim.scenario.tier_options import host_tiers, hybrid_shares
 from lockstep.sim.workload.workload import Workload
 
-PAGES_MAX = 2**28  # which take 3 GB of host memory
+PAGES_MAX = 2**28  # this many pages take 3 GB of host memory
 ROWS_MAX = 2**20
 
 
 def assemble(scenario: Scenario, environ: Mapping[str, str] = os.environ, *, workload: Workload | None = None) -> Setup:
-    """Load and work out what the scenario names, cheapest first. A `workload` that is given is not read again.
+    """Load and check everything that the scenario names, cheap steps first.
 
-    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for people.
+    Args:
+        environ: environment, with variables that override settings.
+        workload: the scenario's workload if it is loaded already; None: it is read.
+    Raises: ConfigError, CatalogueError, CapacityError, CalibrationError or WorkloadError, with a message for users.
     """
     check_seed(scenario.seed)
     overridden = environment_settings(environ)
@@ -131,7 +135,7 @@ def check_drafting(scenario: Scenario, config: SchedConfig) -> None:
 def _drafting(
     scenario: Scenario, config: SchedConfig, model: ModelSpec, gpu: GpuSpec, cost: CostModel, calibration: Calibration
 ) -> Drafting | None:
-    """How drafts turn out and what they cost, where there are any."""
+    """Return acceptance and cost of drafts; None if the engine verifies no drafts."""
     method = config.speculative_method
     if method is msgspec.UNSET:
         return None
@@ -146,7 +150,12 @@ def _drafting(
 
 
 def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[SchedConfig, KvCapacity | None]:
-    """The scheduler's settings: what was given, else what the model's context and the GPU's memory say."""
+    """Return the scheduler's settings, and the KV capacity unless `pages` was given.
+
+    Options of the scenario come first, then its profile. The context limit follows from the model, and the number of
+    pages from the memory of the GPU.
+    Raises: ConfigError, CatalogueError, CapacityError.
+    """
     profile = profile_settings(scenario.profile)
     given = {"context_tokens_max": model.context_tokens_max, **profile, **scenario.settings}
     if scenario.max_new_tokens is not None:
@@ -195,7 +204,7 @@ def configure(scenario: Scenario, model: ModelSpec, gpu: GpuSpec) -> tuple[Sched
 def _with_pools(
     config: SchedConfig, hybrid: HybridMemory, kv: KvCapacity | None, scenario: Scenario, model: ModelSpec
 ) -> SchedConfig:
-    """The settings with pools beside full attention, on the host as well."""
+    """Return the settings with separate pools for windows and states, also in the host cache."""
     tiers, ranks = host_tiers(scenario.tiers), config.dp_ranks if isinstance(config.dp_ranks, int) else 1
     pages = config.pages if kv is None else kv.pages
     below: dict[str, Any] = {}
@@ -210,7 +219,7 @@ def _with_pools(
 
 
 def check_stages(scenario: Scenario, config: SchedConfig) -> None:
-    """Raise ConfigError for microbatches for other stages than there are."""
+    """Raise ConfigError if the engine has microbatches and their number is not the number of stages."""
     if config.pipelines and config.pp_size != scenario.pp:
         raise ConfigError(
             f"`pp_size` is {config.pp_size}, but `pp` is {scenario.pp}: an engine has microbatches for the stages it "
@@ -219,7 +228,7 @@ def check_stages(scenario: Scenario, config: SchedConfig) -> None:
 
 
 def _within_a_shard(config: SchedConfig, split: Parallelism, pages: int) -> SchedConfig:
-    """A request's KV is in one shard, so its context ends where the shard does."""
+    """Return the settings with the context limited to the tokens of one shard, which has the whole KV of a request."""
     if split.attention_dp == 1 or config.shares_passes:
         return config
     most = pages // split.attention_dp * config.page_size

@@ -1,4 +1,4 @@
-"""KV pages of an engine: what weights, activations, adapters, encoders and drafters leave of the GPUs' memory."""
+"""KV pages of an engine: the GPU memory left by weights, activations, adapters, encoders and drafters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lockstep.sim.scenario.tier_options import hybrid_shares
 
 
 def _capacity(scenario: Scenario, model: ModelSpec, gpu: GpuSpec, config: SchedConfig) -> KvCapacity:
-    """What the GPUs' memory leaves for KV. Raises CapacityError if the model does not fit."""
+    """Return the KV capacity of an engine's GPUs. Raises CapacityError if the model does not fit."""
     shares = hybrid_shares(scenario.tiers)
     capacity = partial(
         kv_capacity,
@@ -67,9 +67,9 @@ def _has_drafter(config: SchedConfig) -> bool:
 
 
 def _drafter_bytes(weights: int, kv_per_token: int, scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
-    """Bytes of a drafter's weights, and of its KV of a token. A head is taken as an average layer of these of a model.
+    """Return the bytes of a drafter's weights and of its KV per token, on the GPUs of one stage.
 
-    It is on the GPUs of one stage.
+    A head counts as an average layer of the model with `weights` bytes of weights and `kv_per_token` bytes of KV.
     """
     if scenario.draft_model is None:
         return weights // model.layers, kv_per_token // max(model.attention_layers, 1)
@@ -80,7 +80,10 @@ def _drafter_bytes(weights: int, kv_per_token: int, scenario: Scenario, model: M
 
 
 def _last_stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]:
-    """The same of the last of several stages: a head there needs an embedding of its own, unless that is tied."""
+    """Return `_drafter_bytes` for the last of several stages: a head there needs its own embedding, unless it is tied.
+
+    Only the first stage has an untied embedding.
+    """
     split, dtype = replace(scenario.parallelism, pp=1), checked_weights_dtype(model, scenario.weights_dtype)
     whole = Stage(model, True, True).weights_bytes(dtype, split)
     drafter, kv_per_token = _drafter_bytes(whole, model.kv_bytes_per_token(scenario.kv_dtype, split), scenario, model)
@@ -90,7 +93,7 @@ def _last_stage_drafter(scenario: Scenario, model: ModelSpec) -> tuple[int, int]
 
 
 def _beside_drafter(kv: KvCapacity, scenario: Scenario, model: ModelSpec) -> KvCapacity:
-    """What the drafter's weights leave, its KV being in the same pages."""
+    """Return the capacity beside a drafter, whose KV is in the same pages. Raises CapacityError if nothing is left."""
     weights, per_token = _drafter_bytes(kv.weights_bytes, kv.kv_bytes_per_token, scenario, model)
     kv_bytes = max(kv.kv_bytes - weights, 0)
     per_token += kv.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""Encoders of a simulated engine, in the words of the command line: checked, put beside the KV, made into a lane."""
+"""Encoders of a simulated engine: checks of their options, their memory beside the KV, and their lane."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.sim.workload.turns import Turns
 if TYPE_CHECKING:
     from lockstep.sim.scenario.scenario import Scenario
 
-CACHE_TOKENS = 16_384  # set aside for an embedding cache without a limit
+CACHE_TOKENS = 16_384  # tokens for which memory is reserved if the encoder cache has no limit
 
 
 def check_encoding(scenario: Scenario) -> None:
@@ -34,7 +34,7 @@ def check_encoding(scenario: Scenario) -> None:
     if scenario.media is None:
         given = {"mm_encoder_tp_mode": scenario.mm_encoder_tp_mode != "weights", "encoder_gpus": scenario.encoder_gpus}
         given["encoder_budget_tokens"] = scenario.settings.get("encoder_budget_tokens") is not None
-        usual = SchedConfig().encoder_cache_tokens  # which settings that were read off a journal have, too
+        usual = SchedConfig().encoder_cache_tokens  # settings read from a journal contain the default
         given["encoder_cache_tokens"] = scenario.settings.get("encoder_cache_tokens", usual) != usual
         for name, is_given in given.items():
             if is_given:
@@ -64,32 +64,32 @@ def check_encoding(scenario: Scenario) -> None:
 
 
 def encoder_tp(scenario: Scenario) -> int:
-    """GPUs that share the encoder: those of the engine, or of one of its ranks where each has a scheduler."""
+    """Return the number of GPUs that share the encoder: those of the engine, or of a rank with its own scheduler."""
     return gpus_of_a_scheduler(scenario.tp, scenario.attention_dp, rank_schedulers=scenario.rank_schedulers)
 
 
 def gpus_of_a_scheduler(tp: int, attention_dp: int, *, rank_schedulers: bool) -> int:
-    """GPUs of an engine, or of one of its ranks where each has a scheduler; at least one, whatever was asked for."""
+    """Return the number of GPUs of an engine, or of a rank if ranks have schedulers; at least 1."""
     return max(tp // max(attention_dp, 1), 1) if rank_schedulers else tp
 
 
 def encoder_tp_mode(scenario: Scenario) -> str:
-    """The mode of one engine among others: where one GPU has the encoder, data means nothing."""
+    """Return the mode of one engine of a cluster: `weights` if one GPU has the encoder, where `data` has no meaning."""
     return "weights" if scenario.media is not None and encoder_tp(scenario) == 1 else scenario.mm_encoder_tp_mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSetup:
-    """What encodes for an engine, and every content that may come."""
+    """The encoder of an engine, and all contents of the workload."""
 
     cost: EncoderCost
-    gpus: int
-    contents: Mapping[bytes, MediaContent]
-    shared_with: str = "the engine's GPUs"  # where it has none of its own
+    gpus: int  # separate GPUs; 0: the encoder is on `shared_with`
+    contents: Mapping[bytes, MediaContent]  # by digest
+    shared_with: str = "the engine's GPUs"
 
     @classmethod
     def of(cls, scenario: Scenario, gpu: GpuSpec, turns: Turns) -> EncoderSetup:
-        """Of a scenario that has media."""
+        """Return the encoder of a scenario with media. Raises ConfigError, CatalogueError or CapacityError."""
         assert turns.media is not None
         return cls(
             cost=encoder_cost(scenario, gpu),
@@ -103,13 +103,13 @@ class EncoderSetup:
         return EncoderLane(self.cost, self.contents, self.gpus, sink)
 
     def slowed(self, factor: float) -> EncoderSetup:
-        """The same with all times multiplied."""
+        """Return a copy with all times multiplied by `factor`."""
         one = self.cost
         cost = EncoderCost(one.encoders, one.gpu, one.tp, one.mode, one.factor * factor)
         return replace(self, cost=cost)
 
     def doubts(self, config: SchedConfig) -> list[str]:
-        """What a reader must consider."""
+        """Return the limits of the simulation of media, one sentence each."""
         where = f"{self.gpus} GPUs of its own, whose price is in no figure" if self.gpus else self.shared_with
         lines = [f"media are simulated only: this runtime has no encoder. Here it is on {where}, uncalibrated"]
         if not self.gpus and config.encoder_budget is None:
@@ -120,21 +120,21 @@ class EncoderSetup:
         return lines
 
     def describe(self) -> dict[str, Any]:
-        """For metrics.json."""
+        """Return encoder, contents and links with their sources, for metrics.json."""
         network = {"network_gbs": asdict(NETWORK_GBS), "network_latency_us": asdict(NETWORK_LATENCY_US)}
         found = {"contents": len(self.contents), "gpus": self.gpus, **self.cost.describe()}
         return found | (network if self.gpus else {})
 
 
 def _shared_with(scenario: Scenario) -> str:
-    """Where it encodes that has no GPUs for it."""
+    """Return the GPUs, as text, on which an encoder without separate GPUs runs."""
     if scenario.rank_schedulers:
         return f"each rank's GPUs{' of the first stage' if scenario.pp > 1 else ''}, for its own requests"
     return "the GPUs of the first stage" if scenario.pp > 1 else "the engine's GPUs"
 
 
 def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
-    """What encoding takes. Raises CapacityError for a split that cannot be."""
+    """Return the cost of encoding. Raises CapacityError if the encoder cannot be split over its GPUs."""
     encoders = encoders_of(scenario)
     if scenario.encoder_gpus:
         return EncoderCost(encoders, gpu, 1, "weights")
@@ -144,13 +144,13 @@ def encoder_cost(scenario: Scenario, gpu: GpuSpec) -> EncoderCost:
 def beside_encoder(
     capacity: Callable[[StageBytes], KvCapacity], scenario: Scenario, gpu: GpuSpec, config: SchedConfig
 ) -> KvCapacity:
-    """What encoders and the embedding cache leave for KV. Raises CapacityError if that is nothing.
+    """Return the KV capacity beside the encoder and the encoder cache.
 
-    Encoders count as weights, and what they made, which each GPU of the engine has, as activations. Of several stages
-    the first has them.
-
+    The encoder counts as weights, and the encoder cache, which each GPU of the engine has, as activations. With several
+    stages both are on the first stage.
     Args:
-        capacity: what there is for KV where the first stage has so much besides the language model.
+        capacity: function that returns the KV capacity, given the bytes on the first stage besides the language model.
+    Raises: CapacityError if nothing is left for KV.
     """
     cost = encoder_cost(scenario, gpu)
     weights = 0 if scenario.encoder_gpus else cost.weights_bytes()
@@ -169,7 +169,7 @@ def beside_encoder(
 
 
 def encoders_of(scenario: Scenario) -> Encoders:
-    """What the scenario's model sees and hears with. Raises ConfigError if it has nothing for that."""
+    """Return the media encoders of the scenario's model. Raises ConfigError if it has none."""
     encoders = load_encoders(scenario.model)
     if encoders is None:
         raise ConfigError(

@@ -12,7 +12,7 @@ ENVIRONMENT_SETTINGS = {"LOCKSTEP_OVERLAP": "overlap_depth", "LOCKSTEP_RETRACT_E
 
 
 def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
-    """Settings that LOCKSTEP_* variables override. Raises ConfigError for a value that is no whole number."""
+    """Return the settings that LOCKSTEP_* variables override. Raises ConfigError for a value that is not valid."""
     settings = {}
     for variable, name in ENVIRONMENT_SETTINGS.items():
         text = environ.get(variable)
@@ -27,7 +27,7 @@ def environment_settings(environ: Mapping[str, str]) -> dict[str, int]:
 
 
 def debug_level(environ: Mapping[str, str]) -> int:
-    """How much LOCKSTEP_DEBUG shows, 0 to 4. Raises ConfigError for anything else."""
+    """Return the level of LOCKSTEP_DEBUG, 0 to 4. Raises ConfigError for other values."""
     text = environ.get("LOCKSTEP_DEBUG", "0")
     if text not in map(str, LEVELS):
         raise ConfigError(f"LOCKSTEP_DEBUG must be 0 to {LEVELS[-1]}, got `{text}`\nhint: 1 prints a line per step")

@@ -1,7 +1,8 @@
-"""Which simulations may take the fast path, and what it reads of a setup.
+"""The conditions of the fast path, and the parts of a setup that it reads.
 
-`unsupported_by` names the first thing of a setup that only the core can do. A setting may have any value if the kernel
-follows it (FOLLOWED), or if nothing that it decides can happen in such a run (NEVER_READ).
+`unsupported_by` names the first part of a setup that only the core can simulate. A setting may have any value if the
+kernel implements it (FOLLOWED), or if it cannot affect a run that meets the other conditions (NEVER_READ). Every other
+setting must have its default.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lockstep.sim.metrics.fold import MetricsFold
 if TYPE_CHECKING:
     from lockstep.sim.run.setup import Setup
 
-# Settings that may have any value: the kernel follows them, or nothing that they decide can happen in such a run.
+# Settings that may have any value.
 FOLLOWED = frozenset(
     "page_size pages radix_cache same_step_sharing context_tokens_max max_running_requests request_rows "
     "schedule_conservativeness batching max_prefill_tokens chunked_prefill_size chunk_unit reserve "
@@ -37,7 +38,10 @@ NEVER_READ = frozenset(
 
 
 def unsupported_by(setup: Setup) -> str:
-    """What of one engine's setup only the core can do, in a word or two; empty: nothing that is known in advance."""
+    """Return the first part of a setup that only the core can simulate, in a few words; empty if there is none.
+
+    A run that passes may still need the core, because retractions are not known in advance.
+    """
     config, scenario, turns = setup.config, setup.scenario, setup.workload.turns
     plain = SchedConfig()
     for name in config.__struct_fields__:
@@ -75,7 +79,10 @@ def unsupported_by(setup: Setup) -> str:
 def fast_run_of(
     setups: Sequence[Setup], metrics: Sequence[MetricsFold], on_finish: Callable[[int], None] | None = None
 ) -> FastRun:
-    """Return the fast path of one engine, or of several of one workload. `unsupported_by` of each setup was empty."""
+    """Return the fast path of one engine, or of several engines with one workload.
+
+    `unsupported_by` must be empty for each setup.
+    """
     scenario = setups[0].scenario
     return FastRun(
         FastLoad(setups[0].workload.turns, scenario.seed, scenario.warm_up),

@@ -1,4 +1,4 @@
-"""The load of a scenario: its workload opened at its rate, with media, adapters and samples; arrivals of requests."""
+"""The load of a scenario: its workload at its rate, with media, adapters and samples, and the arrivals of requests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lockstep.sim.workload.samples import describe_samples, parse_samples, with_
 from lockstep.sim.workload.server_sessions import describe_server_sessions, with_server_sessions
 from lockstep.sim.workload.trace_turns import CLOCKLESS
 from lockstep.sim.workload.turns import Turns
-from lockstep.sim.workload.workload import Workload, open_workload, workload_digest
+from lockstep.sim.workload.workload import SourceReading, Workload, open_workload, workload_digest
 
 SEEDS = 2**63
 
 
 def check_seed(seed: int) -> None:
-    """Raise ConfigError for what cannot be a seed."""
+    """Raise ConfigError for a seed out of range."""
     if not 0 <= seed < SEEDS:
         raise ConfigError(f"`seed` must be a whole number from 0 to {SEEDS - 1}, got `{seed}`")
 
 
 def check_load(scenario: Scenario) -> None:
-    """Raises ConfigError for a load that is two at once, or nothing to measure."""
+    """Raise ConfigError for load options that are out of range, contradict each other, or leave nothing to measure."""
     if scenario.warm_up < 0:
         raise ConfigError(
             f"`warm_up` must be a number of requests of at least 0, got `{scenario.warm_up}`\nhint: 0 measures all"
@@ -56,7 +56,10 @@ def check_load(scenario: Scenario) -> None:
 
 
 def check_measured(scenario: Scenario, workload: Workload) -> None:
-    """Raises ConfigError if the workload ends before anything is measured. A closed loop may play it several times."""
+    """Raise ConfigError if all requests of the workload are warm-up.
+
+    A closed loop with a `limit` is not checked, because it may repeat the workload.
+    """
     requests = len(workload.turns)
     if scenario.concurrency is not None and scenario.limit is not None:
         return
@@ -68,7 +71,7 @@ def check_measured(scenario: Scenario, workload: Workload) -> None:
 
 
 def check_samples(scenario: Scenario) -> None:
-    """Raise ConfigError for what cannot be read, or is not simulated together."""
+    """Raise ConfigError if `samples` cannot be parsed, or is combined with options that are not simulated with it."""
     if scenario.samples is None:
         return
     parse_samples(scenario.samples)
@@ -81,7 +84,10 @@ def check_samples(scenario: Scenario) -> None:
 
 
 def open_load(scenario: Scenario) -> Workload:
-    """The workload that a scenario names, at its rate; of a closed loop, as it stands. Raises WorkloadError."""
+    """Return the workload of a scenario at its rate; for a closed loop without scaling of its arrival times.
+
+    Raises: WorkloadError, ConfigError, CatalogueError.
+    """
     closed = scenario.concurrency is not None
     workload = open_workload(
         scenario.workload,
@@ -90,8 +96,7 @@ def open_load(scenario: Scenario) -> Workload:
         rate_scale=scenario.rate_scale,
         time_window=scenario.time_window,
         limit=None if closed else scenario.limit,
-        skip_bad_rows=scenario.skip_bad_rows,
-        recorded_media=scenario.media == RECORDED,
+        reading=SourceReading(scenario.skip_bad_rows, recorded_media=scenario.media == RECORDED),
     )
     if scenario.media is not None:
         workload = _with_media(workload, scenario, scenario.media)
@@ -106,32 +111,36 @@ def open_load(scenario: Scenario) -> Workload:
         workload = replace(workload, turns=turns, notes=(*workload.notes, describe_server_sessions(turns)))
     if not closed:
         return workload
-    # When its requests would come by the clock is not asked of a closed loop.
+    # Notes about arrival times do not apply to a closed loop.
     return replace(workload, notes=tuple(note for note in workload.notes if CLOCKLESS not in note))
 
 
 def _with_media(workload: Workload, scenario: Scenario, media: str) -> Workload:
-    """The same with what turns bring besides text. Raises ConfigError or CatalogueError."""
+    """Return the workload with the media of its turns. Raises ConfigError or CatalogueError."""
     encoders = encoders_of(scenario)
     turns = workload.turns
     if media != RECORDED:
         turns = with_media(turns, parse_media(media), encoders, seed=scenario.seed)
     assert turns.media is not None
     for kind in {content.kind for content in turns.media.contents().values()}:
-        encoders.tower(kind)  # raises for a kind that the model does not take
+        encoders.tower(kind)  # raises for a kind that the model does not accept
     notes = (*workload.notes, describe_media(turns.media, len(turns)))
     return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
 
 
 def _with_adapters(workload: Workload, scenario: Scenario, adapters: str) -> Workload:
-    """The same with what each request runs on. Raises ConfigError."""
+    """Return the workload with an adapter assigned to each request that uses one. Raises ConfigError."""
     turns = with_adapters(workload.turns, parse_adapters(adapters), seed=scenario.seed)
     notes = (*workload.notes, describe_adapters(turns))
     return replace(workload, turns=turns, digest=workload_digest(turns), notes=notes)
 
 
 def arrivals_of_load(scenario: Scenario, turns: Turns, prompt_tokens_max: int) -> Arrivals | ConcurrentSessions:
-    """The same of turns alone. A session with a longer prompt breaks off there."""
+    """Return the source of requests for turns: arrivals by the clock, or sessions of a closed loop.
+
+    Args:
+        prompt_tokens_max: longest prompt that the engine accepts; a session breaks off at a longer one.
+    """
     if scenario.concurrency is None:
         return Arrivals(turns)
     requests = len(turns) if scenario.limit is None else scenario.limit
@@ -139,7 +148,7 @@ def arrivals_of_load(scenario: Scenario, turns: Turns, prompt_tokens_max: int) -
 
 
 def describe_load(scenario: Scenario, workload: Workload) -> dict[str, Any]:
-    """What was sent, for metrics.json."""
+    """Return the facts of the workload and of the load options, for metrics.json."""
     return {
         "name": workload.name,
         "source": workload.source,
@@ -159,5 +168,5 @@ def describe_load(scenario: Scenario, workload: Workload) -> dict[str, Any]:
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """JSON has no infinity; `inf` is what the command line calls it."""
+    """Return a number as JSON can store it: infinity, which JSON lacks, as `inf`, its spelling in options."""
     return "inf" if value == math.inf else value

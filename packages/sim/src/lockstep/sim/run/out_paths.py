@@ -1,4 +1,4 @@
-"""Places to write to, tried before any work is done: a result of minutes must not be lost for lack of a folder."""
+"""Checks of output paths before a run, so that a long run is not lost because its result cannot be written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from lockstep.core.contract.errors import ConfigError
 
 
 def check_file(path: Path, option: str = "--out") -> None:
-    """Make the folder of a file and see that the file can be written there. Raises ConfigError naming the option."""
+    """Create the folder of a file and verify that the file can be written there.
+
+    Raises: ConfigError with the option if it cannot be written.
+    """
     if path.is_dir():
         raise ConfigError(f"`{option}`: `{path}` is a folder, expected a file\nhint: name a file in it")
     part = path.with_name(f".part-{path.name}")
@@ -21,7 +24,10 @@ def check_file(path: Path, option: str = "--out") -> None:
 
 
 def check_folder(path: Path, option: str = "--out") -> None:
-    """See that a folder can be made and written in; one that was not there is not left behind. Raises ConfigError."""
+    """Verify that a folder can be created and written to. Folders created for the check are removed again.
+
+    Raises: ConfigError with the option if it cannot be written.
+    """
     made: list[Path] = []
     try:
         for place in (*reversed(path.parents), path):

@@ -1,7 +1,6 @@
-"""Work in other processes of this machine, started afresh (spawn), so that they share nothing with this one.
+"""Worker processes on this machine, started by `spawn`, so that they share nothing with the parent process.
 
-Arguments and results are plain: numbers, text, bytes. The process that starts others ends them, whatever they are
-doing.
+Arguments and results are plain: numbers, text, bytes. The parent process ends its workers at any point of their work.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 
 def fresh_processes(jobs: int) -> ProcessPoolExecutor:
-    """Up to `jobs` processes that leave Ctrl-C to this one. End them by `end_processes`."""
+    """Return a pool of up to `jobs` processes that ignore Ctrl-C. Call `end_processes` to end them."""
     spawned = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(jobs, mp_context=spawned, initializer=_ignore_interrupts)
 
 
 def end_processes(pool: ProcessPoolExecutor) -> None:
-    """End all of them now, with what they are doing."""
+    """Terminate all processes of a pool at once, also in the middle of their work."""
     workers = list((pool._processes or {}).values())  # 3.14 can terminate them by itself
     pool.shutdown(wait=False, cancel_futures=True)
     for worker in workers:
@@ -28,5 +27,5 @@ def end_processes(pool: ProcessPoolExecutor) -> None:
 
 
 def _ignore_interrupts() -> None:
-    """Ctrl-C reaches every process of a terminal; the one that started the others answers it."""
+    """Ignore Ctrl-C, which reaches every process of a terminal. The parent process handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Settings of an engine with data-parallel ranks that have schedulers of their own, and of each rank."""
+"""Settings of an engine whose data-parallel ranks have separate schedulers, and settings of each rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DIVIDED = (
     *("max_running_requests", "request_rows", "max_queued_requests", "radix_capacity_pages", "transfer_slots"),
     "pp_max_micro_batch_size",
 )
-"""Limits of an engine that its ranks share out evenly."""
+"""Limits of an engine that are divided evenly among its ranks."""
 
 
 def settings_of_rank(given: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Settings of each rank from those of the engine: its memory, rows and budgets for prompts are shared out evenly.
+    """Return the settings of each rank: the engine's memory, rows and prefill budgets are divided evenly.
 
-    Like `chunked_prefill_size` and `max_running_requests` in SGLang.
+    SGLang divides `chunked_prefill_size` and `max_running_requests` in the same way.
     """
     usual = {field.name: field.default for field in msgspec.structs.fields(SchedConfig)}
     page_size = given.get("page_size", usual["page_size"])
@@ -45,7 +45,7 @@ def settings_of_rank(given: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def config_of_engine(config: SchedConfig) -> SchedConfig:
-    """What the ranks of an engine have together; the same where there is one."""
+    """Return the settings of the engine from those of one rank: the sums over ranks. One rank: `config` itself."""
     if not config.shares_passes:
         return config
     ranks = config.dp_ranks
@@ -63,7 +63,7 @@ def config_of_engine(config: SchedConfig) -> SchedConfig:
 
 
 def check_ranks(scenario: Scenario) -> None:
-    """Raise ConfigError for an engine that has no ranks, or for what does not go with ranks yet."""
+    """Raise ConfigError for an engine with one shard, or for options that cannot be combined with ranks."""
     if scenario.attention_dp == 1:
         raise ConfigError(
             "`rank_schedulers` is on, but `attention_dp` is 1: there is one shard\n"

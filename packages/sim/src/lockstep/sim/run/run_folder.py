@@ -1,4 +1,4 @@
-"""The run folder: made or emptied before a run, and written after it."""
+"""The run folder: created or emptied before a run, and written after it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OUTPUTS = ("metrics.json", "requests.parquet", "requests.csv", "trace.json.gz", 
 
 
 def prepare_folder(folder: Path, *, overwrite: bool) -> None:
-    """Make the run folder, or empty the one that is there. Nothing but files of runs is ever removed.
+    """Create the run folder, or empty an existing one. Only files of runs are removed.
 
-    Raises: ConfigError if the folder holds something else, or a run and `overwrite` is not set, or cannot be written.
+    Raises: ConfigError if the folder has other contents, or has a run and `overwrite` is not set, or cannot be written.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         check_folder(folder)
@@ -40,7 +40,7 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
             path.unlink()
     for name in OUTPUTS:
         (folder / name).unlink(missing_ok=True)
-    for decisions in folder.glob("decode/router.jsonl"):  # of a cluster that hands requests over
+    for decisions in folder.glob("decode/router.jsonl"):  # from a cluster with handovers
         decisions.unlink()
         decisions.parent.rmdir()
     for engine in folder.glob("engines/*"):
@@ -52,7 +52,14 @@ def prepare_folder(folder: Path, *, overwrite: bool) -> None:
 
 
 def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = True, report: bool = True) -> None:
-    """Write what was measured beside the journal: metrics.json, and the rest of OUTPUTS unless it is not wanted."""
+    """Write the results of a run beside the journal: metrics.json, and further files of OUTPUTS.
+
+    Args:
+        requests: whether to write requests.parquet and requests.csv.
+        trace: whether to write trace.json.gz.
+        report: whether to write report.html; it is not written if no request arrived.
+    Raises: OSError with the file that was not written.
+    """
     from lockstep.sim.report import write_report
     from lockstep.sim.results.perfetto import write_trace
     from lockstep.sim.results.results import write_metrics_json, write_requests
@@ -80,7 +87,10 @@ def write_run(folder: Path, run: Run, *, requests: bool = True, trace: bool = Tr
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write `path`, so that it is there whole or not at all. An OSError names the file that was wanted."""
+    """Yield the path of a partial file that replaces `path` at the end, so that `path` is never incomplete.
+
+    Raises: OSError with the name of `path`.
+    """
     part = path.with_name(f".part-{path.name}")
     try:
         yield part
@@ -92,14 +102,14 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def interrupted_headline(requests: int, data: RunData) -> str:
-    """Return the headline of a run of a workload with so many requests that was stopped early."""
+    """Return the headline of an interrupted run of a workload with `requests` requests."""
     arrived = data.summary["requests"]["arrived"]
     minutes = (data.span_us[1] - data.span_us[0]) / 60e6
     return f"Interrupted after {minutes:.1f} simulated minutes: {arrived:,} of {requests:,} requests had arrived"
 
 
 def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any:
-    """The run as a report takes it in."""
+    """Return the run in the form of a report: its facts, data, intervals and remarks."""
     from lockstep.sim.report import ReportRun
     from lockstep.sim.results.text import setting
 
@@ -129,7 +139,7 @@ def report_run(run: Run, name: str = "", rate_per_s: float | None = None) -> Any
 
 
 def workload_line(workload: Workload, *, closed: bool = False) -> str:
-    """A workload in one line; `closed`: as a closed loop, which has no arrivals by the clock."""
+    """Return a workload as one line of text; `closed`: in a closed loop, which ignores arrival times."""
     summary = workload.summary()
     rate = f"{summary.arrivals_per_s:.4g}/s" if summary.duration_us else "all at once"
     if closed:

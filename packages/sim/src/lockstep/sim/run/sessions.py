@@ -1,4 +1,4 @@
-"""Checks of options beside server sessions."""
+"""Checks of options that cannot be combined with server sessions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def check_server_sessions(scenario: Scenario) -> None:
-    """Raise ConfigError for what is not simulated with sessions of the server."""
+    """Raise ConfigError for options that are not simulated together with server sessions."""
     if not scenario.server_sessions:
         return
     role = scenario.settings.get("role", "mixed")
     others: dict[str, Any] = {
         "samples": scenario.samples,  # a turn of a session has one answer
         "media": scenario.media,
-        "max_new_tokens": scenario.max_new_tokens,  # what an answer lacks, the next turn would take for kept
+        "max_new_tokens": scenario.max_new_tokens,  # a shortened answer would not be the prefix of the next turn
         "rank_schedulers": scenario.rank_schedulers or None,
         "role": None if role == "mixed" else role,
     }

@@ -1,4 +1,4 @@
-"""A scenario with everything it names loaded, checked and worked out; what its run folder records."""
+"""The setup of a run: the loaded and checked parts of a scenario, and the facts that its run folder records."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.journal.records import JournalHeader
+from lockstep.host.host_header import SIMULATOR, HostHeader
 from lockstep.sim.cost import (
     UNCALIBRATED,
     Calibration,
@@ -47,7 +48,7 @@ from lockstep.sim.workload.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A scenario with everything it names loaded, checked and worked out."""
+    """A scenario with everything that it names, loaded and checked, and the settings computed from it."""
 
     scenario: Scenario
     model: ModelSpec
@@ -56,15 +57,15 @@ class Setup:
     cost: CostModel
     cpu: CpuModel
     config: SchedConfig
-    kv: KvCapacity | None  # how the pool's size was found; None if `pages` was given
-    tiers: HostTiers = NO_TIERS  # what lies below the device
-    calibration: Calibration = UNCALIBRATED  # already in `cost` and `cpu`
-    debug: int = 0  # how much of each step to print, see watch.py
-    overridden: tuple[str, ...] = ()  # settings that the environment decided
-    drafting: Drafting | None = None  # where drafts are verified
-    forcing: Forcing | None = None  # where tokens that grammars force are computed together
-    encoding: EncoderSetup | None = None  # where requests have media
-    lora: LoraSpec | None = None  # where requests run on adapters
+    kv: KvCapacity | None  # computed capacity; None if `pages` was given
+    tiers: HostTiers = NO_TIERS
+    calibration: Calibration = UNCALIBRATED  # already applied to `cost` and `cpu`
+    debug: int = 0  # level of LOCKSTEP_DEBUG, see watch.py
+    overridden: tuple[str, ...] = ()  # names of settings set by environment variables
+    drafting: Drafting | None = None  # None: no drafts are verified
+    forcing: Forcing | None = None  # None: forced tokens are not computed together
+    encoding: EncoderSetup | None = None  # None: requests have no media
+    lora: LoraSpec | None = None  # None: requests use no adapters
 
     @property
     def title(self) -> str:
@@ -76,7 +77,7 @@ class Setup:
 
     @property
     def host_page_bytes(self) -> int | None:
-        """What a page of KV weighs on the host; None if nothing is kept there."""
+        """Bytes of a KV page in host memory; None without a host cache."""
         return self._page_bytes.on_host if self.tiers.host_cache_gb else None
 
     @property
@@ -85,7 +86,7 @@ class Setup:
 
     @property
     def _host_bytes(self) -> tuple[PageBytes, dict[str, PageBytes]]:
-        """What a page of KV weighs below the device, and what it has beside it there."""
+        """Bytes of a KV page below the device, and by kind those of a window block and of a state block."""
         page_size, kv_dtype = self.config.page_size, self.scenario.kv_dtype
         if self.config.hybrid is msgspec.UNSET:
             return PageBytes.of(self.model, self.split, kv_dtype, page_size), {}
@@ -93,25 +94,25 @@ class Setup:
 
     @property
     def host_block_bytes(self) -> dict[str, int]:
-        """What a window page and a state weigh on the host, by kind, where the model has any."""
+        """Bytes of a window block and of a state block in host memory, by kind; empty if the model has none."""
         return {kind: one.on_host for kind, one in self._host_bytes[1].items()}
 
     def tier_links(self) -> TierLinks | None:
-        """Fresh lanes to the tiers below the device; None if there are none."""
+        """Return new lanes to the cache tiers; None if there are no tiers."""
         return (
             TierLinks(self.tiers, self._page_bytes, self.gpu, self._host_bytes[1]) if self.tiers.host_cache_gb else None
         )
 
     @property
     def slot_bytes(self) -> int:
-        """What a slot for adapters weighs on one GPU, of the stage that has most; 0 where no request runs on any."""
+        """Bytes of an adapter slot on one GPU of the stage with the largest slots; 0 if no request uses an adapter."""
         if self.lora is None:
             return 0
         one = replace(self.split, pp=1)
         return max(slot_bytes(stage.model, one, self.lora) for stage in stages_of(self.model, self.split))
 
     def adapter_lane(self, tiers: TierLinks | None) -> AdapterLane | None:
-        """What brings adapters to one engine, over its cache tiers' link; None if no request runs on any."""
+        """Return a new lane for loads of adapters, None without adapters. It shares the link of the tiers, if any."""
         if self.lora is None:
             return None
         link = adapter_link(self.gpu) if tiers is None else tiers.up
@@ -119,28 +120,31 @@ class Setup:
 
     @property
     def state_copy_us(self) -> float:
-        """What a copy of one request's recurrent state takes; 0 where there are none to copy."""
+        """Time to copy one request's recurrent state; 0 without hybrid memory."""
         return state_copy_us(self.model, self.gpu, self.split) if self.config.hybrid is not msgspec.UNSET else 0.0
 
     @property
     def hardware(self) -> str:
-        """`8 x H200-SXM`, with how it is laid out where that is not tensor parallelism alone."""
+        """Number and name of the GPUs, such as `8 x H200-SXM`, and the layout unless it is plain tensor parallelism."""
         layout = "" if self.split.is_plain else f" ({self.split})"
         return f"{self.split.gpus} x {self.gpu.name}{layout}"
 
     def slowed(self, factor: float) -> Setup:
-        """The same with the time of every batch multiplied: the calibration is in `cost` already. Prints nothing."""
+        """Return a setup with the time of every batch multiplied by `factor`, and without debug output."""
         drafting = self.drafting.slowed(factor) if self.drafting is not None else None
         encoding = self.encoding.slowed(factor) if self.encoding is not None else None
         cost = UNCALIBRATED.cost_model(self.cost, factor)
         return replace(self, cost=cost, drafting=drafting, encoding=encoding, debug=0)
 
     def doubts(self, *, has_intervals: bool = True) -> list[str]:
-        """Settings beyond what the model and the GPU are: simulated as asked, and said."""
+        """Return the assumptions and the limits of the simulation, one sentence each.
+
+        They include settings beyond the limits of the model or of the GPU, which are simulated as given.
+        """
         lines = []
-        asked, context = self.config.context_tokens_max, self.model.context_tokens_max
-        if asked > context:
-            lines.append(f"context_tokens_max {asked:,} is beyond the model's {context:,}; simulated all the same")
+        given, context = self.config.context_tokens_max, self.model.context_tokens_max
+        if given > context:
+            lines.append(f"context_tokens_max {given:,} is beyond the model's {context:,}; simulated all the same")
         if self.kv is None:
             try:
                 fits = _capacity(self.scenario, self.model, self.gpu, config_of_engine(self.config)).pages
@@ -165,7 +169,7 @@ class Setup:
         return lines + more
 
     def _layout_doubts(self) -> list[str]:
-        """What is taken for granted about rows, experts and stages."""
+        """Return the assumptions about rows, experts and stages, one sentence each."""
         split, lines = self.split, []
         if self.config.shares_passes:
             lines.append(
@@ -199,31 +203,37 @@ class Setup:
             )
         return lines
 
-    def header(self) -> JournalHeader:
-        """What a replay needs, and what a reader looks for. No times, no paths: equal runs, equal journals."""
+    def header(self, engine: int | None = None, engines: int | None = None) -> JournalHeader:
+        """Return the header of the journal. It has no times and no paths: equal runs write equal journals.
+
+        Args:
+            engine, engines: in a cluster, the number of this engine and the number of engines.
+        """
         return JournalHeader(
             config=self.config,
             seed=self.scenario.seed,
             model_digest=blake2b(repr(asdict(self.model)).encode(), digest_size=16).hexdigest(),
-            host={
-                "kind": "simulator",
-                "model": self.model.name,
-                "gpu": self.gpu.name,
-                "tp": self.scenario.tp,
-                **self.split.describe(),
-                "cost": str(self.cost.describe()["kind"]),
-                "calibration": self.calibration.title,
-                "workload": self.workload.name,
-                "workload_digest": self.workload.digest,
-                **({} if self.scenario.media is None else {"media": self.scenario.media}),
-                **({} if self.scenario.samples is None else {"samples": self.scenario.samples}),
-                **({"server_sessions": "on"} if self.scenario.server_sessions else {}),
-                **({} if self.scenario.adapters is None else {"adapters": self.scenario.adapters}),
-            },
+            host=HostHeader(
+                kind=SIMULATOR,
+                model=self.model.name,
+                gpu=self.gpu.name,
+                tp=self.scenario.tp,
+                layout=self.split.describe(),
+                cost=str(self.cost.describe()["kind"]),
+                calibration=self.calibration.title,
+                workload=self.workload.name,
+                workload_digest=self.workload.digest,
+                media=self.scenario.media,
+                samples=self.scenario.samples,
+                server_sessions="on" if self.scenario.server_sessions else None,
+                adapters=self.scenario.adapters,
+                engine=engine,
+                engines=engines,
+            ).entries(),
         )
 
     def about(self) -> dict[str, Any]:
-        """All that is needed to get the run again, with the sources of every constant; for metrics.json."""
+        """Return everything that is needed to repeat the run, and the sources of all constants; for metrics.json."""
         from lockstep.sim.results.results import METRICS_FORMAT, METRICS_VERSION
 
         workload, scenario = self.workload, self.scenario
@@ -258,7 +268,7 @@ class Setup:
         }
 
     def _describe_adapters(self, lora: LoraSpec) -> dict[str, Any]:
-        """Room for adapters, and what a load takes."""
+        """Return the room for adapters and the figures of a load."""
         names = adapters_in(self.workload.turns)
         return {
             "asked": self.scenario.adapters,

@@ -1,14 +1,14 @@
-"""One simulated run from start to finish: what was asked, what that amounts to, the run, the run folder.
+"""One simulated run from start to finish: scenario, setup, run, run folder.
 
 setup = assemble(Scenario(model="qwen3-8b", gpu="h200", workload="gen:n=500,rate=4"))
 run = simulate(setup, folder=Path("runs/0192"))
 write_run(Path("runs/0192"), run)
 
 runs/0192/journal/           every observed event and the digest of its Step; `lockstep journal verify` replays it
-          metrics.json       the summary, behind all that is needed to get it again
-          requests.parquet   one row per request, and the same as requests.csv
+          metrics.json       everything that is needed to repeat the run, then the summary
+          requests.parquet   one row per request; also as requests.csv
           trace.json.gz      for ui.perfetto.dev
-          report.html        opens anywhere, offline
+          report.html        self-contained, opens offline
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from lockstep.sim.metrics.intervals import Intervals
 
 
-GARBAGE_THRESHOLD = 100_000  # more objects than before: then cycles are looked for; Python's own is 700
+GARBAGE_THRESHOLD = 100_000  # new objects before a search for garbage cycles; Python's default is 700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,11 @@ class Run:
     setup: Setup
     data: RunData
     batches: int
-    clamped: int  # requests granted fewer tokens than they asked for
+    clamped: int  # requests that may generate fewer tokens than they requested
     rejected: Counter[str]  # by reason
-    never_sent: int  # turns of sessions that broke off
+    never_sent: int  # turns that were not sent because their session broke off
     interrupted: bool
-    cpu_s: float  # of this process, for the replay and its metrics alone
+    cpu_s: float  # CPU time of this process for the simulation and its metrics
     intervals: Intervals | None = None  # see intervals_of
 
     @property
@@ -81,12 +81,12 @@ class Run:
         return self.setup.calibration
 
     def metrics(self) -> dict[str, Any]:
-        """What metrics.json holds."""
+        """Return the contents of metrics.json."""
         intervals = {} if self.intervals is None else {"intervals": self.intervals.describe()}
         return {"about": self.about(), **self.data.summary, **intervals}
 
     def about(self) -> dict[str, Any]:
-        """See Setup.about; and what must be known to read the numbers."""
+        """Return `Setup.about` with the facts that qualify the numbers: interruption, clamped and unsent requests."""
         return {
             **self.setup.about(),
             "interrupted": self.interrupted,
@@ -95,7 +95,7 @@ class Run:
         }
 
     def remarks(self) -> list[str]:
-        """Remarks for a reader of the table, one line each; empty if all went as requested."""
+        """Return remarks to be shown with the results, one line each; empty if the run went as requested."""
         workload, config, scenario = self.setup.workload, self.setup.config, self.setup.scenario
         requests = self.data.summary["requests"]
         lines = []
@@ -131,7 +131,7 @@ def _limit(config: SchedConfig) -> str:
 
 
 class FrontEnd:
-    """Metrics as clients see them: a request has been under way for a while when the engine first hears of it."""
+    """A metrics sink that dates arrivals as clients do: `frontend_us` before the engine receives the request."""
 
     def __init__(self, metrics: MetricsSink, frontend_us: int) -> None:
         self._metrics = metrics
@@ -140,7 +140,7 @@ class FrontEnd:
         self.cpu_interval = metrics.cpu_interval
 
     def observe(self, event: ObservedEvent, step: Step) -> None:
-        """Take in one event and its Step."""
+        """Record one event and its Step."""
         if type(event) is RequestArrived:
             event = msgspec.structs.replace(event, time_us=event.time_us - self._frontend_us)
         self._metrics.observe(event, step)
@@ -155,16 +155,18 @@ def simulate(
     observer: Observer | None = None,
     compiled: bool | None = None,
 ) -> Run:
-    """Run a setup to its end, or until Ctrl-C. With `folder`, its journal is written there; see `prepare_folder`.
+    """Run a setup to its end, or until Ctrl-C.
 
     Args:
-        check_every: check the core's invariants after every so many events; 0 is never.
-        on_finish: called with the number of requests that ended, after each; now and then by machine code.
+        folder: run folder for the journal, see `prepare_folder`; None: no journal.
+        check_every: events between two checks of the core's invariants; 0: no checks.
+        on_finish: called with the number of requests that ended, after each end; at intervals on the fast path.
         observer: receives every step that decides anything; see `ports.Observer`.
-        compiled: whether a plain run without a journal is one of machine code, see fast_path.py, which changes no
-            result; None: once that is worth it.
-    Raises: JournalError if the journal cannot be written; what was written is a valid journal. ConfigError for a role
-        that one engine alone cannot have.
+        compiled: whether a run without a journal, checks and an observer uses the fast path, which does not change
+            results; None: if it pays.
+    Raises:
+        JournalError: the journal cannot be written; the part that was written is a valid journal.
+        ConfigError: the engine has a role that needs a cluster.
     """
     if setup.config.shares_passes:
         raise ConfigError("`rank_schedulers` is on: its ranks are simulated as a cluster, see cluster.py")
@@ -189,7 +191,7 @@ def simulate(
 def watch_of(
     check_every: int, on_finish: Callable[[int], None] | None = None, observer: Observer | None = None
 ) -> HostWatch:
-    """Return the callbacks of a host that checks the core's invariants every so many events; 0 is never."""
+    """Return the callbacks of a host that checks the core's invariants after `check_every` events; 0: no checks."""
     check = invariants.self_check if check_every else None
     return HostWatch(check=check, check_every=check_every or 1, on_finish=on_finish, observer=observer)
 
@@ -204,11 +206,11 @@ def host_of(
     watch: HostWatch = NOT_WATCHED,
     links: HostLinks = ALONE,
 ) -> tuple[EngineHost, MetricsFold]:
-    """Return the host of one engine and its metrics. Every simulation of an engine, alone or in a cluster, calls it.
+    """Return a host for one engine, and its metrics. All simulations of the core, of clusters too, call this function.
 
     Args:
-        env: the clock, its own or one that it shares.
-        links: to other engines; without a `device_type` the cost model chooses the device.
+        env: the clock, which may be shared with other engines.
+        links: connections to other engines; without a `device_type` the cost model determines the device.
     """
     scenario = setup.scenario
     engine = Engine(setup.config, digests=not isinstance(journal, NoJournal))
@@ -286,7 +288,7 @@ def _run(
 
 
 def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, always: bool) -> Run | None:
-    """The same as machine code; None: it is none that may be, turned out to be none, or is not worth it."""
+    """Run a setup on the fast path. Return None if it is unavailable, unsupported, does not pay, or gave up."""
     if not is_available() or unsupported_by(setup) or not (always or pays(len(setup.workload.turns))):
         return None
     began_s = time.process_time()
@@ -308,15 +310,15 @@ def _run_compiled(setup: Setup, on_finish: Callable[[int], None] | None, *, alwa
 
 
 def arrivals_of(setup: Setup) -> Arrivals | ConcurrentSessions:
-    """The source of requests: arrivals by the clock, or sessions of a closed loop."""
-    cut = setup.config.truncate_input != "no"  # then what is too long is not turned away
+    """Return the source of requests: arrivals by the clock, or sessions of a closed loop."""
+    cut = setup.config.truncate_input != "no"  # then prompts that are too long are cut, not rejected
     prompt_tokens_max = LENGTH_TOKENS_MAX if cut else setup.config.prompt_tokens_max(True)
     return arrivals_of_load(setup.scenario, setup.workload.turns, prompt_tokens_max)
 
 
 @contextmanager
 def collecting_seldom() -> Iterator[None]:
-    """Look for cycles of garbage seldom: a run makes none worth it, and each search goes over much that it keeps."""
+    """Context with rare garbage collection: a run makes few cycles, and each search visits all objects of the run."""
     before = gc.get_threshold()
     gc.set_threshold(GARBAGE_THRESHOLD, *before[1:])
     try:
@@ -326,14 +328,17 @@ def collecting_seldom() -> Iterator[None]:
 
 
 class Stoppable(Protocol):
-    """What ends before its next fact once `stop_requested` is set."""
+    """A simulation that ends before its next fact when `stop_requested` is set."""
 
     stop_requested: bool
 
 
 @contextmanager
 def stopping_on_interrupt(host: Stoppable) -> Iterator[None]:
-    """Let the first Ctrl-C end the run between two events, so that engine and journal agree; a second one raises."""
+    """Context in which the first Ctrl-C ends the run between two events, so that engine and journal agree.
+
+    A second Ctrl-C raises KeyboardInterrupt. Outside the main thread the context does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

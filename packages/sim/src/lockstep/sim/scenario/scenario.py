@@ -1,7 +1,7 @@
-"""What to simulate on one engine. Flags, trials of a plan, command lines and tables of options follow from its fields.
+"""Options of a simulation of one engine. Flags, trials of a plan, command lines and tables of options follow from them.
 
-An option of the simulator is one field with a `SimOption` here, and whatever reads it; docs/options.md lists them all.
-Reads nothing heavy, for --help.
+An option of the simulator is one field with a `SimOption` here, plus the code that reads it. docs/options.md lists all
+options. This module imports nothing heavy, so that --help stays fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.sim.cost.parallel import Parallelism
 
 SIMULATE = ("simulate",)
-"""The command that takes options of a load and of one simulation; a plan varies or decides these itself."""
+"""The command that takes options of a load and of one simulation. A plan varies these options or sets them itself."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class SimOption(Option):
 
     Args:
         searched: a plan may search over its values.
-        configures: it is part of what an engine is, and no assumption about the workload: a plan names it among what
-            `lockstep serve` does not carry out.
-        stored: a stored trial of a plan has it at its default, too. Keys of trials are digests of what is stored, so an
-            option that is added stays out at its default.
-        of_load: the requests of the workload depend on it.
+        configures: the option is part of the engine's configuration, not an assumption about the workload. A plan lists
+            it if `lockstep serve` does not support it.
+        stored: a plan stores the option in a trial even at its default. Trial keys are digests of the stored values, so
+            a new option is left unstored at its default, and older keys stay valid.
+        of_load: the requests of the workload depend on the option.
+        sent: `lockstep bench serve` has the option, too.
     """
 
     _: KW_ONLY
@@ -40,11 +41,12 @@ class SimOption(Option):
     configures: bool = False
     stored: bool = False
     of_load: bool = False
+    sent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What to simulate on one engine. Fields are in the order in which a command line has them."""
+    """What to simulate on one engine. Fields are in the order of the flags on a command line."""
 
     model: Annotated[str, SimOption("catalogue name, such as qwen3-8b, or the path of a config.json", stored=True)]
     gpu: Annotated[str, SimOption("catalogue name, such as h200, or the path of a JSON file", stored=True)]
@@ -57,7 +59,7 @@ class Scenario:
             of_load=True,
         ),
     ]
-    # The layout of an engine: lockstep.sim.cost.parallel.Parallelism has the same names and defaults.
+    # The layout of an engine. lockstep.sim.cost.parallel.Parallelism has the same names and defaults.
     tp: Annotated[
         int,
         SimOption(
@@ -67,19 +69,22 @@ class Scenario:
     ep: Annotated[
         int,
         SimOption(
-            "groups of the tp GPUs that share out the experts; divides tp", searched=True, configures=True, stored=True
+            "groups of the tp GPUs over which experts are divided; divides tp",
+            searched=True,
+            configures=True,
+            stored=True,
         ),
     ] = 1
     attention_dp: Annotated[
         int,
         SimOption(
-            "shards of the tp GPUs, each with rows of its own; divides tp", searched=True, configures=True, stored=True
+            "shards of the tp GPUs, each with its own rows; divides tp", searched=True, configures=True, stored=True
         ),
     ] = 1
     pp: Annotated[
         int,
         SimOption(
-            "stages of tp GPUs that share out the layers (pipeline parallelism)",
+            "stages of tp GPUs over which layers are divided (pipeline parallelism)",
             searched=True,
             configures=True,
             stored=True,
@@ -88,75 +93,103 @@ class Scenario:
     moe_a2a: Annotated[
         bool,
         SimOption(
-            "rows go to their experts by all-to-all (DeepEP); needs ep = tp",
+            "send rows to their experts by all-to-all (DeepEP); requires ep = tp",
             searched=True,
             configures=True,
             stored=True,
         ),
     ] = False
     expert_cv: Annotated[
-        float, SimOption("how unequally popular experts are: deviation over mean", searched=True, stored=True)
+        float, SimOption("imbalance of expert load: standard deviation over mean", searched=True, stored=True)
     ] = 0.0
     eplb: Annotated[
         bool,
-        SimOption("place experts by their load; needs ep and --expert-cv", searched=True, configures=True, stored=True),
+        SimOption(
+            "place experts by their load; requires ep and --expert-cv", searched=True, configures=True, stored=True
+        ),
     ] = False
     redundant_experts: Annotated[
         int,
-        SimOption("with --eplb: slots for further copies, of all ranks", searched=True, configures=True, stored=True),
+        SimOption("with --eplb: slots for extra copies, over all ranks", searched=True, configures=True, stored=True),
     ] = 0
     eplb_interval: Annotated[
         int, SimOption("with --eplb: passes between two rebalancings", searched=True, stored=True)
     ] = 1000
     expert_drift: Annotated[
-        float, SimOption("with --eplb: share of experts that change meanwhile", searched=True, stored=True)
+        float,
+        SimOption("with --eplb: share of experts whose load changes between rebalancings", searched=True, stored=True),
     ] = 0.0
     # The load.
     rate: Annotated[
         float | None,
         SimOption(
-            "requests per second: stretches a trace",
+            "requests per second; a trace is stretched to it",
             default="as recorded",
             commands=SIMULATE,
             stored=True,
             of_load=True,
+            sent=True,
         ),
     ] = None
     rate_scale: Annotated[
-        float, SimOption("multiplies the rate: 2 halves every gap", commands=SIMULATE, of_load=True)
+        float, SimOption("factor on the rate: 2 halves every gap", commands=SIMULATE, of_load=True, sent=True)
     ] = 1.0
     time_window: Annotated[
         str | None,
         SimOption(
-            "keep what arrives then, in recorded time: 600..1200, 10m..1h",
+            "keep the requests that arrive in this span of recorded time: 600..1200, 10m..1h",
             metavar="FROM..TO",
             commands=SIMULATE,
             of_load=True,
+            sent=True,
         ),
     ] = None
     concurrency: Annotated[
         int | None,
-        SimOption("a closed loop: so many sessions at a time, whatever the clock", commands=SIMULATE, stored=True),
+        SimOption(
+            "closed loop: sessions in progress at any time; arrival times are ignored",
+            commands=SIMULATE,
+            stored=True,
+            sent=True,
+        ),
     ] = None
     warm_up: Annotated[
-        int, SimOption("the first so many requests are simulated and not measured", commands=SIMULATE, stored=True)
+        int, SimOption("number of first requests that are not measured", commands=SIMULATE, stored=True, sent=True)
     ] = 0
-    limit: Annotated[int | None, SimOption("keep the first so many requests", commands=SIMULATE, stored=True)] = None
+    limit: Annotated[
+        int | None,
+        SimOption("keep only the first requests, up to this number", commands=SIMULATE, stored=True, sent=True),
+    ] = None
     seed: Annotated[
-        int, SimOption("of a generated workload, and of random durations", commands=SIMULATE, stored=True, of_load=True)
+        int,
+        SimOption(
+            "seed of a generated workload and of random durations",
+            commands=SIMULATE,
+            stored=True,
+            of_load=True,
+            sent=True,
+        ),
     ] = 7
-    # The model in memory, and how its batches are timed.
+    # The model in memory, and the timing of its batches.
     mem_fraction: Annotated[
-        float, SimOption("of GPU memory, for weights, activations and KV", searched=True, stored=True)
+        float, SimOption("share of GPU memory for weights, activations and KV", searched=True, stored=True)
     ] = 0.9
     weights_dtype: Annotated[
         WeightsDtype | None,
-        SimOption("bf16, fp8, ...", default="the checkpoint's own", searched=True, configures=True, stored=True),
+        SimOption(
+            "type of the weights: bf16, fp8, ...",
+            default="the checkpoint's own",
+            searched=True,
+            configures=True,
+            stored=True,
+        ),
     ] = None
-    kv_dtype: Annotated[KvDtype, SimOption("bf16 or fp8", searched=True, configures=True, stored=True)] = "bf16"
+    kv_dtype: Annotated[
+        KvDtype, SimOption("type of the KV: bf16 or fp8", searched=True, configures=True, stored=True)
+    ] = "bf16"
     fp8_activations: Annotated[
         Fp8Activations,
-        SimOption("whether fp8 weights meet rows in fp8: auto, on, off", searched=True, configures=True),
+        SimOption("round rows to fp8 before fp8 weights: auto, on, off", searched=True, configures=True),
     ] = "auto"
     operators: Annotated[
         str | None,
@@ -169,25 +202,29 @@ class Scenario:
     ] = None
     calibration: Annotated[
         str | None,
-        SimOption("vllm-h100, ..., or a file of `lockstep calibrate`", metavar="NAME|FILE", stored=True),
+        SimOption("name such as vllm-h100, or a file of `lockstep calibrate`", metavar="NAME|FILE", stored=True),
     ] = None
     profile: Annotated[
         str,
-        SimOption("policy of another engine: sglang or vllm; options override it", searched=True, stored=True),
+        SimOption(
+            "scheduling policy of another engine: sglang or vllm; options override it", searched=True, stored=True
+        ),
     ] = "lockstep"
-    # Drafts besides the scheduler's settings: docs/cost-models.md, section 10.
+    # Drafts, besides the scheduler's settings: docs/cost-models.md, section 10.
     acceptance: Annotated[
         str | None,
-        SimOption("chance that draft 1,2,... is right", metavar="RATES", default="by the method", stored=True),
+        SimOption("probability that draft 1,2,... is right", metavar="RATES", default="by the method", stored=True),
     ] = None
-    acceptance_spread: Annotated[float, SimOption("deviation of its log-odds between requests", stored=True)] = 0.0
+    acceptance_spread: Annotated[
+        float, SimOption("standard deviation of its log-odds between requests", stored=True)
+    ] = 0.0
     draft_model: Annotated[
-        str | None, SimOption("the drafting model of --speculative-method draft_model: qwen3-0.6b", stored=True)
+        str | None, SimOption("model of --speculative-method draft_model, such as qwen3-0.6b", stored=True)
     ] = None
     grammar_forces: Annotated[
         str | None,
         SimOption(
-            "with --jump-forward-tokens: how often a grammar leaves no choice, for so many",
+            "with --jump-forward-tokens: probability that a grammar forces tokens, and how many",
             metavar="CHANCExTOKENS",
             default="0.12x2",
             stored=True,
@@ -205,76 +242,86 @@ class Scenario:
     ] = None
     mm_encoder_tp_mode: Annotated[
         str,
-        SimOption("the encoder on the tp GPUs: weights (split), or data (whole on each, which encode side by side)"),
+        SimOption(
+            "encoder on the tp GPUs: weights (split over them), or data (a copy on each; the copies run in parallel)"
+        ),
     ] = "weights"
     encoder_gpus: Annotated[
-        int, SimOption("GPUs of the encoder alone; 0: it is on the engine's", commands=SIMULATE)
+        int, SimOption("GPUs for the encoder alone; 0: it shares the engine's GPUs", commands=SIMULATE)
     ] = 0
     adapters: Annotated[
         str | None,
         SimOption(
-            "LoRA adapters of requests: 40 different ones, 0.8x40:zipf:1.2 of 0.8 of the sessions, or tenants",
+            "LoRA adapters: 40, 0.8x40:zipf:1.2 (for 0.8 of the sessions), or tenants (one for each)",
             metavar="SPEC",
             of_load=True,
         ),
     ] = None
-    max_lora_rank: Annotated[int, SimOption("rank that each of the --max-loras slots has room for")] = 16
-    lora_targets: Annotated[str, SimOption("matrices that it has room for: all, or q_proj,v_proj")] = "all"
+    max_lora_rank: Annotated[int, SimOption("largest adapter rank that fits in one of the --max-loras slots")] = 16
+    lora_targets: Annotated[str, SimOption("matrices that a slot has room for: all, or q_proj,v_proj")] = "all"
     samples: Annotated[
         str | None,
         SimOption(
-            "answers that each request gets (n, best_of): 4, or 0.3x2..8 of 0.3 of them", metavar="SPEC", of_load=True
+            "answers per request (n, best_of): 4, or 0.3x2..8 (2 to 8 for 0.3 of the requests)",
+            metavar="SPEC",
+            of_load=True,
         ),
     ] = None
     server_sessions: Annotated[
-        bool, SimOption("turns are of sessions that the server keeps: they bring what is new only", of_load=True)
+        bool, SimOption("the server keeps sessions; turns send only their new tokens", of_load=True)
     ] = False
     rank_schedulers: Annotated[
-        bool, SimOption("each shard of --attention-dp has a scheduler of its own: a rank", configures=True)
+        bool, SimOption("each shard of --attention-dp has its own scheduler: a rank", configures=True)
     ] = False
     max_new_tokens: Annotated[
-        int | None, SimOption("limit of every request; shorter answers end with an end token", stored=True)
+        int | None, SimOption("output tokens per request, at most; shorter answers end with an end token", stored=True)
     ] = None
-    grammar_compile_us: Annotated[int, SimOption("time for one grammar", commands=SIMULATE)] = 50_000
+    grammar_compile_us: Annotated[int, SimOption("time to compile one grammar", commands=SIMULATE)] = 50_000
     receive_interval: Annotated[
-        int, SimOption("decodes between two looks at the socket, at most; 1: at every one", commands=SIMULATE)
+        int, SimOption("decodes between two reads of the socket, at most; 1: read at every decode", commands=SIMULATE)
     ] = 1
     skip_bad_rows: Annotated[
-        bool, SimOption("leave out rows that cannot be right; otherwise they are refused", stored=True, of_load=True)
+        bool, SimOption("leave out invalid rows instead of failing", stored=True, of_load=True, sent=True)
     ] = False
-    settings: Annotated[Mapping[str, Any], SimOption("fields of SchedConfig that were given", stored=True)] = field(
+    settings: Annotated[Mapping[str, Any], SimOption("given fields of SchedConfig", stored=True)] = field(
         default_factory=dict
     )
-    tiers: Annotated[Mapping[str, Any], SimOption("fields of HostTiers and HybridShares that were given")] = field(
+    tiers: Annotated[Mapping[str, Any], SimOption("given fields of HostTiers and HybridShares")] = field(
         default_factory=dict
     )
     slos: Annotated[
         tuple[Slo, ...],
-        SimOption("such as ttft_p99=500ms; may be repeated", flag="--slo", metavar="METRIC=TIME", stored=True),
+        SimOption(
+            "bound on a metric, such as ttft_p99=500ms; may be repeated",
+            flag="--slo",
+            metavar="METRIC=TIME",
+            stored=True,
+            sent=True,
+        ),
     ] = ()
 
     @property
     def parallelism(self) -> Parallelism:
-        """How an engine is laid out. Raises CapacityError for what cannot be."""
+        """The layout of an engine over GPUs. Raises CapacityError for an impossible layout."""
         from lockstep.sim.cost.parallel import BESIDES_TP, Parallelism
 
         return Parallelism(**{name: getattr(self, name) for name in ("tp", *BESIDES_TP)})
 
     @property
     def gpus(self) -> int:
-        """GPUs of an engine."""
+        """Return the number of GPUs of an engine."""
         return self.tp * self.pp
 
     def command(self) -> str:
-        """The command line that runs this again."""
+        """Return the command line that repeats this simulation."""
         return shlex.join(["lockstep", "simulate", *changed_words(self, always=("seed",))])
 
 
 def sim_options(command: str = "", *, struct: type = Scenario) -> tuple[OptionField, ...]:
-    """Options of the simulator, in order; with `command`, those that it takes."""
+    """Return the options of the simulator, in order. With `command`, only those that the command takes."""
     return tuple(field for field in options_of(struct).values() if not command or field.takes(command))
 
 
 def names_where(trait: str, *, struct: type = Scenario) -> tuple[str, ...]:
-    """Names of the options for which a field of SimOption is set: searched, configures, stored."""
+    """Return the names of the options for which this field of SimOption is set: searched, configures, stored."""
     return tuple(field.name for field in options_of(struct).values() if getattr(field.option, trait, False))

@@ -1,6 +1,6 @@
-"""Options of memory beside and below the device's pages: host, storage, pools of layers that differ.
+"""Options of memory beside and below the device's pages: host, storage, separate pools of other layers.
 
-Reads nothing heavy, for --help.
+This module imports nothing heavy, so that --help stays fast.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from lockstep.host.options import Option
 
 
 class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How memory is shared out among layers of different kinds: hybrid_memory.py. Defaults of ratios are SGLang's."""
+    """Division of memory among layers of different kinds, see hybrid_memory.py. The default ratios are SGLang's."""
 
     hybrid_memory: Annotated[
-        Literal["on", "off"], Option("on: sliding windows and states of linear attention have pools of their own")
+        Literal["on", "off"], Option("on: separate pools for sliding windows and states of linear attention")
     ] = "off"
     swa_full_tokens_ratio: Annotated[
-        float, Option("with it: positions of the sliding layers' pool, of those of the full one")
+        float, Option("with --hybrid-memory: positions of the sliding-window pool over those of the full one")
     ] = 0.8
-    mamba_full_memory_ratio: Annotated[float, Option("with it: bytes of states, as a multiple of those of KV")] = 0.9
-    mamba_track_interval: Annotated[int, Option("with it: tokens between checkpoints of a state")] = 256
+    mamba_full_memory_ratio: Annotated[float, Option("with --hybrid-memory: bytes of states over bytes of KV")] = 0.9
+    mamba_track_interval: Annotated[int, Option("with --hybrid-memory: tokens between checkpoints of a state")] = 256
 
     def __post_init__(self) -> None:
         if self.hybrid_memory not in ("on", "off"):
@@ -34,8 +34,7 @@ class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             given = [name for name, value in _given(self).items() if value != "off"]
             if given:
                 raise ConfigError(
-                    f"`{given[0]}` is about pools of layers that differ, but `hybrid_memory` is off\n"
-                    "hint: add --hybrid-memory on"
+                    f"`{given[0]}` requires separate pools, but `hybrid_memory` is off\nhint: add --hybrid-memory on"
                 )
         if not 0.0 < self.swa_full_tokens_ratio <= 1.0:
             raise ConfigError(
@@ -50,37 +49,37 @@ class HybridShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def on(self) -> bool:
-        """Whether layers of other kinds have pools of their own."""
+        """Whether layers of other kinds have separate pools."""
         return self.hybrid_memory == "on"
 
 
 class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What lies below the device's cache, in the words of the command line. Nothing does without `host_cache_gb`."""
+    """Memory below the device's cache, by options of the command line. Without `host_cache_gb` there is none."""
 
     host_cache_gb: Annotated[float, Option("host memory for an engine's KV, in gigabytes; 0: none")] = (
-        0.0  # 1e9 bytes, for all GPUs of the engine
+        0.0  # 1e9 bytes, over all GPUs of the engine
     )
     host_link_gbs: Annotated[
         float | None, Option("GB/s between a GPU and the host, each way: 450 is NVLink-C2C", default="PCIe")
     ] = None
     host_write_policy: Annotated[
-        WritePolicy, Option("when KV goes there: write_through, write_through_selective or write_back")
+        WritePolicy, Option("when KV is copied to the host: write_through, write_through_selective or write_back")
     ] = "write_through"
-    load_tokens_min: Annotated[int, Option("fewer tokens that only the host has are computed rather than loaded")] = 10
+    load_tokens_min: Annotated[int, Option("fewer cached tokens on the host are computed again instead of loaded")] = 10
     storage_gb: Annotated[float, Option("storage below the host, in gigabytes; 0: none")] = 0.0  # 1e9 bytes
     storage_gbs: Annotated[float, Option("GB/s of storage, each way, for all GPUs of an engine")] = 10.0
-    storage_latency_us: Annotated[int, Option("until the first byte from storage comes")] = 200
+    storage_latency_us: Annotated[int, Option("time until the first byte from storage arrives")] = 200
     prefetch_policy: Annotated[
         PrefetchPolicy, Option("how long a request waits for storage: timeout, wait_complete or best_effort")
     ] = "timeout"
-    prefetch_tokens_min: Annotated[int, Option("fewer tokens are not read from storage")] = 256
+    prefetch_tokens_min: Annotated[int, Option("shorter cached prefixes are not read from storage")] = 256
 
     def __post_init__(self) -> None:
         if not self.host_cache_gb:
             given = [name for name, value in _given(self).items() if value]
             if given:
                 raise ConfigError(
-                    f"`{given[0]}` is about a tier below the device, but `host_cache_gb` is 0\n"
+                    f"`{given[0]}` requires a tier below the device, but `host_cache_gb` is 0\n"
                     "hint: add --host-cache-gb, such as 1000"
                 )
         for name, choices in (("host_write_policy", WritePolicy), ("prefetch_policy", PrefetchPolicy)):
@@ -89,7 +88,7 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(f"`{name}` must be {', '.join(others)} or {last}, got `{getattr(self, name)}`")
         for name in ("host_cache_gb", "storage_gb"):
             if not 0 <= getattr(self, name) < 1e9:
-                raise ConfigError(f"`{name}` must be gigabytes from 0 on, got `{getattr(self, name)}`")
+                raise ConfigError(f"`{name}` must be at least 0 gigabytes and below 1e9, got `{getattr(self, name)}`")
         for name in ("host_link_gbs", "storage_gbs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
@@ -97,12 +96,14 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not self.storage_gb:
             for name in ("storage_gbs", "storage_latency_us", "prefetch_policy", "prefetch_tokens_min"):
                 if name in _given(self):
-                    raise ConfigError(f"`{name}` is about storage, but `storage_gb` is 0\nhint: add --storage-gb")
+                    raise ConfigError(f"`{name}` requires storage, but `storage_gb` is 0\nhint: add --storage-gb")
 
     def settings(self, page_bytes: int) -> CacheTiers | msgspec.UnsetType:
-        """The scheduler's part of it, for pages of so many bytes on the host; unset if there is no host tier.
+        """Return the scheduler's settings for these tiers, or unset without a host tier.
 
-        Raises: ConfigError if not one page fits.
+        Args:
+            page_bytes: bytes of one page on the host.
+        Raises: ConfigError if the host cache is smaller than one page.
         """
         if not self.host_cache_gb:
             return msgspec.UNSET
@@ -123,18 +124,18 @@ class HostTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _given(tiers: HostTiers | HybridShares) -> dict[str, Any]:
-    """What differs from its default."""
+    """Return the fields that differ from their defaults."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(type(tiers))}
     return {name: value for name, value in msgspec.structs.asdict(tiers).items() if value != defaults[name]}
 
 
 def host_tiers(given: Mapping[str, Any]) -> HostTiers:
-    """The tiers below the device, by the settings that were given. Raises ConfigError."""
+    """Return the tiers below the device, from the settings that were given. Raises ConfigError."""
     return HostTiers(**{name: value for name, value in given.items() if name not in HYBRID_KEYS})
 
 
 def hybrid_shares(given: Mapping[str, Any]) -> HybridShares:
-    """The pools beside the pages of full attention, by the settings that were given. Raises ConfigError."""
+    """Return the pools beside the pages of full attention, from the settings that were given. Raises ConfigError."""
     return HybridShares(**{name: value for name, value in given.items() if name in HYBRID_KEYS})
 
 

@@ -1,4 +1,4 @@
-"""Kinds of values on command lines: times with a unit, and words that stand for a value."""
+"""Types of command-line values: times with a unit, and words that stand for a value."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import click
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
 else:
-    ParamType = click.ParamType  # which older releases of click do not subscript
+    ParamType = click.ParamType  # older releases of click cannot subscript it
 
 
 class NoneWord:
-    """The value of the word `none` on a command line, where None means that the option was not given."""
+    """The value of the word `none` on a command line. None itself means that the option was not given."""
 
 
 NONE = NoneWord()
 
 
 class OrWord(ParamType):
-    """A value, or a word that stands for one."""
+    """A value, or a word that stands for a fixed value."""
 
     def __init__(self, kind: ParamType, **words: Any) -> None:
         self.kind = kind
@@ -37,7 +37,7 @@ class OrWord(ParamType):
 
 
 class DurationType(ParamType):
-    """A time with its unit, in whole microseconds."""
+    """A time with its unit, converted to whole microseconds."""
 
     name = "duration"
 
@@ -51,4 +51,4 @@ class DurationType(ParamType):
 
 
 KINDS = {"_us": DurationType()}
-"""Kinds of values by the end of an option's name."""
+"""Types of values, by the suffix of an option's name."""

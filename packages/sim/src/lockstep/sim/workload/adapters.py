@@ -1,7 +1,7 @@
-"""Which requests of a workload run on which LoRA adapters.
+"""Assignment of a workload's requests to LoRA adapters.
 
-parse_adapters("0.8x40:zipf:1.2")        # of 0.8 of the sessions, one of 40 each, number k with weight 1 / k**1.2
-with_adapters(turns, spec, seed=7)       # the same turns, all of a session on one adapter
+parse_adapters("0.8x40:zipf:1.2")        # 0.8 of the sessions on one of 40 adapters, number k with weight 1 / k**1.2
+with_adapters(turns, spec, seed=7)       # the same turns; all turns of a session on one adapter
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from lockstep.core.contract.errors import ConfigError
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.turns import Turns
 
-TENANTS = "tenants"  # each on the adapter of its name
-RECORDED = "recorded"  # as requests of a journal were
+TENANTS = "tenants"  # each tenant on the adapter of its name
+RECORDED = "recorded"  # as the requests of a journal
 ADAPTERS_MAX = 100_000
 EXAMPLE = "--adapters 0.8x40:zipf, or --adapters tenants; docs/workloads.md"
 _SPEC = re.compile(r"(?:(?P<share>[0-9.eE-]+)x)?(?P<count>[0-9]+)(?::zipf(?::(?P<exponent>[0-9.]+))?)?")
 
 
 class AdapterSpec(NamedTuple):
-    """Which sessions run on which adapters."""
+    """Assignment of sessions to adapters."""
 
-    share: float = 1.0  # of the sessions; the others run on the model alone
-    adapters: int = 0  # different ones; 0: each tenant has its own
-    exponent: float = 0.0  # adapter k (from 1) is asked for with weight 1 / k**exponent
-    recorded: bool = False  # the workload says so
+    share: float = 1.0  # of the sessions; the others run on the base model
+    adapters: int = 0  # number of adapters; 0: each tenant has its own
+    exponent: float = 0.0  # adapter k (from 1) is chosen with weight 1 / k**exponent
+    recorded: bool = False  # adapters are those of the recorded workload
 
 
 def parse_adapters(text: str) -> AdapterSpec:
-    """Read `[SHAREx]COUNT[:zipf[:EXPONENT]]`, `tenants`, or `recorded`. Raises ConfigError."""
+    """Parse `[SHAREx]COUNT[:zipf[:EXPONENT]]`, `tenants`, or `recorded`. Raises ConfigError."""
     if text in (TENANTS, RECORDED):
         return AdapterSpec(recorded=text == RECORDED)
 
@@ -58,42 +58,43 @@ def parse_adapters(text: str) -> AdapterSpec:
 
 
 def with_adapters(turns: Turns, spec: AdapterSpec, *, seed: int) -> Turns:
-    """The same turns, each on the adapter of its session. Which that is does not depend on the turns' lengths."""
+    """Return the same turns, each on the adapter of its session. The choice does not depend on lengths of turns."""
     if spec.recorded:
         if turns.adapter is None:
             raise ConfigError(
-                f"`adapters` is {RECORDED}, but this workload says of no request which it runs on\n"
+                f"`adapters` is {RECORDED}, but no request of this workload has a recorded adapter\n"
                 "hint: --adapters 40:zipf draws them"
             )
         return turns
     if not spec.adapters:
         if not any(turns.tenants):
             raise ConfigError(
-                f"`adapters` is {TENANTS}, but no request of this workload has one\nhint: --adapters 40:zipf draws them"
+                f"`adapters` is {TENANTS}, but no request of this workload has a tenant\n"
+                "hint: --adapters 40:zipf draws them"
             )
         return replace(turns, adapter=turns.tenant, adapters=turns.tenants)
     root = turns.root()
     has = random_stream(seed, "adapters/share").random_sample(len(turns)) < spec.share
-    # Python's power, not numpy's: that may differ in the last digit between processors, and with it what is drawn.
+    # Python's power is the same on all processors; numpy's may differ in the last digit, which would change the draws.
     weights = np.cumsum(
         np.fromiter((k**-spec.exponent for k in range(1, spec.adapters + 1)), np.float64, spec.adapters)
     )
     draws = random_stream(seed, "adapters/which").random_sample(len(turns)) * weights[-1]
     drawn = np.where(has, np.searchsorted(weights, draws, side="right") + 1, 0)[root]
-    used, codes = np.unique(np.append(drawn, 0), return_inverse=True)  # 0, the model alone, is the first name
+    used, codes = np.unique(np.append(drawn, 0), return_inverse=True)  # 0, the base model, is the first name
     names = tuple(f"adapter{number}" if number else "" for number in used.tolist())
     return replace(turns, adapter=codes[:-1].astype(np.int32), adapters=names)
 
 
 def adapters_in(turns: Turns) -> tuple[str, ...]:
-    """Those that turns ask for, by name."""
+    """Return the names of the adapters in use."""
     if turns.adapter is None:
         return ()
     return tuple(sorted({turns.adapters[code] for code in np.unique(turns.adapter).tolist()} - {""}))
 
 
 def describe_adapters(turns: Turns) -> str:
-    """One sentence for the notes of a workload."""
+    """Return a sentence for the notes of a workload."""
     assert turns.adapter is not None
     counts = np.bincount(turns.adapter, minlength=len(turns.adapters))
     on = {name: int(count) for name, count in zip(turns.adapters, counts.tolist(), strict=True) if name and count}

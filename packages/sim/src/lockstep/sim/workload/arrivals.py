@@ -1,7 +1,7 @@
-"""When requests come: drawn from a process, or stretched from recorded times.
+"""Arrival times, drawn from a process or stretched from recorded times.
 
-Time 0 is the first arrival, everywhere. Gaps are drawn with mean 1 and divided by the rate, so that one seed gives the
-same pattern at every rate, and two runs of a rate sweep differ by the rate alone.
+Time 0 is the first arrival. Gaps are drawn with mean 1 and divided by the rate, so one seed produces the same pattern
+at every rate, and runs of a rate sweep differ in the rate only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ RATE_MIN = 1e-6  # arrivals per second: one in eleven days
 
 
 def arrival_times_us(process: str, rate: float, cv: float, random: Random) -> Iterator[int]:
-    """Yield arrival times without end, never decreasing, the first at 0.
+    """Yield arrival times without end, in ascending order, the first at 0.
 
     Args:
         process: one of PROCESSES.
-        rate: arrivals per second on average; `math.inf` puts all of them at 0.
-        cv: coefficient of variation of the gaps, for gamma. 1 is Poisson, above 1 comes in bursts.
+        rate: mean arrivals per second; `math.inf` puts all of them at 0.
+        cv: coefficient of variation of the gaps, for gamma. 1 is Poisson, above 1 is bursty.
     """
     gap_us = 1e6 / rate
     gaps = 0.0
@@ -36,7 +36,7 @@ def arrival_times_us(process: str, rate: float, cv: float, random: Random) -> It
 
 
 def _draw_gap(process: str, cv: float, random: Random) -> float:
-    """Draw one gap; the mean is 1."""
+    """Draw one gap with mean 1."""
     match process:
         case "poisson":
             return random.expovariate(1.0)
@@ -48,18 +48,18 @@ def _draw_gap(process: str, cv: float, random: Random) -> float:
 
 
 def mean_rate(arrivals_us: Sequence[int] | NDArray[np.int64]) -> float:
-    """Arrivals per second of ascending times: gaps / span; `math.inf` if all are at one instant."""
+    """Return the arrivals per second of ascending times: gaps / span; `math.inf` if all are equal."""
     span_us = int(arrivals_us[-1] - arrivals_us[0])
     return (len(arrivals_us) - 1) * 1e6 / span_us if span_us else math.inf
 
 
 def stretch(arrivals_us: NDArray[np.int64], factor: float) -> NDArray[np.int64]:
-    """Multiply ascending times by `factor`, rounding half to even; equal times stay equal."""
+    """Multiply ascending times by `factor`, rounded half to even. Equal times stay equal."""
     return arrivals_us if factor == 1 else np.rint(arrivals_us * factor).astype(np.int64)
 
 
 def random_stream(seed: int, stream: str) -> np.random.RandomState:
-    """A stream of its own per question. RandomState, because numpy promises that its draws never change."""
+    """Return the random stream of one purpose. RandomState is used because numpy guarantees its draws."""
     words = np.frombuffer(hashlib.sha512(f"{seed}/{stream}".encode()).digest(), np.dtype("<u4"))
     return np.random.RandomState(words.astype(np.uint32))
 
@@ -80,16 +80,16 @@ _TIME_US_MAX = 100 * 365 * 86_400 * 10**6
 
 
 class TimeWindow(NamedTuple):
-    """What arrives in [start_us:stop_us), by a workload's own clock."""
+    """Span [start_us:stop_us) of arrivals to keep, by a workload's own clock."""
 
     start_us: int
     stop_us: int | None  # None: to the end
 
     @classmethod
     def parse(cls, text: str) -> TimeWindow:
-        """Read `FROM..TO`: seconds, or with units as in `10m..1h30m`; either side may be left out.
+        """Parse `FROM..TO`: seconds, or times with units as in `10m..1h30m`; either side may be left out.
 
-        Raises: ValueError saying what was expected.
+        Raises: ValueError with what was expected.
         """
         start, dots, stop = text.partition("..")
         if not dots:

@@ -1,10 +1,10 @@
-"""Fit a model to a workload, and say how like it the model is.
+"""Fit a model to a workload, and measure how similar the model is.
 
     model = fit(open_workload("conversation_trace.jsonl.gz", seed=7))
     comparison = compare(workload.turns, draw_model(model, seed=7))
 
-fitted.py explains what is fitted and how samples are drawn. How the arrivals are modelled is found by trying: every
-candidate is drawn from a few times, and the simplest one whose bursts are as large as the trace's, is taken.
+fitted.py explains the model and how it is sampled. The model of arrivals is found by trial: every candidate is drawn a
+few times, and the simplest one with bursts as large as the trace's is chosen.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from lockstep.sim.workload.turns import Int64s, Turns
 
 Floats = NDArray[np.float64]
 
-ROWS_MAX = 8_192  # of each table of a model
+ROWS_MAX = 8_192  # rows of each table of a model, at most
 STRATA_MAX = 16_384
-WINDOWS_S = (1, 10, 60)  # over which dispersion is measured
-CAPACITY_SHARES = (64, 8, 2)  # a cache of 1/64, 1/8 and half of all different prompt tokens
+WINDOWS_S = (1, 10, 60)  # windows in which dispersion is measured
+CAPACITY_SHARES = (64, 8, 2)  # caches of 1/64, 1/8 and half of all different prompt tokens
 
-_GOOD_ENOUGH = 0.15  # mean difference of the logarithms of what burstiness is measured by: 15 %
+_GOOD_ENOUGH = 0.15  # mean difference of logarithms of the measures of burstiness: 15 %
 _TRIALS = 3
 _TRIALS_ARRIVALS_MAX = 50_000
-_TICKS_BATCH = 2.0  # arrivals per instant above which they come in batches
+_TICKS_BATCH = 2.0  # mean arrivals per instant above which arrivals form batches
 
 _STANDARD = NormalDist()
 _TAILS = 2.0 ** -np.arange(8, 17)  # probabilities beyond the grid of 1/128
 _GRID = np.concatenate((_TAILS[::-1], np.linspace(1 / 128, 127 / 128, 127), 1 - _TAILS))
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- measures ---------------------------------------------------------------------------------------------------------
 
 
 class Burstiness(NamedTuple):
-    """Of arrivals by the clock; None where there are too few, or all come at once."""
+    """Measures of arrivals by the clock; None if there are too few, or all are simultaneous."""
 
     rate_per_s: float | None
     gap_cv: float | None  # coefficient of variation: 1 for Poisson
-    dispersion: tuple[float | None, ...]  # variance over mean of the number in each of WINDOWS_S: 1 for Poisson
+    dispersion: tuple[float | None, ...]  # variance over mean of the counts in each of WINDOWS_S: 1 for Poisson
 
 
 def burstiness(arrivals_us: Int64s) -> Burstiness:
@@ -82,7 +82,7 @@ def burstiness(arrivals_us: Int64s) -> Burstiness:
 
 
 def rank_correlation(a: NDArray[np.int32], b: NDArray[np.int32]) -> float | None:
-    """Spearman's coefficient; None if either never varies."""
+    """Return Spearman's coefficient; None if one column is constant."""
     ranks = _ranks(a), _ranks(b)
     if ranks[0].std() == 0 or ranks[1].std() == 0:
         return None
@@ -90,7 +90,7 @@ def rank_correlation(a: NDArray[np.int32], b: NDArray[np.int32]) -> float | None
 
 
 def _ranks(values: NDArray[Any]) -> Floats:
-    """From 1; equal values share their mean rank."""
+    """Return ranks from 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return ranks
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def off(self) -> float | None:
-        """How far the generated is from the trace: a difference of shares, or relative to the trace."""
+        """Error of the generated value: a difference of shares, or relative to the trace; None if unknown."""
         if self.trace is None or self.generated is None:
             return None
         if self.kind == "share":
@@ -116,7 +116,7 @@ class Row:
 
 
 def compare(trace: Turns, generated: Turns) -> list[Row]:
-    """Everything a model is meant to reproduce, side by side."""
+    """Return every measure that a model reproduces, of trace and generated turns."""
     different = (1 - sharing_ratio(trace)) * int(trace.prompt_tokens.sum(dtype=np.int64))
     capacities = [max(1, int(different / share)) for share in CAPACITY_SHARES]
     both = [_measure(turns, capacities) for turns in (trace, generated)]
@@ -161,7 +161,7 @@ def _short(tokens: int) -> str:
 
 
 def fit(turns: Turns, provenance: Mapping[str, object]) -> WorkloadModel:
-    """Fit a model to the turns of a workload; `provenance` says which, and is kept in the file."""
+    """Fit a model to the turns of a workload. `provenance` describes the workload and is stored in the file."""
     by_clock = turns.by_clock_rows
     paces, think = _fit_think(turns)
     return WorkloadModel(
@@ -180,7 +180,7 @@ def fit(turns: Turns, provenance: Mapping[str, object]) -> WorkloadModel:
 class _Candidate(NamedTuple):
     model: ArrivalModel
     error: float
-    numbers: int  # that the model needs
+    numbers: int  # parameters of the model
 
     def evidence(self) -> dict[str, float | str]:
         parts = f", {len(self.model.profile)} parts of {self.model.profile_part_s:g} s" if self.model.profile else ""
@@ -189,9 +189,9 @@ class _Candidate(NamedTuple):
 
 
 def _fit_arrivals(arrivals_us: Int64s) -> ArrivalModel:
-    """The simplest candidate that is good enough, or else the best."""
+    """Return the simplest candidate with a small error, or else the best candidate."""
     measured = burstiness(arrivals_us)
-    if measured.gap_cv is None:  # too few to say more
+    if measured.gap_cv is None:  # too few arrivals for a shape
         return ArrivalModel(rate=measured.rate_per_s)
     instants_us, sizes = np.unique(arrivals_us, return_counts=True)
     has_batches = sizes.mean() >= _TICKS_BATCH and len(instants_us) > 2
@@ -208,7 +208,7 @@ def _fit_arrivals(arrivals_us: Int64s) -> ArrivalModel:
             local = _local(profile, part_s, times_us)
             seen = local > 0
             batches = _quantiles(sizes[seen] / local[seen])
-            if profile:  # what rounding and the profile change of the mean, the rate must not notice
+            if profile:  # rescale the batches, so that rounding and profile do not change the rate
                 batches = Quantiles(
                     batches.at, tuple(value * float(sizes.mean()) / batches.mean() for value in batches.values)
                 )
@@ -242,14 +242,14 @@ def _profile(arrivals_us: Int64s, part_s: float | None) -> tuple[float, ...]:
 
 
 def _local(profile: tuple[float, ...], part_s: float | None, times_us: Int64s) -> Floats:
-    """The profile at these times."""
+    """Return the profile at these times."""
     if not profile or part_s is None:
         return np.ones(len(times_us))
     return np.array(profile)[np.minimum((times_us / (part_s * 1e6)).astype(np.int64), len(profile) - 1)]
 
 
 def _operational(profile: tuple[float, ...], part_s: float | None, times_us: Int64s) -> Floats:
-    """Times by a clock that runs as fast as the profile says."""
+    """Return times by the operational clock, which runs at the speed of the profile."""
     times_s: Floats = times_us / 1e6
     if not profile or part_s is None:
         return times_s
@@ -259,17 +259,17 @@ def _operational(profile: tuple[float, ...], part_s: float | None, times_us: Int
 
 
 def _quantiles(values: Floats) -> Quantiles:
-    """Where these values lie, close together in the tails."""
-    least = 1 / len(values)  # no part of the distribution is smaller than one value
+    """Return the quantiles of these values, on a grid that is finer in the tails."""
+    least = 1 / len(values)  # no step of the distribution is smaller than one value
     grid = np.array([probability for probability in _GRID if least <= probability <= 1 - least])
     at = np.concatenate((np.zeros(1), grid, np.ones(1)))
     return Quantiles(tuple(at.tolist()), tuple(float(f"{value:.6g}") for value in np.quantile(values, at)))
 
 
 def _weibull_shape(gaps: Floats) -> float:
-    """The shape with this coefficient of variation, by bisection."""
+    """Return the shape with the coefficient of variation of these gaps, by bisection."""
     square = 1 + float(gaps.var()) / float(gaps.mean()) ** 2
-    low, high = 0.06, 20.0  # with shapes below, half of all gaps are 0 microseconds
+    low, high = 0.06, 20.0  # with smaller shapes half of all gaps are 0 microseconds
     for _ in range(60):
         shape = math.sqrt(low * high)
         if math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape) > math.log(square):
@@ -280,7 +280,7 @@ def _weibull_shape(gaps: Floats) -> float:
 
 
 def _error(model: ArrivalModel, measured: Burstiness, count: int) -> float:
-    """Mean difference of the logarithms of rate, CV and dispersions, over a few seeds."""
+    """Return the mean difference of the logarithms of rate, CV and dispersions, over a few seeds."""
     wanted = [measured.rate_per_s, measured.gap_cv, *measured.dispersion]
     count = min(count, _TRIALS_ARRIVALS_MAX)
     differences = []
@@ -318,9 +318,9 @@ def _fit_requests(turns: Turns, paces: Floats) -> RequestModel:
 
 
 def _reuse(turns: Turns) -> tuple[Int64s, Int64s]:
-    """For each first turn: tokens shared with earlier ones, and how many first turns ago the last of them was used."""
+    """Return for each first turn its shared tokens, and the number of first turns since the last use of their end."""
     by_clock = turns.by_clock_rows
-    used: dict[int, int] = {}  # piece -> the last opening that has it
+    used: dict[int, int] = {}  # piece -> last first turn that contains it
     shared, lags = np.zeros(len(by_clock), np.int64), np.zeros(len(by_clock), np.int64)
     for opening, (pieces, lengths) in enumerate(prompts_in_pieces(turns, by_clock)):
         tokens, last = 0, opening
@@ -371,7 +371,7 @@ def _fit_follow_ups(turns: Turns) -> FollowUpModel:
 
 
 def _fit_think(turns: Turns) -> tuple[Floats, ThinkModel | None]:
-    """The pace of each session, in the order of their first turns, and how think times scatter around it."""
+    """Return the pace of each session, in the order of their first turns, and the model of think times around it."""
     later = np.flatnonzero(turns.after >= 0)
     if not len(later):
         return np.zeros(len(turns.by_clock_rows)), None
@@ -382,7 +382,7 @@ def _fit_think(turns: Turns) -> tuple[Floats, ThinkModel | None]:
     counts = np.bincount(roots[later], minlength=len(turns))
     paces = np.bincount(roots[later], scores[later], minlength=len(turns)) / np.maximum(counts, 1)
     rest = scores - paces[roots]
-    degrees = len(later) - np.count_nonzero(counts)  # every session's own pace takes one
+    degrees = len(later) - np.count_nonzero(counts)  # the pace of each session takes one degree of freedom
     spread = math.sqrt(float(np.sum(rest[later] ** 2)) / degrees) if degrees > 0 else 0.0
     in_a_row = later[turns.after[turns.after[later]] >= 0]
     behind = rest[turns.after[in_a_row]]
@@ -393,7 +393,7 @@ def _fit_think(turns: Turns) -> tuple[Floats, ThinkModel | None]:
 
 
 def _kinds(turns: Turns) -> Int64s:
-    """[n]: the kind of each turn's session: its quarter by longest prompt, and in that its half by number of turns."""
+    """Return the kind of each turn's session, [n]: its quarter by longest prompt, and within that its half by turns."""
     roots = turns.root()
     longest = np.zeros(len(turns), np.int64)
     np.maximum.at(longest, roots, turns.prompt_tokens)
@@ -409,7 +409,7 @@ def _kinds(turns: Turns) -> Int64s:
 
 
 def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens at the start of both, given as runs."""
+    """Return the number of tokens at the start of both prompts, given as runs."""
     common = 0
     i = j = 0
     one_left, other_left = list(one), list(other)
@@ -428,7 +428,7 @@ def _common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _spread(count: int) -> Int64s:
-    """Positions of at most ROWS_MAX rows of so many, evenly spread."""
+    """Return at most ROWS_MAX of `count` positions, evenly spread."""
     if count <= ROWS_MAX:
         return np.arange(count)
     return (2 * np.arange(ROWS_MAX) + 1) * count // (2 * ROWS_MAX)

@@ -1,21 +1,22 @@
-"""Workloads drawn from a model that was fitted to a trace: a JSON file, and requests like the trace's.
+"""Workloads drawn from a model that was fitted to a trace and stored in a JSON file.
 
-The file holds distributions, not requests: when they come, how long they are, how they share prefixes, how sessions go
-on. `fit.py` writes it. Any number of requests can be drawn from it, at any rate, each seed another workload.
+The file contains distributions, not requests: of arrival times, lengths, shared prefixes and later turns of sessions.
+`fit.py` writes it. Any number of requests can be drawn from it, at any rate; each seed makes another workload.
 
-**Arrivals** are a renewal process of instants, in operational time where the rate varies (`profile`), each instant a
-batch of one or more. Gaps and batches are drawn in strata: of as many as the trace has, each equal part of their
-distribution comes exactly once, so that the rare long silence is there in every workload and its rate is the rate.
+**Arrivals** are a renewal process of instants, in operational time if the rate varies (`profile`); each instant is a
+batch of one or more arrivals. Gaps and batches are drawn in strata: of as many draws as the trace has, each equal part
+of their distribution occurs exactly once. So a rare long silence occurs in every workload, and the drawn rate is the
+given one.
 
-**Requests** are drawn as whole rows (shared, new and output tokens, and how long ago the shared part was last used), so
-that lengths keep their joint distribution. A request that shares looks about `lag` requests back for one whose prompt
-is long enough and whose shared part no request has used since, and begins with that:
+**Requests** are drawn as whole rows (shared, new and output tokens, and the time since the shared part was last used),
+so that lengths keep their joint distribution. A request that shares a prefix takes it from a request about `lag`
+requests before, with a prompt that is long enough and a prefix that no request has used since:
 
-    # | shared with an earlier prompt | new |       # the radix tree grows as the trace's did, with other content
+    # | shared with an earlier prompt | new |       # the radix tree grows like the trace's, with other content
 
-**Sessions** are Markov: what a follow-up keeps, adds and answers is drawn from the rows of the trace that stood behind
-a prompt of about the same length, in a session of the same kind: about as long, in tokens and in turns. Users differ in
-their pace, and a long thought is often followed by another.
+**Sessions** are Markov chains. What a follow-up keeps, adds and answers is drawn from the rows of the trace that
+followed a prompt of about the same length, in a session of the same kind: of about the same length, in tokens and in
+turns. Users differ in their pace, and a long think time is often followed by another one.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from numpy.typing import NDArray
 from lockstep.sim.workload.arrivals import random_stream
 from lockstep.sim.workload.lengths import parse_rate, parse_tokens
 from lockstep.sim.workload.token_runs import FreshTokens, append_run, cut_runs
-from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
 MODEL_FORMAT = "lockstep-workload-model"
 MODEL_VERSION = 1
-_MODEL_HEAD_BYTES = 400  # within which a file says that it is one
+_MODEL_HEAD_BYTES = 400  # a file with the format's name in its first bytes is a model
 
 Floats = NDArray[np.float64]
 
@@ -55,90 +56,91 @@ _Positive = Annotated[float, Meta(gt=0)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 
 _STANDARD = NormalDist()
-_SEARCH_STEPS = 256  # requests tried on either side of the one that `lag` names
+_SEARCH_STEPS = 256  # requests tried before and after the one at `lag`
 _STRATA_MAX = 65_536
-_WAITING_MAX = 64  # rows passed over in search of one that fits
-_GROUPS = 12  # of lengths of the prompt before, by which follow-ups of one kind are grouped
+_WAITING_MAX = 64  # rows skipped in search of one that fits
+_GROUPS = 12  # groups of follow-ups of one kind, by length of the previous prompt
 
 
 class Quantiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A distribution by the values at some probabilities, straight in between."""
+    """A distribution as its values at some probabilities, linear in between."""
 
     at: Annotated[tuple[_Share, ...], Meta(min_length=2)]  # ascending, from 0 to 1
     values: Annotated[tuple[_NotNegative, ...], Meta(min_length=2)]  # ascending
 
     def mean(self) -> float:
-        """Of the distribution as it is drawn."""
+        """Return the mean of the distribution."""
         at, values = np.array(self.at), np.array(self.values)
         return float(np.sum(np.diff(at) * (values[1:] + values[:-1])) / 2)
 
     def draw(self, uniform: Floats) -> Floats:
-        """Values at these probabilities."""
+        """Return the values at these probabilities."""
         drawn: Floats = np.interp(uniform, self.at, self.values)
         return drawn
 
 
 class ArrivalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When sessions begin; a request that stands alone is a session of one turn."""
+    """Model of the start times of sessions; a request without a session is a session of one turn."""
 
-    rate: _Positive | None  # per second on average; None: all at once
+    rate: _Positive | None  # mean arrivals per second; None: all at once
     process: Literal["exponential", "weibull", "empirical"] = "exponential"  # of the gaps between instants
     shape: _Positive = 1.0  # of weibull
     gaps: Quantiles | None = None  # of empirical, in units of their mean
-    batches: Quantiles | None = None  # sessions that begin at one instant; None: one. A fraction is one more or less
+    batches: Quantiles | None = None  # sessions per instant; None: one. Fractions are rounded up or down at random
     strata: Annotated[int, Meta(ge=1, le=_STRATA_MAX)] = 1_024
     profile: tuple[_NotNegative, ...] = ()  # rate in equal parts of a cycle, in units of its mean; (): constant
     profile_part_s: _Positive = 60.0
-    chosen: str = ""  # which of `evidence` this is
-    evidence: tuple[dict[str, float | str], ...] = ()  # what was tried, and how far off it was
+    chosen: str = ""  # the chosen entry of `evidence`
+    evidence: tuple[dict[str, float | str], ...] = ()  # candidates that were tried, with their errors
 
 
 class RequestModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What first turns are like; one entry per row in each column."""
+    """First turns; one entry per row in each column."""
 
-    turns: Annotated[tuple[_Some, ...], Meta(min_length=1)]  # of the session that it opens
-    shared_tokens: tuple[_Tokens, ...]  # with the earlier prompt with which it shares most
-    lag: tuple[Annotated[int, Meta(ge=0)], ...]  # openings since the shared part was last used; 0: nothing is shared
+    turns: Annotated[tuple[_Some, ...], Meta(min_length=1)]  # turns of the session
+    shared_tokens: tuple[_Tokens, ...]  # shared with the earlier prompt with the longest common prefix
+    # first turns since the last use of the shared part; 0: nothing is shared
+    lag: tuple[Annotated[int, Meta(ge=0)], ...]
     new_tokens: tuple[_Tokens, ...]
     output_tokens: tuple[_Tokens, ...]
-    pace: tuple[float, ...]  # how long its user thinks compared with others, in standard deviations
-    kind: tuple[_Kind, ...]  # of its session, by how long its prompts become and how many there are
+    pace: tuple[float, ...]  # think time relative to other users, in standard deviations
+    kind: tuple[_Kind, ...]  # of its session, by the longest prompt and the number of turns
 
 
 class ThinkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long users think: the pace of their session, and a remainder that remembers the one before."""
+    """Model of think times: the pace of a session, and a remainder that depends on the previous one."""
 
     seconds: Quantiles  # of all think times
     spread: Annotated[float, Meta(ge=0, le=10)] = 1.0  # of the remainder, in standard deviations of all
-    memory: Annotated[float, Meta(gt=-1, lt=1)] = 0.0  # correlation of two remainders in a row
+    memory: Annotated[float, Meta(gt=-1, lt=1)] = 0.0  # correlation of consecutive remainders
 
 
 class FollowUpModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What later turns of sessions are like; one entry per row in each column. By kind and `before_tokens`."""
+    """Later turns of sessions; one entry per row in each column, ordered by kind and `before_tokens`."""
 
     kind: tuple[_Kind, ...] = ()
-    before_tokens: tuple[_Some, ...] = ()  # of the prompt before
-    lost_tokens: tuple[_Tokens, ...] = ()  # of that prompt and its answer, which this prompt does not begin with
+    before_tokens: tuple[_Some, ...] = ()  # of the previous prompt
+    lost_tokens: tuple[_Tokens, ...] = ()  # of that prompt and its answer, not in this prompt
     answer_tokens: tuple[_Tokens, ...] = ()  # of that answer
     new_tokens: tuple[_Tokens, ...] = ()
     output_tokens: tuple[_Tokens, ...] = ()
 
 
 class WorkloadModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fitted model, as its file holds it."""
+    """A fitted model, as stored in its file."""
 
     format: Literal["lockstep-workload-model"] = "lockstep-workload-model"
     version: Literal[1] = 1
     provenance: dict[str, object]
-    turns: Annotated[int, Meta(ge=1)]  # in the trace; as many are drawn by default
+    turns: Annotated[int, Meta(ge=1)]  # in the trace; the default number of drawn turns
     arrivals: ArrivalModel
     requests: RequestModel
     follow_ups: FollowUpModel = FollowUpModel()
-    think: ThinkModel | None = None  # None: there are no follow-ups
+    think: ThinkModel | None = None  # None without follow-ups
 
 
 def write_model(path: Path, model: WorkloadModel) -> None:
-    """Write a model file; it is there whole or not at all. Raises: OSError."""
+    """Write a model file atomically. Raises: OSError."""
     part = path.with_name(f".part-{path.name}")
     try:
         part.write_bytes(msgspec.json.encode(model) + b"\n")
@@ -148,7 +150,7 @@ def write_model(path: Path, model: WorkloadModel) -> None:
 
 
 class FittedSpec(NamedTuple):
-    """What `gen:file=FILE,n=500,rate=4` asks for."""
+    """Parameters of `gen:file=FILE,n=500,rate=4`."""
 
     file: str
     turns: int | None
@@ -156,7 +158,7 @@ class FittedSpec(NamedTuple):
 
 
 def parse_model_spec(text: str) -> FittedSpec | None:
-    """Read a spec that names a model file; None if it names none. Raises: WorkloadError."""
+    """Parse a spec that names a model file; None if it names none. Raises: WorkloadError."""
     items = [item.partition("=") for item in text.removeprefix("gen:").split(",") if item]
     if not any(key == "file" for key, _, _ in items):
         return None
@@ -164,7 +166,7 @@ def parse_model_spec(text: str) -> FittedSpec | None:
     for key, _, value in items:
         if key not in ("file", "n", "rate"):
             hint = "known keys beside file: n, rate; lengths, sharing and bursts are the model's"
-            raise WorkloadError(text, f"`{key}` means nothing for a fitted model", hint)
+            raise WorkloadError(text, f"`{key}` has no meaning for a fitted model", hint)
         if key in values or not value:
             raise WorkloadError(text, f"`{key}` is given twice or has no value", "for example gen:file=chat.json,n=500")
         values[key] = value
@@ -179,12 +181,12 @@ def parse_model_spec(text: str) -> FittedSpec | None:
 
 
 def is_model(data: bytes) -> bool:
-    """Whether the content of a file is a fitted model's."""
+    """Return whether the content of a file is a fitted model."""
     return MODEL_FORMAT.encode() in data[:_MODEL_HEAD_BYTES]
 
 
 def parse_model(source: str, data: bytes) -> WorkloadModel:
-    """Read and check a model file. Raises: WorkloadError naming the field."""
+    """Parse and check a model file. Raises: WorkloadError with the field."""
     hint = "write it again with `lockstep workload fit`"
     try:
         version = msgspec.json.decode(data, type=dict[str, object]).get("version")
@@ -242,9 +244,9 @@ def _check_quantiles(source: str, name: str, quantiles: Quantiles, hint: str) ->
 
 
 def draw_model(model: WorkloadModel, *, seed: int, turns: int | None = None, rate: float | None = None) -> Turns:
-    """Draw `turns` turns at `rate` sessions per second; as many and as fast as the trace, if not given.
+    """Draw `turns` turns at `rate` sessions per second; by default the number and the rate of the trace.
 
-    The first so many turns of more are the same, and so are those at another rate, at other times.
+    A larger number of turns begins with the same turns. Another rate changes only their times.
     """
     count = model.turns if turns is None else turns
     rate = model.arrivals.rate if rate is None else rate
@@ -263,10 +265,10 @@ def draw_model(model: WorkloadModel, *, seed: int, turns: int | None = None, rat
 
 
 def arrival_times_s(model: ArrivalModel, count: int, rate: float, seed: int) -> Floats:
-    """`count` times in seconds, ascending, the first at 0."""
+    """Return `count` times in seconds, ascending, the first at 0."""
     parts: list[Floats] = []
     done, block = 0, 0
-    start_s = 0.0  # at the model's own rate, 1 per second
+    start_s = 0.0  # at the model's own rate of 1 per second
     batch_mean = model.batches.mean() if model.batches is not None else 1.0
     while done < count:
         uniform = _strata(model.strata, random_stream(seed, f"fitted/gaps/{block}"))
@@ -291,12 +293,12 @@ def arrival_times_s(model: ArrivalModel, count: int, rate: float, seed: int) -> 
 
 
 def _strata(count: int, random: np.random.RandomState) -> Floats:
-    """`count` numbers, one from each of as many equal parts of [0, 1), in random order."""
+    """Return `count` numbers, one from each of as many equal parts of [0, 1), in random order."""
     return (random.permutation(count) + random.random_sample(count)) / count
 
 
 def _gaps(model: ArrivalModel, uniform: Floats) -> Floats:
-    """Gaps of mean 1."""
+    """Return gaps of mean 1."""
     if model.process == "empirical" and model.gaps is not None:
         drawn: Floats = model.gaps.draw(uniform) / model.gaps.mean()
         return drawn
@@ -307,14 +309,14 @@ def _gaps(model: ArrivalModel, uniform: Floats) -> Floats:
 
 
 def _cycle(model: ArrivalModel) -> tuple[float, Floats]:
-    """The length of a part at 1 session per second, and how many sessions have begun at its start; and at the end."""
+    """Return the length of a part at 1 session per second, and the sessions begun before each part and in total."""
     part = model.profile_part_s * (model.rate or 1.0)
     weights = np.array(model.profile) / np.mean(model.profile)
     return part, np.concatenate((np.zeros(1), np.cumsum(weights * part)))
 
 
 def _profile_at(model: ArrivalModel, times: Floats) -> Floats:
-    """The rate at these times, in units of its mean."""
+    """Return the rate at these times, in units of its mean."""
     part, _ = _cycle(model)
     weights = np.array(model.profile) / np.mean(model.profile)
     picked: Floats = weights[np.floor(times / part).astype(np.int64) % len(weights)]
@@ -322,7 +324,7 @@ def _profile_at(model: ArrivalModel, times: Floats) -> Floats:
 
 
 def _from_operational(model: ArrivalModel, times: Floats) -> Floats:
-    """When the operational clock, which runs as fast as the profile says, shows these times."""
+    """Convert times of the operational clock, which runs at the speed of the profile."""
     part, begun = _cycle(model)
     cycles, within = np.divmod(times, begun[-1])
     place = np.minimum(np.searchsorted(begun, within, side="right") - 1, len(model.profile) - 1)
@@ -332,9 +334,9 @@ def _from_operational(model: ArrivalModel, times: Floats) -> Floats:
 
 
 class _Opening:
-    """A first turn, as a node of the tree that first turns grow: it owns what it did not share with its parent.
+    """A first turn, as a node in the tree of first turns. It owns the tokens that it does not share with its parent.
 
-    Its parent owns the last token that it shares, so it shares more than its parent did, and no path is long.
+    Its parent owns the last token that it shares. So it shares more than its parent did, and all paths are short.
     """
 
     __slots__ = ("number", "parent", "prompt", "shared_tokens", "tokens", "uses")
@@ -345,7 +347,8 @@ class _Opening:
         self.tokens = tokens
         self.parent = other.owner(shared_tokens) if other is not None else None
         self.shared_tokens = shared_tokens
-        # (tokens, number): opening `number` begins with so many tokens of this one, and no later one with as many.
+        # (tokens, number): the first turn `number` begins with that many tokens of this one, and no later one with as
+        # many.
         self.uses: list[tuple[int, int]] = [(tokens, number)]
         node = self
         while node.parent is not None:
@@ -353,7 +356,7 @@ class _Opening:
             node = node.parent
 
     def owner(self, tokens: int) -> _Opening:
-        """Return the opening that the last of the first `tokens` of this one belongs to."""
+        """Return the first turn that owns the last of the first `tokens` tokens of this one."""
         node = self
         while node.parent is not None and tokens <= node.shared_tokens:
             node = node.parent
@@ -365,7 +368,7 @@ class _Opening:
         self.uses.append((tokens, number))
 
     def last_use(self, tokens: int) -> int:
-        """The last opening that begins with the first `tokens` of this one, itself or another."""
+        """Return the last first turn that begins with the first `tokens` of this one, possibly this one itself."""
         uses = self.owner(tokens).uses
         return next((number for used, number in reversed(uses) if used >= tokens), self.number)
 
@@ -387,11 +390,11 @@ class _Requests:
                 strict=True,
             )
         )
-        self._left: list[int] = []  # rows that this round has not drawn yet
+        self._left: list[int] = []  # rows not drawn yet in this round
         self._follow_ups = _FollowUps(model.follow_ups)
         self._label = "s{0}t{1}" if max(requests.turns) > 1 else "r{0}"
         self._lag_max = max(requests.lag) + _SEARCH_STEPS
-        self._openings: list[_Opening] = []  # the last few, oldest first
+        self._openings: list[_Opening] = []  # the most recent ones, oldest first
         self._sessions = 0
         self._fresh = FreshTokens(0)
         self._random = Random(f"{seed}/fitted/requests")
@@ -399,7 +402,7 @@ class _Requests:
         self._think = _Thinking(model.think, seed) if model.think is not None else None
 
     def add_session(self, turns: TurnsBuilder, turns_max: int) -> None:
-        """Draw a session and add its turns, as long as there are fewer than `turns_max`."""
+        """Draw a session and add its turns, up to `turns_max` turns in total."""
         session_turns, shared_tokens, lag, new_tokens, output_tokens, pace, kind = self._next_row()
         prompt: list[int] = []
         tokens = shared_tokens + new_tokens
@@ -429,25 +432,21 @@ class _Requests:
                 think_us = next(think) if think is not None else 0
             output_first_token = self._fresh.take(output_tokens)
             turns.append(
-                arrival_us=0,
+                TurnStart(after=len(turns) - 1 if turn else -1, think_us=think_us),
+                TurnLabel(self._label, self._sessions, turn),
                 prompt=prompt,
                 prompt_tokens=tokens,
                 output_tokens=output_tokens,
                 output_first_token=output_first_token,
-                label_form=self._label,
-                label_number=self._sessions,
-                label_part=turn,
-                after=len(turns) - 1 if turn else -1,
-                think_us=think_us,
             )
             if len(turns) == turns_max:
                 break
         self._sessions += 1
 
     def _next_row(self) -> tuple[int, int, int, int, int, float, int]:
-        """The next row of a random order. Every row comes once a round: what is rare in the trace is as rare here.
+        """Return the next row in random order. Every row occurs once per round, so rare rows stay as rare as in traces.
 
-        One that looks back further than there are openings waits until later in the round.
+        A row with a lag beyond the existing first turns is postponed within the round.
         """
         if not self._left:
             self._left = list(range(len(self._rows)))
@@ -465,7 +464,7 @@ class _Requests:
             del self._openings[: -self._lag_max]
 
     def _find(self, shared_tokens: int, lag: int) -> _Opening | None:
-        """Return the opening nearest to `lag` openings ago that is long enough and was not used so far since."""
+        """Return the first turn nearest to `lag` ago that is long enough and whose prefix was not used since."""
         openings = self._openings
         newest = len(openings) - 1
         wanted = max(0, newest + 1 - lag)
@@ -483,7 +482,7 @@ class _Requests:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """From one turn of a session to the next, as recorded."""
+    """Recorded change from one turn of a session to the next, in tokens."""
 
     before_tokens: int
     lost_tokens: int
@@ -492,21 +491,21 @@ class _Change:
     output_tokens: int
 
     def lost(self, tokens: int, output_tokens: int) -> int:
-        """Return the tokens that are dropped of a history of `tokens` and `output_tokens`.
+        """Return the tokens that are dropped from a history of `tokens` and `output_tokens`.
 
-        A turn that keeps most of its history drops its end, however long the rest; a turn that starts anew keeps the
-        beginning.
+        A turn that keeps most of its history drops tokens at its end, however long the rest. A turn that starts anew
+        keeps the recorded number of tokens at the beginning.
         """
         recorded = self.before_tokens + self.answer_tokens
         if 2 * self.lost_tokens >= recorded:
             return max(0, tokens + output_tokens - (recorded - self.lost_tokens))
-        if self.lost_tokens >= self.answer_tokens:  # the answer is not in the next prompt, as far as one can tell
+        if self.lost_tokens >= self.answer_tokens:  # the answer does not appear in the next prompt
             return min(tokens, self.lost_tokens - self.answer_tokens) + output_tokens
         return min(output_tokens, self.lost_tokens)
 
 
 class _FollowUps:
-    """Changes, by the kind of the session and the length of the prompt they follow."""
+    """Recorded changes by kind of session and length of the previous prompt."""
 
     def __init__(self, model: FollowUpModel) -> None:
         columns = (getattr(model, name) for name in model.__struct_fields__ if name != "kind")
@@ -525,14 +524,14 @@ class _FollowUps:
             self._groups.append((bounds, groups))
 
     def choose(self, kind: int, tokens: int, uniform: float) -> _Change:
-        """A change in a session of this kind, behind a prompt of about so many tokens."""
+        """Return a change in a session of this kind, after a prompt of about this many tokens."""
         bounds, groups = self._groups[kind]
         group = groups[bisect_right(bounds, tokens)]
         return group[int(uniform * len(group))]
 
 
 class _Thinking:
-    """Draws think times: normal scores, of which the quantiles make seconds."""
+    """Draws think times: normal scores that the quantiles convert to seconds."""
 
     def __init__(self, model: ThinkModel, seed: int) -> None:
         self._at, self._seconds = list(model.seconds.at), list(model.seconds.values)
@@ -540,7 +539,7 @@ class _Thinking:
         self._normal = Random(f"{seed}/fitted/think").normalvariate
 
     def session(self, pace: float) -> Iterator[int]:
-        """Think times of one session, without end, in microseconds."""
+        """Yield think times of one session in us, without end."""
         fresh = math.sqrt(1 - self._memory**2)
         remainder = self._normal(0.0, 1.0)
         while True:

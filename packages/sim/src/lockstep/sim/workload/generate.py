@@ -1,7 +1,7 @@
-"""Generated workloads: one spec, such as `gen:n=500,rate=4,input=lognormal:900:0.75`, and one seed are one workload.
+"""Generated workloads: a spec, such as `gen:n=500,rate=4,input=lognormal:900:0.75`, and a seed determine a workload.
 
-Each question (when, how long, which prefix, ...) draws from its own random stream, so that changing the answer to one
-leaves the others alone: the same prompts at twice the rate, or one more session behind the same first hundred.
+Each property (time, length, prefix, ...) has its own random stream, so changing one leaves the others unchanged: the
+same prompts at twice the rate, or one more session after the same first hundred.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from lockstep.sim.workload.lengths import (
     parse_tokens,
 )
 from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run
-from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
 PREFIX = "gen:"
-_DRAWS_MAX = 1_000  # of the lengths of one request, until they fit `max_total`
+_DRAWS_MAX = 1_000  # draws of the lengths of one request, until they fit `max_total`
 
 
 class SharedPrefix(NamedTuple):
     tokens: int  # of each system prompt
-    prompts: int  # how many different ones
+    prompts: int  # number of different prompts
 
 
 class GrammarSpec(NamedTuple):
-    share: float  # of the turns, whose output must follow a grammar
-    grammars: int  # how many different ones
+    share: float  # of the turns, with output under a grammar
+    grammars: int  # number of different grammars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSpec:
-    """What to generate, by the names used in a spec; docs/workloads.md explains each."""
+    """Parameters of a generator, by their names in a spec; docs/workloads.md explains each."""
 
-    n: int | None = None  # turns at most; 100 if neither this nor `sessions` is given
-    rate: float = 1.0  # sessions begun per second; a request that stands alone is a session of one turn
+    n: int | None = None  # turns, at most; 100 if neither this nor `sessions` is given
+    rate: float = 1.0  # session starts per second; a request without a session is a session of one turn
     arrivals: str = "poisson"
-    cv: float = 1.0  # of the gaps, with arrivals=gamma
-    input: Distribution = field(default=Fixed(512))  # new prompt tokens of a turn, behind shared prefix and history
+    cv: float = 1.0  # of the gaps, for arrivals=gamma
+    input: Distribution = field(default=Fixed(512))  # new prompt tokens of a turn, after shared prefix and history
     output: Distribution = field(default=Fixed(128))
     shared_prefix: SharedPrefix | None = None
     prefix_choice: float = 0.0  # system prompt k (from 1) is chosen with weight 1 / k**prefix_choice
     sessions: int | None = None
     turns: Distribution = field(default=Fixed(1))
-    think: Distribution = field(default=LogNormal(5_000_000, 1.0))  # microseconds
+    think: Distribution = field(default=LogNormal(5_000_000, 1.0))  # us
     max_total: int = LENGTH_TOKENS_MAX  # prompt and output tokens of one turn together
     grammars: GrammarSpec | None = None
 
 
 def parse_spec(text: str) -> GeneratorSpec:
-    """Read `gen:KEY=VALUE,...`. Raises: WorkloadError naming key, value and a fix."""
+    """Parse `gen:KEY=VALUE,...`. Raises: WorkloadError with key, value and a fix."""
     values: dict[str, Any] = {}
     for item in filter(None, text.removeprefix(PREFIX).split(",")):
         key, equals, value = item.partition("=")
@@ -92,10 +92,10 @@ def _check_together(text: str, values: dict[str, Any]) -> None:
         ("think", "turns", _EXAMPLES["turns"]),
     ):
         if key in values and (needed not in values or (key == "cv" and values["arrivals"] != "gamma")):
-            raise WorkloadError(text, f"`{key}` means nothing without {needed}={value}", f"add it, or remove `{key}`")
+            raise WorkloadError(text, f"`{key}` has no effect without {needed}={value}", f"add it, or remove `{key}`")
     prefix_tokens = values["shared_prefix"].tokens if "shared_prefix" in values else 0
     if prefix_tokens + 2 > (max_total := values.get("max_total", LENGTH_TOKENS_MAX)):
-        problem = f"`max_total` {max_total} leaves no room behind a shared prefix of {prefix_tokens} tokens"
+        problem = f"`max_total` {max_total} leaves no room after a shared prefix of {prefix_tokens} tokens"
         raise WorkloadError(text, problem, f"at least {prefix_tokens + 2}: one more token in and one out")
 
 
@@ -152,7 +152,7 @@ def _parse_prefix_choice(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    """The number a text means, or NaN, which is in no range."""
+    """Return the number in a text, or NaN, which is in no range."""
     try:
         return float(text)
     except ValueError:
@@ -195,9 +195,9 @@ _EXAMPLES = {
 
 
 def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Turns:
-    """Draw the turns of a spec, session by session in order of their start; `limit` gives the first so many of them.
+    """Draw the turns of a spec, session by session in order of their start; `limit` returns only the first ones.
 
-    The tokens of a session are numbered consecutively, so that a prompt is one run, or two behind a system prompt:
+    The tokens of a session are numbered consecutively, so a prompt is one run, or two with a system prompt:
 
         # | system prompt | user 1 | output 1 | user 2 | output 2 | ...
         # |--------- prompt of turn 1 ---------|                     turn k + 1 begins with all of turn k
@@ -226,17 +226,18 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
             new_tokens, output_tokens = lengths
             append_run(prompt, fresh.take(new_tokens), new_tokens)
             output_first_token = fresh.take(output_tokens)
+            start = (
+                TurnStart(0, len(turns) - 1, draw_think_us(spec.think, streams.think))
+                if turn
+                else TurnStart(arrival_us)
+            )
             turns.append(
-                arrival_us=0 if turn else arrival_us,
+                start,
+                TurnLabel(label_form, session, turn),
                 prompt=prompt,
                 prompt_tokens=history_tokens + new_tokens,
                 output_tokens=output_tokens,
                 output_first_token=output_first_token,
-                label_form=label_form,
-                label_number=session,
-                label_part=turn,
-                after=len(turns) - 1 if turn else -1,
-                think_us=draw_think_us(spec.think, streams.think) if turn else 0,
                 grammar=_draw_grammar(spec.grammars, streams.grammars) if spec.grammars is not None else "",
             )
             append_run(prompt, output_first_token, output_tokens)
@@ -245,7 +246,7 @@ def generate(spec: GeneratorSpec, *, seed: int, limit: int | None = None) -> Tur
 
 
 class _Streams:
-    """One random stream per question. Seeding with text hashes it with SHA-512, never with `hash()`."""
+    """One random stream per property. Seeding with text hashes it with SHA-512, never with `hash()`."""
 
     def __init__(self, seed: int) -> None:
         self.arrivals = Random(f"{seed}/arrivals")
@@ -273,8 +274,10 @@ def _prefix_chooser(spec: GeneratorSpec, random: Random) -> Callable[[], int]:
 def _draw_lengths(
     spec: GeneratorSpec, history_tokens: int, streams: _Streams, *, is_first: bool
 ) -> tuple[int, int] | None:
-    """Draw (new prompt tokens, output tokens). A first turn is drawn again until it fits `max_total`, which keeps the
-    shape of the distributions below it; a later turn that does not fit is None: the session is as long as it can be.
+    """Draw new prompt tokens and output tokens of a turn.
+
+    A first turn is drawn again until it fits `max_total`, which keeps the shape of the distributions below it. A later
+    turn that does not fit is None, and its session ends.
     """
     room = spec.max_total - history_tokens
     for _ in range(_DRAWS_MAX if is_first else 1):
@@ -294,5 +297,5 @@ def _draw_grammar(grammars: GrammarSpec, random: Random) -> str:
 
 
 def with_rate(spec: GeneratorSpec, *, rate: float | None, rate_scale: float) -> GeneratorSpec:
-    """The spec at another rate (if given), times `rate_scale`."""
+    """Return the spec at another rate, if given, times `rate_scale`."""
     return replace(spec, rate=(spec.rate if rate is None else rate) * rate_scale)

@@ -1,9 +1,9 @@
-"""How long, how many, how long between: distributions as written in a generator spec.
+"""Distributions of lengths, counts and times, as written in a generator spec.
 
     fixed:512    uniform:100:2000    lognormal:900:0.75    exponential:300
 
-The same four serve tokens, turns and think times; only the unit of their parameters differs. The median of a lognormal
-is given, not its mean: medians are what traces are described by, and mean = median * exp(sigma**2 / 2).
+The same four apply to tokens, turns and think times, with parameters in the respective unit. A lognormal is given by
+its median, because traces are described by medians; its mean is median * exp(sigma**2 / 2).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from random import Random
 from lockstep.sim.workload.arrivals import RATE_MIN
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX
 
-SIGMA_MAX = 5.0  # exp(5) is a factor of 148 at one standard deviation: more is a typing error
+SIGMA_MAX = 5.0  # exp(5) is a factor of 148 at one standard deviation; more is a typing error
 THINK_US_MAX = 7 * 24 * 3600 * 10**6  # a week
 _UNITS_US = {"us": 1, "ms": 1_000, "s": 1_000_000, "min": 60_000_000}
 
@@ -61,7 +61,12 @@ _FORMS = "fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
 
 
 def parse_distribution(text: str, parse_value: Callable[[str], int]) -> Distribution:
-    """Read `fixed:N` and the like; `parse_value` reads one parameter in its unit. ValueError says what was expected."""
+    """Parse `fixed:N` and the other forms.
+
+    Args:
+        parse_value: parses one parameter in its unit.
+    Raises: ValueError with what was expected.
+    """
     match text.split(":"):
         case ["fixed", value]:
             return Fixed(parse_value(value))
@@ -79,24 +84,24 @@ def parse_distribution(text: str, parse_value: Callable[[str], int]) -> Distribu
 
 
 def draw_tokens(lengths: Distribution, random: Random) -> int:
-    """Draw a length in tokens (or a number of turns), brought into 1 .. LENGTH_TOKENS_MAX."""
+    """Draw a length in tokens (or a number of turns), clamped to 1 .. LENGTH_TOKENS_MAX."""
     return min(max(1, lengths.draw(random)), LENGTH_TOKENS_MAX)
 
 
 def draw_think_us(thinking: Distribution, random: Random) -> int:
-    """Draw a think time, brought into 0 .. one week."""
+    """Draw a think time in us, clamped to 0 .. one week."""
     return min(max(0, thinking.draw(random)), THINK_US_MAX)
 
 
 def parse_tokens(text: str) -> int:
-    """Read a count: `512`."""
+    """Parse a count: `512`."""
     if text.isascii() and text.isdigit() and 1 <= int(text) <= LENGTH_TOKENS_MAX:
         return int(text)
     raise ValueError(f"expected whole numbers from 1 to {LENGTH_TOKENS_MAX:,}, without separators")
 
 
 def parse_duration_us(text: str) -> int:
-    """Read a duration with its unit: `5s`, `250ms`, `1.5min`."""
+    """Parse a duration with its unit: `5s`, `250ms`, `1.5min`."""
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit_us = _UNITS_US.get(text[len(number) :])
     try:
@@ -108,7 +113,7 @@ def parse_duration_us(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Read arrivals per second: above 0, `inf` for all at once."""
+    """Parse arrivals per second: above 0, `inf` for all at once."""
     try:
         if (rate := float(text)) >= RATE_MIN:
             return rate

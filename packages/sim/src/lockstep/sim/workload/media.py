@@ -1,4 +1,4 @@
-"""Media that are added to a workload: which turns bring images, videos or sounds, of what size, and how many are equal.
+"""Media that are added to a workload: turns with images, videos or sounds, their sizes, and how many are equal.
 
     parse_media("image=0.3x1..4:1024x768/200:zipf;audio=0.05:12s")
     with_media(turns, specs, encoders, seed=7)
@@ -6,9 +6,9 @@
     # | system prompt, history | text | image | image | question |      a turn
     #                                                            | answer | text | image | question |     the next
 
-A prompt grows by what the model makes of them, so only a model can say how long it gets. Media stand in front of the
-last text of a turn, and stay where they are in the prompts of the turns behind it. Placeholders get ids of their own,
-which are used only to count what prompts share; the scheduler numbers contents by their digests.
+The placeholders of media lengthen a prompt by a number of tokens that depends on the model. New media precede the last
+text of their turn, and keep their place in the prompts of later turns. Placeholders get unused token ids, which serve
+only to count what prompts share; the scheduler numbers contents by their digests.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _SPEC = re.compile(
 
 
 class MediaSpec(NamedTuple):
-    """One kind of media, as asked for."""
+    """One kind of media of a workload."""
 
     kind: MediaKind
     share: float  # of the turns
-    low: int  # that many at least ...
-    high: int  # ... and at most, in each of them
+    low: int  # per turn with media, at least
+    high: int  # per turn with media, at most
     width: int = 0  # pixels
     height: int = 0
     seconds: float = 0.0
-    contents: int = 0  # different ones, up to CONTENTS_MAX; 0: no two are equal
-    exponent: float = 0.0  # content k (from 1) is taken with weight 1 / k**exponent
+    contents: int = 0  # different contents, up to CONTENTS_MAX; 0: no two are equal
+    exponent: float = 0.0  # content k (from 1) is chosen with weight 1 / k**exponent
 
     def content(self, encoders: Encoders) -> MediaContent:
-        """What a model's encoder makes of it. Raises CatalogueError if it makes nothing."""
+        """Return the content as an encoder sees it. Raises CatalogueError for a kind that the model does not take."""
         if self.kind == "image":
             return encoders.image(self.width, self.height)
         if self.kind == "video":
@@ -66,14 +66,14 @@ class MediaSpec(NamedTuple):
 
 
 def parse_media(text: str) -> tuple[MediaSpec, ...]:
-    """Read `KIND=SHARE[xLOW[..HIGH]][:WxH][:TIME][/CONTENTS[:zipf[:EXPONENT]]]`, several with `;`. Raises ConfigError.
+    """Parse `KIND=SHARE[xLOW[..HIGH]][:WxH][:TIME][/CONTENTS[:zipf[:EXPONENT]]]`, several with `;`. Raises ConfigError.
 
-    `recorded` is none of them: it is the workload's own affair.
+    `recorded` yields no spec: recorded media belong to the workload itself.
     """
     parts = [part.strip() for part in text.split(SEPARATOR)]
     if RECORDED in parts and len(parts) > 1:
         raise ConfigError(
-            f"`media` cannot be `{text}`: {RECORDED} stands alone, for all media that the workload has\n"
+            f"`media` cannot be `{text}`: {RECORDED} excludes other media, as it means all media of the workload\n"
             f"hint: --media {RECORDED}, or leave it out"
         )
     return () if text == RECORDED else tuple(map(_parse_one, parts))
@@ -99,7 +99,7 @@ def _parse_one(text: str) -> MediaSpec:
         high = int(found["high"] or low)
         width, height = int(found["width"] or 0), int(found["height"] or 0)
         contents = int(found["contents"] or 0)
-    except ValueError as error:  # whole numbers of thousands of digits are among them
+    except ValueError as error:  # such as integers of thousands of digits
         raise refuse(str(error)) from None
     if not 0.0 < share <= 1.0:
         raise refuse("the share of turns is above 0 and at most 1")
@@ -120,7 +120,7 @@ def _parse_one(text: str) -> MediaSpec:
 
 
 class _Item(NamedTuple):
-    """One in one turn, in front of the `at`-th token of its text."""
+    """One content in one turn, before token `at` of its text."""
 
     at: int
     content: int
@@ -128,20 +128,20 @@ class _Item(NamedTuple):
 
 
 def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, seed: int) -> Turns:
-    """The same turns with media among them, and prompts that are longer by as much.
+    """Return the same turns with media added, and with prompts that include the placeholders.
 
-    Which turns have how many of which content is drawn, each question from a stream of its own, so that it does not
-    depend on the model. Raises: CatalogueError for what the model does not take, ConfigError for a prompt that is
-    longer than any can be.
+    Each choice (turn, count, content) has its own random stream, so it does not depend on the model.
+
+    Raises: CatalogueError for media that the model does not take, ConfigError for a prompt that is too long.
     """
     seen = [spec.content(encoders) for spec in specs]
     own = _drawn(turns, specs, seed)
     texts = turns.prompts(np.arange(len(turns)))
     afters, text_tokens, outputs = turns.after.tolist(), turns.prompt_tokens.tolist(), turns.output_tokens.tolist()
     fresh = _ids_stop(turns)
-    items: list[list[_Item]] = []  # of each turn, those before it included
-    ids: dict[tuple[int, int], int] = {}  # turn and place of an item that is its own: the first id
-    origin: list[list[tuple[int, int]]] = []  # of each item, the turn that brought it first
+    items: list[list[_Item]] = []  # of each turn, those of earlier turns included
+    ids: dict[tuple[int, int], int] = {}  # (turn, place) of a new item -> first placeholder id
+    origin: list[list[tuple[int, int]]] = []  # of each item, the (turn, place) that introduced it
     runs_first: list[int] = []
     runs_tokens: list[int] = []
     run_stops: list[int] = []
@@ -163,7 +163,7 @@ def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, 
             kept = [*kept, _Item(at, content, spec)]
             owners = [*owners, (row, place)]
             if fresh + seen[spec].tokens > TOKEN_IDS:
-                fresh = 0  # ids begin again, as those of text do when all were used
+                fresh = 0  # ids restart, as those of text do when all were used
             ids[row, place] = fresh
             fresh += seen[spec].tokens
         items.append(kept)
@@ -201,7 +201,7 @@ def with_media(turns: Turns, specs: Sequence[MediaSpec], encoders: Encoders, *, 
 
 
 def _drawn(turns: Turns, specs: Sequence[MediaSpec], seed: int) -> dict[int, list[tuple[int, int]]]:
-    """Which turns have which: spec and number of the content, in order."""
+    """Draw the media of each turn: number of the spec and number of the content, in order."""
     found: dict[int, list[tuple[int, int]]] = {}
     base = 0
     for number, spec in enumerate(specs):
@@ -221,11 +221,12 @@ def _drawn(turns: Turns, specs: Sequence[MediaSpec], seed: int) -> dict[int, lis
 
 
 def _chosen(spec: MediaSpec, total: int, random: np.random.RandomState) -> list[int]:
-    """The contents of so many."""
+    """Draw `total` contents of a spec."""
     if not spec.contents:
         return list(range(total))
     if spec.exponent:
-        # Python's power, not numpy's: that may differ in the last digit between processors, and with it what is drawn.
+        # Python's power is the same on all processors; numpy's may differ in the last digit, which would change the
+        # draws.
         each = np.fromiter((k**-spec.exponent for k in range(1, spec.contents + 1)), np.float64, spec.contents)
     else:
         each = np.ones(spec.contents)
@@ -241,7 +242,7 @@ def _expanded(
     seen: Sequence[MediaContent],
     columns: list[tuple[int, int, int]],
 ) -> tuple[list[int], int]:
-    """The runs of a prompt with its placeholders, and how many there are; where each stands goes to `columns`."""
+    """Return the runs of a prompt with placeholders, and the number of these. Appends their places to `columns`."""
     if not items:
         return list(text), 0
     prompt: list[int] = []
@@ -271,7 +272,7 @@ def _ids_stop(turns: Turns) -> int:
 
 
 def describe_media(columns: MediaColumns, turns: int) -> str:
-    """One sentence for the notes of a workload."""
+    """Return a sentence for the notes of a workload."""
     counts = np.diff(columns.stops, prepend=0)
     different = len(np.unique(columns.content))
     by_kind = np.bincount(columns.kind, minlength=len(KINDS)).tolist()

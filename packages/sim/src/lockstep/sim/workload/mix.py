@@ -1,9 +1,9 @@
-"""Several workloads as one, each source a tenant of its own.
+"""Several workloads as one; each source is a tenant.
 
     mix:chat=conversation_trace.jsonl.gz@3;code=azure.csv@1.5;gen:n=500,rate=0.2
 
-A source is `[NAME=]WORKLOAD[@RATE]`. Its requests keep their times, or come at RATE per second; all sources begin
-together, and nothing is shared between them. What is drawn for a source depends on the seed and on its place.
+A source is `[NAME=]WORKLOAD[@RATE]`. Its requests keep their times, or arrive at RATE per second. All sources start
+together and share nothing. The random draws of a source depend on the seed and on its place.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _EXAMPLE = "mix:chat=conversation.jsonl.gz@3;code=azure.csv@1.5"
 
 class MixSource(NamedTuple):
     workload: str
-    name: str | None  # of its tenant; None: the workload's own name
-    rate: float | None  # requests per second; None: as recorded, or as its spec says
+    name: str | None  # of its tenant; None: the name of the workload
+    rate: float | None  # requests per second; None: as recorded, or as in its spec
 
 
 def parse_mix(text: str) -> tuple[MixSource, ...]:
-    """Read `mix:SOURCE;SOURCE;...`. Raises: WorkloadError."""
+    """Parse `mix:SOURCE;SOURCE;...`. Raises: WorkloadError."""
     return tuple(_parse_source(text, source) for source in text.removeprefix(MIX_PREFIX).split(SEPARATOR))
 
 
 def mix_of(workloads: Sequence[str]) -> str:
-    """The spec of a mix of these sources; one without a name is that workload itself. Raises: WorkloadError."""
+    """Return the spec of a mix of these sources; one source without a name is returned as is. Raises: WorkloadError."""
     if len(workloads) == 1:
         found = _SOURCE.fullmatch(workloads[0])
         named = found is not None and found["name"] and SEPARATOR not in workloads[0]
@@ -73,13 +73,13 @@ def _parse_source(text: str, source: str) -> MixSource:
 
 
 def seed_of_source(seed: int, place: int) -> int:
-    """The seed of the source at `place`: equal specs at two places are different requests."""
+    """Return the seed of the source at `place`: equal specs at two places draw different requests."""
     digest = hashlib.blake2b(f"{seed} source {place}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def check_names(text: str, names: Sequence[str]) -> None:
-    """Every source has a name of its own. Raises: WorkloadError."""
+    """Check that every source has a distinct name. Raises: WorkloadError."""
     for place, name in enumerate(names):
         if name in names[:place]:
             hint = f"name them: mix:a={name}...;b={name}..., or with --workload a=... --workload b=..."
@@ -87,10 +87,10 @@ def check_names(text: str, names: Sequence[str]) -> None:
 
 
 def mix_turns(text: str, names: Sequence[str], sources: Sequence[Turns]) -> Turns:
-    """All turns of all sources, in order of arrival; a session stands where its first turn does.
+    """Return all turns of all sources, in order of arrival. The turns of a session are sorted by its first turn.
 
-    A turn's tenant is the name of its source, or `name/tenant` if the source has tenants. Ids of tokens are moved so
-    that no two sources share one. Raises: WorkloadError if there are not enough of them.
+    The tenant of a turn is the name of its source, or `name/tenant` if the source has tenants. Token ids are shifted so
+    that no two sources share one. Raises: WorkloadError if there are not enough ids.
     """
     sources = _with_own_ids(text, sources)
     forms = _Union()
@@ -134,7 +134,7 @@ class _Union:
 
 
 def _with_own_ids(text: str, sources: Sequence[Turns]) -> list[Turns]:
-    """Move the ids of each source behind those of the one before; closer together, if they would not fit otherwise."""
+    """Shift the ids of each source after those of the previous one, without gaps if they would not fit otherwise."""
     if sum(map(_ids_stop, sources)) >= TOKEN_IDS:
         sources = [_compacted(source) for source in sources]
     stops = [_ids_stop(source) for source in sources]
@@ -159,12 +159,12 @@ def _ids_stop(turns: Turns) -> int:
 
 
 def _compacted(turns: Turns) -> Turns:
-    """The same turns with ids from 0 without gaps; what was equal stays equal, and runs stay runs."""
+    """Return the same turns with ids from 0 without gaps. Equal ids stay equal, and runs stay runs."""
     firsts = np.concatenate((turns.run_first_token, turns.output_first_token)).astype(np.int64)
     stops = firsts + np.concatenate((turns.run_tokens, turns.output_tokens))
     order = np.argsort(firsts, kind="stable")
     covered_to = np.maximum.accumulate(stops[order])
-    opens = np.concatenate(([True], firsts[order][1:] > covered_to[:-1]))  # a stretch of ids in use begins
+    opens = np.concatenate(([True], firsts[order][1:] > covered_to[:-1]))  # start of a stretch of ids in use
     begins = firsts[order][opens]
     ends = np.concatenate((covered_to[:-1][opens[1:]], covered_to[-1:]))
     bases = np.concatenate((np.zeros(1, np.int64), np.cumsum(ends - begins)[:-1]))

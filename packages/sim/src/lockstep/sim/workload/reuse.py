@@ -1,8 +1,8 @@
-"""How much of the prompts a prefix cache of a given size would hit, whatever the scheduler does.
+"""Hit ratio of a prefix cache of a given size over the prompts of a workload, independent of the scheduler.
 
-Requests are served in an instant, one after another: those that arrive by the clock at their time, a follow-up its
-think time after the turn before it. Prompts are inserted, outputs are not. What has not been touched for longest is
-evicted, leaves before what they hang on, token by token.
+Requests are served instantly, one after another: requests by the clock at their arrival, a follow-up its think time
+after the previous turn. Prompts are inserted, outputs are not. Eviction takes the least recently used tokens first,
+leaves before their parents, token by token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lockstep.sim.workload.turns import Int64s, Turns
 
 
 def hit_ratio(turns: Turns, capacity_tokens: int) -> float:
-    """Prompt tokens found in a cache of `capacity_tokens`, over all prompt tokens."""
-    cached: OrderedDict[int, int] = OrderedDict()  # piece -> tokens of it in the cache, least recently touched first
+    """Return the prompt tokens found in a cache of `capacity_tokens`, over all prompt tokens."""
+    cached: OrderedDict[int, int] = OrderedDict()  # piece -> its tokens in the cache, least recently used first
     used = hits = 0
     for pieces, lengths in prompts_in_pieces(turns, service_order(turns)):
         for piece, length in zip(pieces, lengths, strict=True):
@@ -32,7 +32,7 @@ def hit_ratio(turns: Turns, capacity_tokens: int) -> float:
             piece, held = cached.popitem(last=False)
             used -= held
             if used < capacity_tokens:
-                kept = min(held, capacity_tokens - used)  # its first tokens stay
+                kept = min(held, capacity_tokens - used)  # the first tokens of the piece stay
                 cached[piece] = kept
                 cached.move_to_end(piece, last=False)
                 used += kept
@@ -41,7 +41,7 @@ def hit_ratio(turns: Turns, capacity_tokens: int) -> float:
 
 
 def service_order(turns: Turns) -> Int64s:
-    """[n]: indices of the turns in the order in which they come if every answer takes no time."""
+    """Return the indices of the turns, [n], in order of their times if every answer takes no time."""
     times = turns.arrival_us.tolist()
     afters, thinks = turns.after.tolist(), turns.think_us.tolist()
     for index, after in enumerate(afters):
@@ -51,7 +51,7 @@ def service_order(turns: Turns) -> Int64s:
 
 
 def prompts_in_pieces(turns: Turns, order: Int64s) -> Iterator[tuple[list[int], list[int]]]:
-    """The prompts of these turns as pieces, which every prompt has whole or not at all, and their lengths."""
+    """Yield each prompt as pieces and their lengths. A prompt contains a piece as a whole or not at all."""
     starts = turns.run_first_token.astype(np.int64)
     stops = starts + turns.run_tokens
     bounds = np.unique(np.concatenate((starts, stops)))

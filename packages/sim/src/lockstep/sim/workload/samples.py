@@ -1,11 +1,12 @@
-"""Requests with several answers (n, best_of): which turns have them, the tokens of each, when all have ended.
+"""Requests with several samples (n, best_of): their turns, the tokens of each sample, the end of all samples.
 
-    parse_samples("0.3x2..8")                # 0.3 of the turns with any output ask for 2 to 8 answers, evenly
+    parse_samples("0.3x2..8")                # 0.3 of the turns with output have 2 to 8 samples, uniformly
     with_samples(turns, spec, seed=7)
 
 As in the server, a request with n samples is n requests of the engine that share a prompt: ids [first, first + n). The
-first one's answer is the turn's own, which a session goes on with; the others are as long and have tokens of their own.
-A session goes on once all have ended, as its client waits for all; where one was turned away or left, it does not.
+output of the first sample is the turn's own, which the session continues with. The others have the same length and
+their own tokens. A session continues once all samples have ended, because its client waits for all. It breaks off if
+one was rejected or cancelled.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _SPEC = re.compile(r"(?:(?P<share>[0-9.eE-]+)x)?(?P<low>[0-9]+)(?:\.\.(?P<high>[
 
 
 class SampleSpec(NamedTuple):
-    """Which turns ask for how many answers."""
+    """Numbers of samples, and the share of turns with several."""
 
-    share: float  # of the turns with any output
+    share: float  # of the turns with output
     low: int
     high: int
 
 
 def parse_samples(text: str) -> SampleSpec:
-    """Read `[SHAREx]LOW[..HIGH]`. Raises ConfigError."""
+    """Parse `[SHAREx]LOW[..HIGH]`. Raises ConfigError."""
 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"`samples` cannot be `{text}`: {problem}\nhint: such as --samples 4, or 0.3x2..8")
@@ -57,19 +58,19 @@ def parse_samples(text: str) -> SampleSpec:
 
 
 def with_samples(turns: Turns, spec: SampleSpec, *, seed: int) -> Turns:
-    """The same turns, some of which ask for several answers. Which do does not depend on lengths."""
+    """Return the same turns, some of them with several samples. The choice does not depend on lengths."""
     has = random_stream(seed, "samples/share").random_sample(len(turns)) < spec.share
     counts = random_stream(seed, "samples/count").randint(spec.low, spec.high + 1, len(turns))
     return with_counts(turns, np.where(has & (turns.output_tokens > 0), counts, 1).astype(np.int32))
 
 
 def with_counts(turns: Turns, samples: NDArray[np.int32]) -> Turns:
-    """The same turns with so many answers each, int32 [n]."""
+    """Return the same turns with these numbers of samples, int32 [n]."""
     return replace(turns, samples=samples, samples_first_token=_fresh_tokens(turns, samples))
 
 
 def _fresh_tokens(turns: Turns, samples: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[n], where ids of the further answers of each turn begin: behind all others, and from 0 when all were used."""
+    """Return the first id of each turn's further samples, [n]: after all other ids, from 0 when they run out."""
     prompts = turns.run_first_token.astype(np.int64) + turns.run_tokens
     answers = turns.output_first_token.astype(np.int64) + turns.output_tokens
     at = int(max(prompts.max(initial=0), answers.max(initial=0)))
@@ -83,29 +84,29 @@ def _fresh_tokens(turns: Turns, samples: NDArray[np.int32]) -> NDArray[np.int32]
 
 
 def sample_first_token(turn: Turn, sample: int) -> int:
-    """The first id of an answer of a turn, by number."""
+    """Return the first token id of a turn's sample, by number."""
     if not sample:
         return turn.output_first_token
     return turn.samples_first_token + (sample - 1) * turn.output_tokens
 
 
 def describe_samples(turns: Turns) -> str:
-    """One sentence for the notes of a workload."""
+    """Return a sentence for the notes of a workload."""
     assert turns.samples is not None
     several = turns.samples[turns.samples > 1]
     return f"{len(several):,} of {len(turns):,} requests ask for several answers, {int(several.sum()):,} in all"
 
 
 class OpenSamples:
-    """Open requests with several answers of one engine. The source of requests has the id of the first sample only."""
+    """Open requests with several samples of one engine. The source of requests uses the id of the first sample only."""
 
     def __init__(self) -> None:
-        self._first: dict[RequestId, RequestId] = {}  # of those that are open
-        self._open: dict[RequestId, int] = {}  # by the first one: how many are
+        self._first: dict[RequestId, RequestId] = {}  # sample -> first sample, of open samples
+        self._open: dict[RequestId, int] = {}  # first sample -> open samples of the request
         self._broken: set[RequestId] = set()
 
     def arrived(self, first: RequestId, samples: int) -> None:
-        """Take in a request with several samples."""
+        """Record a request with several samples."""
         self._first.update(dict.fromkeys(range(first, first + samples), first))
         self._open[first] = samples
 
@@ -114,7 +115,7 @@ class OpenSamples:
         return self._first.get(request_id, request_id)
 
     def ended(self, request_id: RequestId, *, answered: bool) -> tuple[RequestId, bool] | None:
-        """Take in the end of a sample. If it was the last, return the first sample and whether all were answered."""
+        """Record the end of a sample. After the last one, return the first sample and whether all were answered."""
         first = self._first.pop(request_id, None)
         if first is None:
             return request_id, answered

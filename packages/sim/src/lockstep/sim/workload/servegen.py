@@ -1,4 +1,4 @@
-"""ServeGen clients: how each of many clients of a service behaved over a day, and requests drawn from that.
+"""ServeGen clients: recorded behaviour of many clients of a service over a day, and requests drawn from it.
 
 A client is two files, in a folder or a tar archive of any depth:
 
@@ -6,13 +6,13 @@ A client is two files, in a folder or a tar archive of any depth:
     chunk-7-dataset.json    {"0": {"input_tokens": "{45: 0.009, ...}", "output_tokens": ...}, "21600": ...}
 
 Source of the format: ServeGen (Xiang et al., arXiv 2505.09999). A window lasts until the next one starts, and the last
-as long as the one before it. Windows of rate zero are silent and have neither process nor parameters.
+window as long as the previous one. Windows of rate zero are silent and have neither process nor parameters.
 
-What is drawn: a client's requests come as a renewal process in *operational* time, which runs as fast as its rate says
-and stands still in silent windows. Gaps have mean 1 and the shape of the window they begin in, so every window has its
-recorded number of requests on average. The recorded scale is left aside: it belongs to the requests within a window
-alone, and times the shape it disagrees with the rate wherever a window is half empty. Lengths are drawn from the
-histograms, input and output apart, for their joint distribution is not recorded.
+Requests of a client are a renewal process in *operational* time, which runs at the client's rate and stops in silent
+windows. Gaps have mean 1 and the shape of the window in which they begin, so every window has its recorded number of
+requests on average. The recorded scale is ignored, because it describes only the requests within a window, and together
+with the shape it contradicts the rate if a window is half empty. Lengths are drawn from the histograms of input and
+output independently, because their joint distribution is not recorded.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _TRACE_FILE = re.compile(r"(?:^|/)(chunk-(\d+)-)trace\.csv$")
 _TRACE_COLUMNS = 6
 _BIN = re.compile(r"\s*(\d{1,9})\s*:\s*([0-9.eE+-]{1,40})\s*")
 _WINDOW_DEFAULT_S = 600.0
-_BURN_IN = 10.0  # times cv**2: gaps drawn before time 0, after which it no longer shows where the process began
+_BURN_IN = 10.0  # times cv**2: length of the burn-in before time 0, after which the start of the process has no effect
 _BURN_IN_MAX = 10_000
 
 
 class Window(NamedTuple):
     start_s: float
     rate: float  # requests per second; 0: silent
-    process: str  # "" where silent
+    process: str  # "" if silent
     shape: float
 
 
 class Histogram(NamedTuple):
-    """Lengths and how probable each is, as cumulated weights up to 1."""
+    """Lengths and their cumulated probabilities, up to 1."""
 
     tokens: Int64s
     cumulated: Floats
@@ -71,14 +71,14 @@ class MediaPart(NamedTuple):
 
     part: int
     kind: int  # into KINDS
-    counts: Histogram | None  # how many a request has; None: not recorded, so one
+    counts: Histogram | None  # contents per request; None: not recorded, so one
 
 
 class ServeGenClient(NamedTuple):
     number: int
     windows: tuple[Window, ...]
-    lengths: Mapping[float, tuple[tuple[Histogram, ...], Histogram]]  # by start in s: parts of the input, output
-    media: Mapping[float, tuple[MediaPart, ...]] = {}  # by start in s: which of the parts are media
+    lengths: Mapping[float, tuple[tuple[Histogram, ...], Histogram]]  # window start in s -> parts of the input, output
+    media: Mapping[float, tuple[MediaPart, ...]] = {}  # window start in s -> parts that are media
 
 
 class ServeGen(NamedTuple):
@@ -87,7 +87,7 @@ class ServeGen(NamedTuple):
 
 
 def servegen_files(folder: Path) -> dict[str, bytes]:
-    """The files of clients below a folder, by their path in it; empty if there are none. Raises: WorkloadError."""
+    """Return the files of clients below a folder, by relative path; empty without any. Raises: WorkloadError."""
     try:
         paths = sorted(path for path in folder.rglob("chunk-*-*") if path.is_file())
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
@@ -113,7 +113,7 @@ def read_servegen(source: str, files: Mapping[str, bytes]) -> ServeGen:
     numbers = [client.number for client in clients]
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise WorkloadError(source, f"client {twice} is there twice", "name the folder or archive of one service")
+        raise WorkloadError(source, f"client {twice} occurs twice", "name the folder or archive of one service")
     clients.sort(key=lambda client: client.number)
     if not any(window.rate for client in clients for window in client.windows):
         raise WorkloadError(source, "every window of every client has rate zero", "is this the right file?")
@@ -154,7 +154,7 @@ def _window(where: str, cells: list[str], before: Window | None) -> Window:
         )
     process = cells[3].strip()
     if rate and process not in PROCESSES:
-        hint = "an empty process stands in windows of rate zero only"
+        hint = "an empty process is allowed in windows of rate zero only"
         raise WorkloadError(f"{where}, column `process`", f"expected Gamma or Weibull, got `{process}`", hint)
     if rate and shape < 1e-3:
         hint = "it is 1/CV**2 of Gamma gaps"
@@ -175,7 +175,7 @@ def _cell(where: str, column: str, text: str, what: str, most: float) -> float:
 def _lengths(
     where: str, data: bytes
 ) -> tuple[dict[float, tuple[tuple[Histogram, ...], Histogram]], dict[float, tuple[MediaPart, ...]]]:
-    """The histograms of a client by the start of their window; a window without requests has none. And their media."""
+    """Return the histograms of a client by window start, and its media parts. A window without requests has none."""
     try:
         content: Any = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
@@ -206,13 +206,13 @@ def _lengths(
 
 
 def _count(where: str, kind: str, columns: Mapping[str, object]) -> Histogram | None:
-    """How many of a kind a request has."""
+    """Return the histogram of the contents of a kind per request; None if it is not recorded."""
     name = f"{kind}_count"
     return _histogram(f"{where}, `{name}`", columns[name]) if name in columns else None
 
 
 def _histogram(where: str, text: object) -> Histogram | None:
-    """Read `{45: 0.009, 46: 0.011}`; None if it is empty."""
+    """Parse `{45: 0.009, 46: 0.011}`; None if it is empty."""
     if type(text) is not str or not (text.strip().startswith("{") and text.strip().endswith("}")):
         raise WorkloadError(
             where, f"expected a histogram such as {{45: 0.2, 46: 0.8}}, got `{str(text)[:60]}`", "fetch it again"
@@ -233,7 +233,8 @@ def _histogram(where: str, text: object) -> Histogram | None:
     if not total > 0:
         raise WorkloadError(where, "all weights are zero", "a window without requests has an empty histogram, {}")
     cumulated = np.cumsum(weights) / total
-    cumulated[np.flatnonzero(weights)[-1] :] = 1.0  # rounding must not leave room behind the last
+    # no probability may remain after the last length because of rounding
+    cumulated[np.flatnonzero(weights)[-1] :] = 1.0
     return Histogram(np.array(tokens, np.int64), cumulated)
 
 
@@ -248,14 +249,15 @@ def _is_number(text: str) -> bool:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-QUESTION_TOKENS = 32  # of text behind the media of a prompt
+QUESTION_TOKENS = 32  # text tokens after the media of a prompt
 
 
 def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool = False) -> Turns:
-    """Draw the requests of all clients, each from streams of its own; the first at 0. Its tenant is `clientN`.
+    """Draw the requests of all clients, each from its own random streams; the first at 0. The tenant is `clientN`.
 
-    With `media` the tokens of images, sounds and videos are spans of the prompts, as many as counts say, each of an
-    equal part of the tokens and of a content of its own; lengths and times are those drawn without.
+    Args:
+        media: make the tokens of images, sounds and videos spans of the prompts, as many as the counts, with equal
+            parts of the tokens and distinct contents. Lengths and times do not change.
     """
     times, inputs, outputs, tenants = [], [], [], []
     spans: list[NDArray[np.int64]] = []
@@ -286,7 +288,7 @@ def turns_of_servegen(source: str, content: ServeGen, *, seed: int, media: bool 
 
 
 def _draw_media(client: ServeGenClient, arrivals_us: Int64s, seed: int) -> NDArray[np.int64]:
-    """int64 [requests, kinds, 2]: tokens of each kind, the same as are in the input, and of how many contents."""
+    """Draw int64 [requests, kinds, 2]: tokens of each kind, the same as in the input, and their number of contents."""
     found = np.zeros((len(arrivals_us), len(KINDS), 2), np.int64)
     starts_s = np.array(sorted(client.lengths))
     which = np.maximum(np.searchsorted(starts_s, arrivals_us / 1e6, side="right") - 1, 0)
@@ -303,14 +305,14 @@ def _draw_media(client: ServeGenClient, arrivals_us: Int64s, seed: int) -> NDArr
 
 
 def _media_of(turns: Turns, drawn: NDArray[np.int64], salt: str) -> MediaColumns:
-    """Spans in front of the last text of each prompt, kind by kind."""
+    """Return media spans before the last text of each prompt, kind by kind."""
     text = turns.prompt_tokens - drawn[:, :, 0].sum(axis=1)
     totals, counts = drawn[:, :, 0].ravel(), drawn[:, :, 1].ravel()
     row_and_kind = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(row_and_kind)) - np.repeat(np.cumsum(counts) - counts, counts)
     total, count, row = totals[row_and_kind], counts[row_and_kind], row_and_kind // len(KINDS)
     tokens = total * (number + 1) // count - total * number // count
-    before = np.cumsum(tokens) - tokens  # those of earlier requests among them
+    before = np.cumsum(tokens) - tokens  # including those of earlier requests
     stops = np.cumsum(drawn[:, :, 1].sum(axis=1))
     first = np.concatenate((np.zeros(1, np.int64), np.append(before, 0)[stops[:-1]]))
     start = np.maximum(text - QUESTION_TOKENS, 0)[row] + before - first[row]
@@ -333,9 +335,9 @@ def open_loop_turns(
     tenant: NDArray[np.int32] | None = None,
     tenants: tuple[str, ...] = ("",),
 ) -> Turns:
-    """Turns that share nothing, labelled r0, r1, ...; see Turns for the columns."""
+    """Return turns that share nothing, labelled r0, r1, ...; the arguments are columns of Turns."""
     count = len(arrival_us)
-    lengths = np.stack((input_tokens, output_tokens), axis=1).ravel()  # ids in the order in which they are needed
+    lengths = np.stack((input_tokens, output_tokens), axis=1).ravel()  # ids in order of use
     first_tokens = fresh_tokens(0, lengths)
     prompt_first, output_first = first_tokens[::2], first_tokens[1::2]
     none = np.broadcast_to(np.zeros(1, np.int32), count)
@@ -361,14 +363,14 @@ def open_loop_turns(
 
 
 def _stops_s(windows: tuple[Window, ...]) -> Floats:
-    """[windows]: when each ends."""
+    """Return the end of each window in s, [windows]."""
     starts = [window.start_s for window in windows]
     last = starts[-1] - starts[-2] if len(starts) > 1 else _WINDOW_DEFAULT_S
     return np.array([*starts[1:], starts[-1] + last])
 
 
 def _arrivals_s(windows: tuple[Window, ...], random: np.random.RandomState) -> Floats:
-    """When the requests of one client come, in seconds from the start of the record."""
+    """Return the times of one client's requests, in seconds from the start of the record."""
     starts_s, stops_s = np.array([window.start_s for window in windows]), _stops_s(windows)
     rates = np.array([window.rate for window in windows])
     passed = np.concatenate((np.zeros(1), np.cumsum(rates * (stops_s - starts_s))))  # operational time at each start
@@ -382,14 +384,14 @@ def _arrivals_s(windows: tuple[Window, ...], random: np.random.RandomState) -> F
         while now < stop:
             count = min(65_536, int(1.1 * (stop - now)) + 16)
             moments = now + np.concatenate((np.zeros(1), np.cumsum(_gaps(windows[n], count, random))))
-            inside = min(int(np.searchsorted(moments, stop)), count)  # the last one is only where the next draws begin
+            inside = min(int(np.searchsorted(moments, stop)), count)  # the last one only starts the next draws
             drawn.append(starts_s[n] + (moments[:inside] - passed[n]) / rates[n])
             now = float(moments[inside])
     return np.concatenate(drawn)
 
 
 def _renewed(window: Window, random: np.random.RandomState) -> float:
-    """When the first request after time 0 comes, of a process that began long before."""
+    """Return the first request after time 0 of a process that began long before, in operational time."""
     _, cv = _moments(window)
     now = -min(_BURN_IN_MAX, _BURN_IN * max(1.0, cv * cv))
     while now < 0:
@@ -399,7 +401,7 @@ def _renewed(window: Window, random: np.random.RandomState) -> float:
 
 
 def _moments(window: Window) -> tuple[float, float]:
-    """Mean and CV of gaps of scale 1."""
+    """Return mean and CV of gaps of scale 1."""
     shape = window.shape
     if window.process == "Gamma":
         return shape, shape**-0.5
@@ -408,13 +410,13 @@ def _moments(window: Window) -> tuple[float, float]:
 
 
 def _gaps(window: Window, count: int, random: np.random.RandomState) -> Floats:
-    """Gaps of mean 1 and the window's shape."""
+    """Draw gaps of mean 1 and the window's shape."""
     draw = random.standard_gamma if window.process == "Gamma" else random.weibull
     return draw(window.shape, count) / _moments(window)[0]
 
 
 def _draw_lengths(where: str, client: ServeGenClient, arrivals_us: Int64s, seed: int) -> tuple[Int64s, Int64s]:
-    """Input and output tokens of each request, from the histograms of the last window that began before it."""
+    """Draw input and output tokens of each request, from the histograms of the last window that began before it."""
     if len(arrivals_us) and not client.lengths:
         raise WorkloadError(where, "it sends requests, but all its histograms are empty", "remove its two files")
     inputs, outputs = np.zeros(len(arrivals_us), np.int64), np.zeros(len(arrivals_us), np.int64)

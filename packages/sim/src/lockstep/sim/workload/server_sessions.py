@@ -1,11 +1,12 @@
-"""Sessions whose tokens and KV the server keeps (`/open_session`): a turn sends only its new tokens.
+"""Sessions with tokens and KV that the server keeps (`/open_session`): a turn sends only its new tokens.
 
-    turns = with_server_sessions(turns)      # which turns are of a session, and how much of each the server has
-    Conversations()                          # opens and closes them beside the requests of one engine
+    turns = with_server_sessions(turns)      # turns with a session, and how much of each the server has
+    Conversations()                          # opens and closes sessions beside the requests of one engine
 
-A conversation is opened when its first turn comes, and closed when its last one has ended, or when it breaks off. Each
-turn names the session, says how much of what it keeps stays (all of it, unless a trace edits its history: then the turn
-begins where the two part), and brings the tokens behind. A request without turns behind it has no session.
+A session is opened when its first turn arrives, and closed when its last turn has ended, or when it breaks off. Each
+turn names the session, states how many of the kept tokens stay, and sends the tokens after them. All kept tokens stay
+unless a trace edits its history; then the turn begins where the two differ. A request without later turns has no
+session.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from lockstep.sim.workload.turns import Turns
 
 
 def with_server_sessions(turns: Turns) -> Turns:
-    """The same turns, each of a conversation with what the server keeps of it.
+    """Return the same turns, each with its session and the tokens that the server keeps of it.
 
-    Where several turns wait for one answer, the session is ambiguous: these turns have none.
+    If several turns follow one answer, the session would be ambiguous, so these turns have none.
     """
     root = turns.root()
     after = turns.after.astype(np.int64)
@@ -39,7 +40,7 @@ def with_server_sessions(turns: Turns) -> Turns:
 
 
 def describe_server_sessions(turns: Turns) -> str:
-    """One sentence for the notes of a workload."""
+    """Return a sentence for the notes of a workload."""
     assert turns.session is not None
     assert turns.session_kept is not None
     of_one = turns.session >= 0

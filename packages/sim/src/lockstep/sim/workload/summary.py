@@ -1,4 +1,4 @@
-"""A workload in a dozen numbers: how many, how fast, how long, how much of it is shared."""
+"""Summary of a workload: numbers of requests, rates, lengths, shared tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.sim.workload.turns import Int32s, Turns
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """Lengths in tokens. Percentiles are lengths that occur: the smallest that at least p % do not exceed."""
+    """Lengths in tokens. A percentile is a length that occurs: the smallest one that at least p % do not exceed."""
 
     mean: float
     min: int
@@ -27,16 +27,16 @@ class LengthSummary:
 @dataclass(frozen=True, slots=True)
 class WorkloadSummary:
     turns: int
-    follow_ups: int  # turns that wait for an earlier one (closed loop)
-    duration_us: int  # first to last arrival by the clock; follow-ups come when they come
-    arrivals_per_s: float  # of the turns that arrive by the clock; inf if all do at one instant
+    follow_ups: int  # turns after an earlier one (closed loop)
+    duration_us: int  # first to last arrival by the clock, follow-ups excluded
+    arrivals_per_s: float  # of the turns that arrive by the clock; inf if all are simultaneous
     prompt: LengthSummary
     output: LengthSummary
-    sharing_ratio: float  # part of all prompt tokens that an unbounded prefix cache would have seen before
+    sharing_ratio: float  # share of all prompt tokens that an unbounded prefix cache would contain
 
 
 def summarize(turns: Turns) -> WorkloadSummary:
-    """Measure a workload of at least one turn."""
+    """Summarize a workload of at least one turn."""
     arrivals_us = turns.arrival_us[turns.by_clock_rows]
     return WorkloadSummary(
         turns=len(turns),
@@ -56,10 +56,10 @@ def _summarize_lengths(lengths: Int32s) -> LengthSummary:
 
 
 def sharing_ratio(turns: Turns) -> float:
-    """Prompt tokens seen before, over all prompt tokens.
+    """Return the prompt tokens seen before, over all prompt tokens.
 
-    Ids are chained (see token_runs.py), so a token is new exactly when its id is: what must be computed once is every
-    id in any prompt, less those the model produced itself.
+    Ids are chained (see token_runs.py), so a token is new exactly if its id is new. The tokens to compute are all ids
+    in any prompt, except those that the model generated itself.
     """
     prompt_tokens = int(turns.prompt_tokens.sum(dtype=np.int64))
     new_tokens = 0
@@ -73,10 +73,10 @@ def sharing_ratio(turns: Turns) -> float:
 
 
 def _epochs(turns: Turns) -> list[tuple[int, int]]:
-    """Spans of turns within which an id means one token: all of them, unless every id was handed out more than once.
+    """Return spans of turns within which an id denotes one token: all turns, unless ids were reused.
 
-    Output ids are handed out in ascending order, so they fall only where counting began again. (Those of a mix fall
-    all the time, and never run out.)
+    Output ids are assigned in ascending order, so they decrease only where numbering restarted. (Those of a mix
+    decrease often, but never run out.)
     """
     tokens = int(turns.run_tokens.sum(dtype=np.int64) + turns.output_tokens.sum(dtype=np.int64))
     falls: list[int] = (np.flatnonzero(np.diff(turns.output_first_token) < 0) + 1).tolist()
@@ -86,7 +86,7 @@ def _epochs(turns: Turns) -> list[tuple[int, int]]:
 
 
 def _distinct_ids(firsts: Int32s, counts: Int32s) -> int:
-    """Count the ids that lie in at least one run: sorted by start, each run adds what reaches beyond the earlier."""
+    """Count the ids in at least one run: sorted by start, each run adds the part beyond the earlier ones."""
     order = np.argsort(firsts, kind="stable")
     starts = firsts[order].astype(np.int64)
     stops = starts + counts[order]

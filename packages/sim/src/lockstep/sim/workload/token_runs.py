@@ -1,12 +1,12 @@
 """Prompts as runs of consecutive token ids.
 
-A workload defines which tokens are equal, not their text. New content takes ids that no other content has, so two
-prompts share exactly the tokens whose ids they share, and a prompt of 100,000 tokens is a handful of numbers:
+A workload defines which tokens are equal, not their text. New content has ids that no other content has, so two prompts
+share exactly the tokens with common ids, and a prompt of 100,000 tokens is a few numbers:
 
-    (0, 512, 7168, 6246)      # tokens 0..511, with which other prompts may begin too, then 7168..13413
+    (0, 512, 7168, 6246)      # tokens 0..511, which other prompts may begin with too, then 7168..13413
 
-Ids in a workload are *chained*: an id appears behind one and the same prefix wherever it appears. Recorded ids are
-chained by the trace's own definition, generated ones because nothing is shared except from the start of a prompt.
+Ids in a workload are *chained*: all occurrences of an id have the same prefix before them. Recorded ids are chained by
+the definition of the trace, generated ones because prompts share only prefixes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RUNS_FILLED_ONE_BY_ONE = 16  # above this many runs, one np.repeat is faster th
 
 
 def append_run(runs: list[int], first_token: int, count: int) -> None:
-    """Put `count` tokens from `first_token` on at the end; a run that goes on where the last one stops is merged."""
+    """Append `count` tokens from `first_token` on; a run that continues the last one is merged with it."""
     if runs and runs[-2] + runs[-1] == first_token:
         runs[-1] += count
     else:
@@ -29,7 +29,7 @@ def append_run(runs: list[int], first_token: int, count: int) -> None:
 
 
 def cut_runs(runs: Sequence[int], tokens: int) -> list[int]:
-    """The first so many tokens of a prompt, as runs."""
+    """Return the first `tokens` tokens of a prompt, as runs."""
     kept: list[int] = []
     for first, count in zip(runs[::2], runs[1::2], strict=True):
         if tokens <= 0:
@@ -40,7 +40,7 @@ def cut_runs(runs: Sequence[int], tokens: int) -> list[int]:
 
 
 def runs_behind(runs: Sequence[int], tokens: int) -> list[int]:
-    """What is left of a prompt without the first so many tokens, as runs."""
+    """Return a prompt without its first `tokens` tokens, as runs."""
     left: list[int] = []
     for first, count in zip(runs[::2], runs[1::2], strict=True):
         cut = min(tokens, count)
@@ -51,7 +51,7 @@ def runs_behind(runs: Sequence[int], tokens: int) -> list[int]:
 
 
 def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two prompts begin with alike. Runs are as long as they can be: see `append_run`."""
+    """Return the length of the common prefix of two prompts in tokens. Runs must be maximal: see `append_run`."""
     common = 0
     pairs, others = zip(one[::2], one[1::2], strict=True), zip(other[::2], other[1::2], strict=True)
     for (first, count), (first_other, count_other) in zip(pairs, others, strict=False):
@@ -64,7 +64,7 @@ def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
-    """Spell out the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
+    """Return the token ids of `runs` (first_token, count, ...): int32 [sum of the counts], newly allocated."""
     if len(runs) == 2:
         return np.arange(runs[0], runs[0] + runs[1], dtype=np.int32)
     if len(runs) <= 2 * _RUNS_FILLED_ONE_BY_ONE:
@@ -82,7 +82,7 @@ def prompt_ids(runs: Sequence[int]) -> NDArray[np.int32]:
 
 
 class FreshTokens:
-    """Hands out ids from `start` up, each once. After 2**31 it begins again at `start`, and only then do two repeat."""
+    """Assigns ids from `start` up, each once. After 2**31 it restarts at `start`; only then do ids repeat."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -98,7 +98,7 @@ class FreshTokens:
 
 
 def fresh_tokens(start: int, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What `FreshTokens(start)` would hand out for each of `counts`, [n]: the first id of each."""
+    """Return the first id that `FreshTokens(start)` would assign for each of `counts`, [n]."""
     firsts = np.empty(len(counts), np.int64)
     done = 0
     while done < len(counts):

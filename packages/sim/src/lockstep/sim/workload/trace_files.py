@@ -1,4 +1,4 @@
-"""Files of traces as bytes: plain, gzip or Zstandard, recognised by their first bytes and never by their name."""
+"""Files of traces as bytes: plain, gzip or Zstandard, recognised by their first bytes, not by their name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import zstandard
 
 from lockstep.sim.workload.turns import WorkloadError
 
-_TAR_MAGIC = slice(257, 262)  # where `ustar` stands
+_TAR_MAGIC = slice(257, 262)  # position of `ustar`
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file, decompressed. Raises: WorkloadError."""
+    """Return the content of a file, decompressed. Raises: WorkloadError."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -25,13 +25,13 @@ def read_bytes(path: Path) -> bytes:
         raise WorkloadError(str(path), "no such file", hint) from None
     except OSError as error:
         raise WorkloadError(str(path), f"cannot be read: {error.strerror}", "name a trace file") from None
-    except ValueError as error:  # such as a path with a NUL in it
+    except ValueError as error:  # such as a path with a NUL
         raise WorkloadError(repr(str(path)), f"cannot be read: {error}", "name a trace file") from None
     return _decompress(path, data)
 
 
 def to_text(path: Path, data: bytes) -> str:
-    """UTF-8, with or without a byte order mark. Raises: WorkloadError."""
+    """Decode UTF-8 with or without a byte order mark. Raises: WorkloadError."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -40,12 +40,12 @@ def to_text(path: Path, data: bytes) -> str:
 
 
 def is_tar(data: bytes) -> bool:
-    """Whether decompressed bytes are a tar archive."""
+    """Return whether decompressed bytes are a tar archive."""
     return data[_TAR_MAGIC] == b"ustar"
 
 
 def tar_files(path: Path, data: bytes) -> dict[str, bytes]:
-    """The plain files of a tar archive by name; nothing is written to disk. Raises: WorkloadError."""
+    """Return the plain files of a tar archive by name. Nothing is written to disk. Raises: WorkloadError."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
             files = {}

@@ -1,4 +1,4 @@
-"""What the rows of the known trace formats mean: the columns of each, and how one row is read, every cell checked."""
+"""The known trace formats: the columns of each, and the parser of a row, which checks every cell."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Literal, NamedTuple
 
 from lockstep.sim.workload.turns import LENGTH_TOKENS_MAX, TIME_US_MAX
 
-HASH_BLOCK_TOKENS = 512  # tokens behind one of Mooncake's hash ids
-AGENTIC_BLOCK_TOKENS = 64  # tokens behind one id of an agentic trace
+HASH_BLOCK_TOKENS = 512  # tokens per hash id of Mooncake
+AGENTIC_BLOCK_TOKENS = 64  # tokens per id of an agentic trace
 
 Content = Literal["unknown", "hash_ids", "block_runs", "token_ids"]
 
 
 class TraceRow(NamedTuple):
-    """One request as recorded."""
+    """One recorded request."""
 
     line: int  # in the file, from 1
-    arrival_us: int  # by the trace's own clock; -1 if the row does not say
+    arrival_us: int  # us by the trace's own clock; -1 if the row has no time
     input_tokens: int
     output_tokens: int
-    content: Sequence[int] = ()  # what is known of the prompt; see TraceFormat.content
-    session: str = ""  # rows with the same are one closed loop: each is sent after the answer to the one before
-    scope: str = ""  # block runs mean the same content within one scope only
-    think_us: int | None = None  # None in a session: what is left between the answer before and this row
-    busy_us: int = 0  # how long the recorded answer took, where `think_us` has to be worked out
+    content: Sequence[int] = ()  # recorded content of the prompt; see TraceFormat.content
+    session: str = ""  # rows of one session are a closed loop: each is sent after the answer to the previous one
+    scope: str = ""  # block ids denote the same content within one scope only
+    think_us: int | None = None  # None in a session: computed as the time between the previous answer and this row
+    busy_us: int = 0  # duration of the recorded answer, used if `think_us` must be computed
     tenant: str = ""
 
 
 class BadCellError(Exception):
-    """A cell that cannot be right."""
+    """An invalid cell."""
 
     def __init__(self, column: str, value: object, expected: str) -> None:
         self.column = column
@@ -46,21 +46,21 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
-"""The cell of a column that a row does not have."""
+"""The cell of a column that is missing in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """A format is its columns and how one row of them is read; the cells are str in CSV, JSON values in JSON lines."""
+    """A format: its columns, and the parser of a row. Cells are str in CSV, JSON values in JSON lines."""
 
     name: str
     kinds: tuple[Literal["json", "csv"], ...]
-    columns: tuple[str, ...]  # all needed
+    columns: tuple[str, ...]  # required
     parse_row: Callable[..., TraceRow]  # (line, *cells of columns and optional); raises BadCellError
-    optional: tuple[str, ...] = ()  # ABSENT where a row has none
-    content: Content = "unknown"  # what TraceRow.content is, if a row has any
-    block_tokens: int = 1  # tokens behind one id of it
-    session_clock: bool = False  # times count from the start of the row's session, which is not known
+    optional: tuple[str, ...] = ()  # ABSENT in rows without them
+    content: Content = "unknown"  # meaning of TraceRow.content, if a row has any
+    block_tokens: int = 1  # tokens per id of the content
+    session_clock: bool = False  # times count from the start of the row's session, which is unknown
 
     def __str__(self) -> str:
         words = " or ".join({"json": "JSON lines", "csv": "CSV"}[kind] for kind in self.kinds)
@@ -87,8 +87,9 @@ def _mooncake_row(line: int, timestamp: Any, input_length: Any, output_length: A
 
 
 def _agentic_row(
-    line: int, trace: Any, tokens_in: Any, out: Any, hash_runs: Any, think_time: Any, agent: Any, t: Any, api_time: Any
+    line: int, trace: Any, tokens_in: Any, out: Any, hash_runs: Any, think_time: Any, *optional: Any
 ) -> TraceRow:
+    agent, t, api_time = optional
     if type(trace) is not str or not trace:
         raise BadCellError("trace", trace, "the name of the session")
     if agent is not ABSENT and type(agent) is not str:
@@ -118,7 +119,7 @@ def _agentic_row(
 
 
 def _block_runs(hash_runs: Any) -> list[int]:
-    """[[first, count], ...] as one list, every number checked."""
+    """Flatten [[first, count], ...] and check every number."""
     runs: list[int] = []
     for pair in hash_runs if type(hash_runs) is list else (None,):
         if type(pair) is not list or len(pair) != 2 or not set(map(type, pair)) <= {int}:
@@ -144,7 +145,7 @@ def _sharegpt_row(
 
 
 def _token_ids(column: str, ids: Any, tokens: int | None, of: str) -> Sequence[int]:
-    """A list of token ids as long as its row says; () if the row has none."""
+    """Check a list of token ids and its length; () if the row has none."""
     if ids is ABSENT:
         return ()
     if type(ids) is not list or not set(map(type, ids)) <= {int} or not 0 <= min(ids, default=0) <= max(ids, default=0):
@@ -152,14 +153,14 @@ def _token_ids(column: str, ids: Any, tokens: int | None, of: str) -> Sequence[i
     if max(ids, default=0) >= 2**31:
         raise BadCellError(column, max(ids), "token ids below 2**31")
     if tokens is not None and len(ids) != tokens:
-        raise BadCellError(column, f"{len(ids)} ids", f"{tokens} ids, as `{of}` says")
+        raise BadCellError(column, f"{len(ids)} ids", f"{tokens} ids, as in `{of}`")
     result: Sequence[int] = ids
     return result
 
 
 def _azure_row(line: int, timestamp: str, context_tokens: str, generated_tokens: str) -> TraceRow:
     try:
-        moment = datetime.fromisoformat(timestamp)  # digits beyond microseconds are cut off
+        moment = datetime.fromisoformat(timestamp)  # digits beyond microseconds are dropped
     except ValueError:
         raise BadCellError("TIMESTAMP", timestamp, "a date and time such as 2023-11-16 18:17:03.9799600") from None
     if moment.tzinfo is None:
@@ -206,7 +207,7 @@ def _plain_row(line: int, input_tokens: Any, output_tokens: Any, *optional: Any)
 
 
 def _timed(columns: Sequence[str], cells: Sequence[Any]) -> int | None:
-    """The one time that is given, in the unit of its column; None if none is."""
+    """Return the only time that is given, in us, by the unit of its column; None without one."""
     given = [position for position, cell in enumerate(cells) if cell is not ABSENT and cell is not None and cell != ""]
     if not given:
         return None
@@ -288,7 +289,7 @@ def _output_tokens(column: str, value: object) -> int:
 
 
 def _whole(value: object) -> int | None:
-    """The whole number a cell means, if it means one: 5, "5", and 5.0 as spreadsheets write it."""
+    """Return the integer in a cell, if any: 5, "5", and 5.0 as spreadsheets write it."""
     if type(value) is int:
         return value
     try:
@@ -317,6 +318,6 @@ def _time_us(column: str, value: object, unit_us: float, unit: str) -> int:
 
 
 def shorten(value: object) -> str:
-    """A cell as a message shows it: 80 characters at most."""
+    """Return a cell as shown in a message: at most 80 characters."""
     text = value if type(value) is str else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
-"""Rows of a trace become turns: when each comes, and which of its tokens are equal to which others.
+"""Conversion of trace rows into turns: their times, and which of their tokens are equal.
 
-Rows without a session arrive by the clock. The rows of a session are a closed loop: only the first arrives by the
-clock. Sessions stand one after another, in order of their start.
+Rows without a session arrive by the clock. The rows of a session are a closed loop: only its first row arrives by the
+clock. Sessions follow one another, in order of their start.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from lockstep.sim.workload.arrivals import arrival_times_us
 from lockstep.sim.workload.token_runs import TOKEN_IDS, FreshTokens, append_run, cut_runs
 from lockstep.sim.workload.trace_formats import TraceRow
 from lockstep.sim.workload.traces import Trace
-from lockstep.sim.workload.turns import Int32s, Turns, TurnsBuilder, WorkloadError
+from lockstep.sim.workload.turns import Int32s, TurnLabel, Turns, TurnsBuilder, TurnStart, WorkloadError
 
-SHARED_IDS_MAX = TOKEN_IDS // 2  # recorded prompts take at most half of the ids; the rest is for what is new
+SHARED_IDS_MAX = TOKEN_IDS // 2  # recorded prompts use at most half of the ids; the rest is for new content
 
-CLOCKLESS = "does not say when"  # in the note about a trace without a clock
+CLOCKLESS = "does not record when"  # in the note about a trace without a clock
 
 _Prompt = Callable[[int, TraceRow, FreshTokens], Sequence[int]]  # (position of the row, row, fresh) -> runs
 
 
 def turns_of_trace(source: str, trace: Trace, *, seed: int, rate: float | None) -> tuple[Turns, tuple[str, ...]]:
-    """The turns of a trace in its own time, the first at 0, and what was done to them, one sentence each.
+    """Return the turns of a trace in its own time, the first at 0, and notes on changes, one sentence each.
 
     Args:
-        rate: of a trace that does not say when its rows or sessions begin: they are drawn as a Poisson process of so
-            many per second, from `seed`. Ignored by a trace with a clock, about which nothing is drawn.
-    Raises: WorkloadError if such a trace gets no rate.
+        rate: session or row starts per second, for a trace without start times. They are drawn as a Poisson process
+            from `seed`. Ignored for a trace with a clock, for which nothing is drawn.
+    Raises: WorkloadError if a trace without start times has no rate.
     """
     rows = trace.rows
     starts_us, notes = _starts_us(source, trace, seed, rate)
     chains: dict[str | int, list[int]] = {}
     for position, row in enumerate(rows):
         chains.setdefault(row.session or position, []).append(position)
-    ordered = sorted(chains.values(), key=lambda chain: starts_us[chain[0]])  # stable: else as they stand
+    ordered = sorted(chains.values(), key=lambda chain: starts_us[chain[0]])  # stable: equal times keep their order
     first_us = starts_us[ordered[0][0]]
 
     prompt_of, shared_stop, more_notes = _identity(trace)
@@ -50,17 +50,18 @@ def turns_of_trace(source: str, trace: Trace, *, seed: int, rate: float | None) 
         for position in chain:
             row = rows[position]
             prompt = prompt_of(position, row, fresh)
+            if before is None:
+                start = TurnStart(arrival_us=starts_us[position] - first_us)
+            else:
+                start = TurnStart(after=len(turns) - 1, think_us=_think_us(before, row))
             turns.append(
-                arrival_us=starts_us[position] - first_us if before is None else 0,
+                start,
+                TurnLabel("line{0}", row.line),
                 prompt=prompt,
                 prompt_tokens=row.input_tokens,
                 output_tokens=row.output_tokens,
                 output_first_token=fresh.take(row.output_tokens),
-                label_form="line{0}",
-                label_number=row.line,
                 tenant=row.tenant,
-                after=-1 if before is None else len(turns) - 1,
-                think_us=0 if before is None else _think_us(before, row),
             )
             before = row
     return turns.build(), (*trace.notes, *notes, *more_notes)
@@ -73,7 +74,7 @@ def _think_us(before: TraceRow, row: TraceRow) -> int:
 
 
 def _starts_us(source: str, trace: Trace, seed: int, rate: float | None) -> tuple[Sequence[int], tuple[str, ...]]:
-    """When each row would come if it came by the clock."""
+    """Return the time of each row as if it arrived by the clock, in us, and notes."""
     rows = trace.rows
     if trace.has_clock:
         return [row.arrival_us for row in rows], ()
@@ -101,7 +102,7 @@ def _starts_us(source: str, trace: Trace, seed: int, rate: float | None) -> tupl
 
 
 def _identity(trace: Trace) -> tuple[_Prompt, int, tuple[str, ...]]:
-    """How to spell a row's prompt, the first id that no prompt shares, and notes."""
+    """Return the function that makes a row's prompt, the first id that no prompt shares, and notes."""
     rows = trace.rows
     match trace.format.content:
         case "hash_ids":
@@ -118,7 +119,7 @@ def _fresh_prompt(_position: int, row: TraceRow, fresh: FreshTokens) -> Sequence
 
 
 def _by_hash_ids(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, int, tuple[str, ...]]:
-    """Hash id h is the tokens [block_tokens * h, block_tokens * (h + 1)), numbered anew where the ids are too large."""
+    """Map hash id h to the tokens [block_tokens * h, block_tokens * (h + 1)); too large ids are renumbered."""
     ids_max = SHARED_IDS_MAX // block_tokens
     stop = 1 + max((max(row.content, default=-1) for row in rows), default=-1)
     numbers: dict[int, int] = {}
@@ -140,7 +141,7 @@ def _by_hash_ids(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, 
 
 
 def _prompt_of_hash_ids(hash_ids: Sequence[int], input_tokens: int, block_tokens: int) -> tuple[int, ...]:
-    """Runs of a prompt of ceil(input_tokens / block_tokens) ids, the last of which may stand for fewer tokens."""
+    """Return the runs of a prompt of ceil(input_tokens / block_tokens) ids; the last id may have fewer tokens."""
     runs: list[int] = []
     first = previous = hash_ids[0]
     tokens_left = input_tokens
@@ -156,7 +157,7 @@ def _prompt_of_hash_ids(hash_ids: Sequence[int], input_tokens: int, block_tokens
 
 
 def _by_block_runs(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt, int, tuple[str, ...]]:
-    """Blocks of one scope are numbered within it; the tokens behind a prompt's last whole block are its own."""
+    """Number the blocks of each scope separately. The tokens after a prompt's last whole block are unique to it."""
     stops: dict[str, int] = {}
     for row in rows:
         last = max((first + count for first, count in zip(row.content[::2], row.content[1::2], strict=True)), default=0)
@@ -184,10 +185,10 @@ def _by_block_runs(rows: Sequence[TraceRow], block_tokens: int) -> tuple[_Prompt
 
 
 def _by_token_ids(rows: Sequence[TraceRow]) -> tuple[_Prompt, int, tuple[str, ...]]:
-    """Prompts share tokens from their start, as far as they are equal.
+    """Make prompts share their common prefixes.
 
-    In sorted order a prompt shares most with its neighbour, so each is the beginning of the one before it, and a run of
-    ids that are not in use yet.
+    In sorted order a prompt shares most with its neighbour, so each prompt consists of a prefix of the previous one and
+    a run of unused ids.
     """
     prompts = {position: np.array(row.content, dtype=">u4") for position, row in enumerate(rows) if row.content}
     order = sorted(prompts, key=lambda position: prompts[position].tobytes())

@@ -1,7 +1,7 @@
-"""Recorded workloads: rows out of a file, every cell checked.
+"""Recorded workloads: rows of a file, with every cell checked.
 
-The format is found from the first line, never from the file's name. A row that cannot be right stops the reading with
-file, line, column and value, before anything is simulated; `skip_bad_rows` leaves such rows out and counts them.
+The format is detected from the first line, not from the file's name. An invalid row stops the reading with file, line,
+column and value, before anything is simulated; `skip_bad_rows` leaves such rows out and counts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SKIP_HINT = "correct the row, or leave such rows out with --skip-bad-rows"
 
 @dataclass(frozen=True, slots=True)
 class SkippedRows:
-    """Rows left out because a cell cannot be right."""
+    """Rows left out because of an invalid cell."""
 
     count: int = 0
     examples: tuple[str, ...] = ()  # messages of the first few
@@ -35,14 +35,14 @@ class SkippedRows:
 @dataclass(frozen=True, slots=True)
 class Trace:
     format: TraceFormat
-    rows: list[TraceRow]  # ascending by arrival, rows of one instant in the order of the file; sessions as they stand
-    has_clock: bool  # whether rows say when they arrived
+    rows: list[TraceRow]  # ascending by arrival, equal times in file order; sessions in file order
+    has_clock: bool  # whether rows have arrival times
     skipped: SkippedRows
-    notes: tuple[str, ...]  # what was done to the rows that their file does not show
+    notes: tuple[str, ...]  # changes to the rows that are not in their file
 
 
 def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False) -> Trace:
-    """Read every row of a trace file, of which `data` is the content, decompressed. Raises: WorkloadError."""
+    """Read every row of a trace file; `data` is its decompressed content. Raises: WorkloadError."""
     text = to_text(path, data)
     trace_format, header = _detect(path, text)
     rows: list[TraceRow] = []
@@ -79,7 +79,7 @@ def read_trace(path: Path, data: bytes, *, skip_bad_rows: bool = False) -> Trace
 
 
 def _sessions(rows: list[TraceRow]) -> tuple[list[TraceRow], tuple[str, ...]]:
-    """Sessions are closed loops if think times are given, and else only a name among other columns."""
+    """Treat sessions as closed loops if think times are given, and else as mere names."""
     if not any(row.session for row in rows) or any(row.think_us is not None for row in rows):
         return rows, ()
     note = "column `session` without think times (`think_s`): every row arrives by the clock"
@@ -87,7 +87,7 @@ def _sessions(rows: list[TraceRow]) -> tuple[list[TraceRow], tuple[str, ...]]:
 
 
 def _check_times(path: Path, rows: list[TraceRow]) -> None:
-    """Where some rows say when they arrive, all must, except within a session."""
+    """Check that all rows have arrival times, except later turns of a session. Raises: WorkloadError."""
     open_sessions: set[str] = set()
     for row in rows:
         if row.arrival_us < 0 and row.session not in open_sessions:
@@ -100,7 +100,7 @@ def _check_times(path: Path, rows: list[TraceRow]) -> None:
 
 
 def _sort(rows: list[TraceRow]) -> tuple[str, ...]:
-    """Bring rows into order of arrival, in place. Logs written at completion are out of order by nature: no error."""
+    """Sort rows by arrival, in place. Logs written at completion are unordered by nature, so this is no error."""
     backwards = [later.line for row, later in itertools.pairwise(rows) if later.arrival_us < row.arrival_us]
     if not backwards:
         return ()
@@ -116,7 +116,7 @@ def _is_json(text: str) -> bool:
 
 
 def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
-    """Return the format of which the first line has all columns, or else at least half; and that line's names."""
+    """Return the format whose columns are all, or else at least half, in the first line, and the names in that line."""
     first_line = text.lstrip().split("\n", 1)[0].strip()
     if not first_line:
         raise WorkloadError(str(path), "the file is empty", f"known formats: {'; '.join(map(str, FORMATS))}")
@@ -130,7 +130,7 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
         try:
             header = [name.strip() for name in next(csv.reader([first_line]))]
         except csv.Error:
-            header = []  # such as a JSON array in one line: no format known here
+            header = []  # such as a JSON array in one line: no format matches
     candidates = [known for known in FORMATS if ("json" if is_json else "csv") in known.kinds]
     for known in candidates:
         if set(known.columns) <= set(header):
@@ -142,7 +142,7 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
             raise WorkloadError(
                 f"{path}, line 1, column `{missing[0]}`",
                 f"expected the columns {', '.join(known.columns)} of format {known.name}, got {shorten(header)}",
-                "rename or add the column; both lengths are needed of every request",
+                "rename or add the column; both lengths are required for every request",
             )
     hint = f"known formats: {'; '.join(map(str, FORMATS))}; or a folder or tar archive of ServeGen clients"
     if first_line.startswith("["):
@@ -159,12 +159,12 @@ def _detect(path: Path, text: str) -> tuple[TraceFormat, list[str]]:
 def _check_header(path: Path, known: TraceFormat, header: list[str]) -> None:
     doubled = next((name for name in (*known.columns, *known.optional) if header.count(name) > 1), None)
     if doubled is not None:
-        raise WorkloadError(f"{path}, line 1, column `{doubled}`", "stands there twice", "keep one of them")
+        raise WorkloadError(f"{path}, line 1, column `{doubled}`", "occurs twice", "keep one of them")
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
 
-_Record = tuple[int, "Sequence[object] | BadCellError"]  # line, and its cells or what is wrong with all of it
+_Record = tuple[int, "Sequence[object] | BadCellError"]  # line, and its cells or the error of the whole line
 
 
 def _json_records(text: str, trace_format: TraceFormat) -> Iterator[_Record]:

@@ -1,7 +1,7 @@
-"""Images, videos and sounds of turns: which contents, and where in the prompts their placeholders stand.
+"""Images, videos and sounds of turns: their contents, and the positions of their placeholders in prompts.
 
-A content is a number in a workload; its digest is a SHA-256 over the workload's salt and that number, so that equal
-contents are equal wherever they come, and those of two workloads are not.
+A content is a number within a workload. Its digest is a SHA-256 over the workload's salt and that number. So equal
+contents have equal digests in all turns, and contents of two workloads differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Int32s = NDArray[np.int32]
 
 
 class TurnMedia(NamedTuple):
-    """One of them in one prompt, whose positions [start:start + tokens) it takes."""
+    """One content in one prompt, at positions [start:start + tokens)."""
 
     kind: MediaKind
     start: int
@@ -31,19 +31,19 @@ class TurnMedia(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaColumns:
-    """Those of every turn, in order of position; of a later turn of a session also those before it."""
+    """Media of every turn, in order of position. A later turn of a session includes those of earlier turns."""
 
     stops: Int64s  # [n]; turn i has the rows [stops[i - 1]:stops[i]) of the columns below, from 0 for i = 0
     kind: NDArray[np.int8]  # into KINDS
     start: Int32s
     tokens: Int32s
     segments: Int32s
-    content: Int64s  # its number
+    content: Int64s  # number of the content
     salt: str
 
     @property
     def nbytes(self) -> int:
-        """Memory of all columns."""
+        """Memory of all columns, bytes."""
         return sum(value.nbytes for value in self._columns().values()) + self.stops.nbytes
 
     def _columns(self) -> dict[str, NDArray[Any]]:
@@ -54,7 +54,7 @@ class MediaColumns:
         }
 
     def of(self, rows: Int64s) -> list[tuple[TurnMedia, ...]]:
-        """Those of some turns."""
+        """Return the media of some turns."""
         found: list[tuple[TurnMedia, ...]] = []
         for row in rows.tolist():
             first, stop = int(self.stops[row - 1]) if row else 0, int(self.stops[row])
@@ -69,18 +69,18 @@ class MediaColumns:
         return found
 
     def digest(self, content: int) -> bytes:
-        """SHA-256 by which a content is known."""
+        """Return the SHA-256 that identifies a content."""
         return sha256(f"{self.salt}/{content}".encode()).digest()
 
     def contents(self) -> dict[bytes, MediaContent]:
-        """Every content by its digest: what an encoder needs of it."""
+        """Return every content by its digest, as the encoder requires it."""
         _, first = np.unique(self.content, return_index=True)
         columns = (self.content, self.kind, self.tokens, self.segments)
         rows = zip(*(column[first].tolist() for column in columns), strict=True)
         return {self.digest(number): MediaContent(KINDS[kind], tokens, parts) for number, kind, tokens, parts in rows}
 
     def take(self, rows: Int64s) -> MediaColumns:
-        """Those of some turns, in that order."""
+        """Return the columns for some turns, in that order."""
         starts = np.concatenate((np.zeros(1, np.int64), self.stops[:-1]))[rows]
         counts = self.stops[rows] - starts
         stops = np.cumsum(counts)

@@ -1,13 +1,13 @@
-"""Requests to come: one of them, all of them as columns, and the error for a workload that cannot be used.
+"""Turns: the requests of a workload, one by one and as columns, and the error for an unusable workload.
 
-A workload of a million turns is a few arrays. `Turns` is a sequence like any other, and makes a `Turn` on access:
+A workload of a million turns is a few arrays. `Turns` is an ordinary sequence that makes a `Turn` on access:
 
     turns[3]                 # a Turn
-    for turn in turns: ...   # made in blocks, none kept
-    turns.by_clock()         # an iterator over those that arrive by the clock, in order
-    turns.follow_ups(3)      # indices of the turns that wait for turn 3
+    for turn in turns: ...   # made in blocks, none is kept
+    turns.by_clock()         # iterator over turns that arrive by the clock, in order
+    turns.follow_ups(3)      # indices of the turns that follow turn 3
 
-A column whose rows are all equal is stored once, so that an open-loop turn of one run takes about 40 bytes.
+A column with equal rows is stored once, so an open-loop turn with one run takes about 40 bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.sim.workload.turn_media import MediaColumns, TurnMedia
 
-LENGTH_TOKENS_MAX = 2**24  # of one prompt or one output; beyond any context window, so more is a mistake
-TIME_US_MAX = 2**53  # 285 years: room for times since 1970, and exact as a float
+LENGTH_TOKENS_MAX = 2**24  # of one prompt or one output; beyond any context window, so more is an error
+TIME_US_MAX = 2**53  # 285 years: covers times since 1970, and is exact as a float
 
-_BLOCK_TURNS = 2_048  # made at a time when all are wanted
+_BLOCK_TURNS = 2_048  # turns made at a time
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -34,37 +34,37 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request to come: when, which tokens, how many it will produce. None of them: its prompt is all that is run.
+    """One future request: its time, its tokens, and the number of its output tokens. With 0 only the prompt is run.
 
     A turn with `after` is the next turn of a session (closed loop): its user reads the answer of turn `after`, thinks
-    for `think_us`, and sends. Every other turn arrives by the clock, whatever the server does (open loop).
+    for `think_us`, and sends. Every other turn arrives by the clock, independent of the server (open loop).
     """
 
     index: int  # position in the workload, 0..n-1
-    arrival_us: int  # since the workload's start; 0 and ignored where `after` is set
+    arrival_us: int  # us since the workload's start; 0 and ignored if `after` is set
     prompt: tuple[int, ...]  # runs of token ids, (first_token, count, ...); see token_runs.py
-    prompt_tokens: int  # the sum of the counts
-    output_tokens: int  # tokens the model will produce
-    output_first_token: int  # produced token i is output_first_token + i
-    label: str  # opaque name shown to people
+    prompt_tokens: int  # sum of the counts
+    output_tokens: int  # tokens that the model will produce
+    output_first_token: int  # output token i is output_first_token + i
+    label: str  # opaque name for people
     tenant: str = ""
-    after: int | None = None  # index of the turn whose finish starts this one's think time
+    after: int | None = None  # index of the turn with the answer that starts the think time
     think_us: int = 0
-    grammar: str = ""  # name of the grammar its output must follow; none by default
-    media: tuple[TurnMedia, ...] = ()  # with their placeholders in the prompt, by position
-    adapter: str = ""  # name of the one that it runs on; none: the model alone
-    samples: int = 1  # answers that it asks for, each of `output_tokens`; see samples.py
-    samples_first_token: int = 0  # of the second; the others follow it
-    session: str = ""  # that the server keeps; see server_sessions.py; none by default
-    session_kept: int = 0  # tokens of the prompt that it has
-    session_last: bool = False  # no turn comes behind
+    grammar: str = ""  # name of the grammar of its output; "" for none
+    media: tuple[TurnMedia, ...] = ()  # in the prompt, with their placeholders, by position
+    adapter: str = ""  # name of its adapter; "" for the base model
+    samples: int = 1  # samples of the request, each of `output_tokens`; see samples.py
+    samples_first_token: int = 0  # of the second sample; the others follow it
+    session: str = ""  # session of the server, see server_sessions.py; "" for none
+    session_kept: int = 0  # prompt tokens that the session has
+    session_last: bool = False  # no turn follows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turns(Sequence[Turn]):
-    """Every turn of a workload, one column per fact, [n] each; see `Turn` for what they mean.
+    """All turns of a workload, one column per field of `Turn`, [n] each.
 
-    Those that arrive by the clock stand in ascending order of arrival, and a turn stands behind its `after`.
+    Turns that arrive by the clock are in ascending order of arrival, and a turn comes after its `after`.
     """
 
     arrival_us: Int64s
@@ -84,12 +84,12 @@ class Turns(Sequence[Turn]):
     label_forms: tuple[str, ...]  # for str.format with number and part: "line{0}", "s{0}t{1}"
     tenants: tuple[str, ...]
     grammars: tuple[str, ...]
-    media: MediaColumns | None = None  # None: no turn has any
-    adapter: Int32s | None = None  # into `adapters`; None: no turn runs on any
+    media: MediaColumns | None = None  # None: no turn has media
+    adapter: Int32s | None = None  # into `adapters`; None: no turn has an adapter
     adapters: tuple[str, ...] = ("",)
-    samples: Int32s | None = None  # None: each turn asks for one
+    samples: Int32s | None = None  # None: each turn has one
     samples_first_token: Int32s | None = None
-    session: Int32s | None = None  # the turn that opens it; -1: none; None: the server keeps no session
+    session: Int32s | None = None  # index of the turn that opens it; -1: none; None: the server keeps no sessions
     session_kept: Int32s | None = None
     session_last: NDArray[np.bool_] | None = None
 
@@ -110,7 +110,7 @@ class Turns(Sequence[Turn]):
         return self._made(np.arange(len(self), dtype=np.int64))
 
     def __eq__(self, other: object) -> bool:
-        """Whether the turns are equal, to those of any sequence."""
+        """Return whether the turns equal those of any sequence."""
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
@@ -122,7 +122,7 @@ class Turns(Sequence[Turn]):
 
     @property
     def nbytes(self) -> int:
-        """Memory of all columns; one that is equal throughout counts one row."""
+        """Memory of all columns in bytes; a column with equal rows counts one row."""
         columns = (getattr(self, field.name) for field in fields(self))
         return sum(
             column.itemsize if column.strides == (0,) else column.nbytes
@@ -131,16 +131,16 @@ class Turns(Sequence[Turn]):
         ) + (self.media.nbytes if self.media is not None else 0)
 
     def by_clock(self) -> Iterator[Turn]:
-        """The turns that arrive by the clock, in order of arrival, each made when it is wanted."""
+        """Return an iterator over the turns that arrive by the clock, in order of arrival, each made on demand."""
         return self._made(self.by_clock_rows)
 
     @cached_property
     def by_clock_rows(self) -> Int64s:
-        """Their indices."""
+        """Indices of the turns that arrive by the clock."""
         return np.flatnonzero(self.after < 0)
 
     def follow_ups(self, index: int) -> Sequence[int]:
-        """Indices of the turns whose `after` is `index`, in order."""
+        """Return the indices of the turns whose `after` is `index`, in order."""
         waiting_for, order = self._follow_ups
         start, stop = np.searchsorted(waiting_for, (index, index + 1)).tolist()
         indices: list[int] = order[start:stop].tolist()
@@ -154,11 +154,11 @@ class Turns(Sequence[Turn]):
 
     @cached_property
     def run_starts(self) -> Int64s:
-        """[n]: where each turn's runs begin."""
+        """Index of the first run of each turn, [n]."""
         return np.concatenate((np.zeros(1, np.int64), self.run_stops[:-1]))
 
     def prompts(self, rows: Int64s) -> list[tuple[int, ...]]:
-        """The prompts of `rows`, as `Turn.prompt`."""
+        """Return the prompts of `rows`, as `Turn.prompt`."""
         starts, stops = self.run_starts[rows], self.run_stops[rows]
         if len(rows) == 0 or (stops[:-1] != starts[1:]).any():
             return [tuple(self._runs(start, stop)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
@@ -168,13 +168,13 @@ class Turns(Sequence[Turn]):
         return [tuple(runs[start:stop]) for start, stop in bounds]
 
     def _runs(self, start: int, stop: int) -> list[int]:
-        """Runs [start:stop) as (first_token, count, first_token, count, ...)."""
+        """Return runs [start:stop) as (first_token, count, first_token, count, ...)."""
         pairs = np.stack((self.run_first_token[start:stop], self.run_tokens[start:stop]), axis=1)
         runs: list[int] = pairs.ravel().tolist()
         return runs
 
     def labels(self, rows: Int64s) -> list[str]:
-        """The labels of `rows`."""
+        """Return the labels of `rows`."""
         codes, numbers, parts = self.label_form[rows], self.label_number[rows], self.label_part[rows]
         columns = zip(codes.tolist(), numbers.tolist(), parts.tolist(), strict=True)
         spell = [form.format for form in self.label_forms]
@@ -182,7 +182,7 @@ class Turns(Sequence[Turn]):
 
     @cached_property
     def labels_differ(self) -> bool:
-        """Whether no two turns have one label, as far as the columns say."""
+        """Whether all labels differ, decided from the columns; False may mean unknown."""
         parts = np.stack((self.label_form, self.label_number, self.label_part), axis=1)
         return len(self.label_forms) == 1 and len(np.unique(parts, axis=0)) == len(self)
 
@@ -218,7 +218,7 @@ class Turns(Sequence[Turn]):
             )
 
     def _sessions(self, block: Int64s) -> tuple[list[str], list[int], list[bool]]:
-        """What the server keeps of turns: names of sessions, tokens, and whether each is the last turn."""
+        """Return the session columns of turns: names, kept tokens, and whether each is the last turn."""
         if self.session is None or self.session_kept is None or self.session_last is None:
             return [""] * len(block), [0] * len(block), [False] * len(block)
         names = [f"s{root}" if root >= 0 else "" for root in self.session[block].tolist()]
@@ -227,7 +227,7 @@ class Turns(Sequence[Turn]):
     # --- other turns out of these
 
     def take(self, rows: Int64s) -> Turns:
-        """The turns at `rows`, in that order and numbered anew. A turn that is taken must stand behind its `after`."""
+        """Return the turns at `rows`, in that order and renumbered. A turn must come after its `after`."""
         place = np.full(len(self) + 1, -1, np.int32)  # the last entry is for -1
         place[rows] = np.arange(len(rows), dtype=np.int32)
         after = self.after[rows]
@@ -249,7 +249,7 @@ class Turns(Sequence[Turn]):
         return replace(self, **folded, media=self.media.take(rows) if self.media is not None else None)
 
     def head(self, count: int) -> Turns:
-        """The first `count` turns, or all."""
+        """Return the first `count` turns, or all."""
         if count >= len(self):
             return self
         runs = int(self.run_stops[count - 1]) if count else 0
@@ -263,11 +263,11 @@ class Turns(Sequence[Turn]):
         return replace(self, **cut)
 
     def at(self, arrival_us: Int64s) -> Turns:
-        """The same turns at other times, [n]; those of follow-ups are ignored."""
+        """Return the same turns at other times, [n]; times of follow-ups are ignored."""
         return replace(self, arrival_us=np.where(self.after < 0, arrival_us, 0))
 
     def root(self) -> Int64s:
-        """[n]: for each turn the index of the turn that opens its session; itself, where it arrives by the clock."""
+        """Return the index of the turn that opens each turn's session, [n]; a turn by the clock is its own."""
         root = np.where(self.after < 0, np.arange(len(self)), self.after).astype(np.int64)
         while True:
             further = root[root]
@@ -277,11 +277,27 @@ class Turns(Sequence[Turn]):
 
 
 def _folded(column: NDArray[Any]) -> NDArray[Any]:
-    """The column, stored once if all rows are equal. Read-only."""
+    """Return the column, stored once if all rows are equal. Read-only."""
     if len(column) > 1 and column.strides != (0,) and (column == column[0]).all():
         return np.broadcast_to(column[:1].copy(), column.shape) if column.ndim else column
     column.flags.writeable = False
     return column
+
+
+class TurnStart(NamedTuple):
+    """When a turn is sent: at `arrival_us`, or `think_us` after the answer of turn `after`."""
+
+    arrival_us: int = 0  # since the workload's start; 0 where `after` is set
+    after: int = -1  # -1: arrives by the clock
+    think_us: int = 0
+
+
+class TurnLabel(NamedTuple):
+    """The label of a turn: `form.format(number, part)`."""
+
+    form: str  # such as "line{0}" or "s{0}t{1}"
+    number: int
+    part: int = 0
 
 
 class TurnsBuilder:
@@ -295,7 +311,7 @@ class TurnsBuilder:
         self._after = array("i")
         self._think_us = array("q")
         self._run_stops = array("q")
-        self._runs = array("i")  # (first_token, count) after one another
+        self._runs = array("i")  # (first_token, count) pairs, end to end
         self._label_form = array("h")
         self._label_number = array("i")
         self._label_part = array("i")
@@ -310,21 +326,19 @@ class TurnsBuilder:
 
     def append(
         self,
+        start: TurnStart,
+        label: TurnLabel,
         *,
-        arrival_us: int,
         prompt: Sequence[int],
         prompt_tokens: int,
         output_tokens: int,
         output_first_token: int,
-        label_form: str,
-        label_number: int,
-        label_part: int = 0,
         tenant: str = "",
-        after: int = -1,
-        think_us: int = 0,
         grammar: str = "",
     ) -> None:
-        """Add a turn behind the others; `prompt` is runs, and is copied."""
+        """Add a turn behind the others; `prompt` is runs, and is copied. The other values: see `Turn`."""
+        arrival_us, after, think_us = start
+        form, number, part = label
         self._arrival_us.append(arrival_us)
         self._prompt_tokens.append(prompt_tokens)
         self._output_tokens.append(output_tokens)
@@ -333,14 +347,14 @@ class TurnsBuilder:
         self._think_us.append(think_us)
         self._runs.extend(prompt)
         self._run_stops.append(len(self._runs) // 2)
-        self._label_form.append(self._label_forms.setdefault(label_form, len(self._label_forms)))
-        self._label_number.append(label_number)
-        self._label_part.append(label_part)
+        self._label_form.append(self._label_forms.setdefault(form, len(self._label_forms)))
+        self._label_number.append(number)
+        self._label_part.append(part)
         self._tenant.append(self._tenants.setdefault(tenant, len(self._tenants)))
         self._grammar.append(self._grammars.setdefault(grammar, len(self._grammars)))
 
     def build(self) -> Turns:
-        """The turns so far. The builder is not to be used again."""
+        """Return the turns so far. The builder must not be used again."""
         runs = np.frombuffer(self._runs, np.int32).reshape(-1, 2)
         return Turns(
             arrival_us=_column(self._arrival_us, np.int64),
@@ -368,7 +382,7 @@ def _column(values: array[int], dtype: type[np.signedinteger[Any]]) -> NDArray[A
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be used: where, what is wrong with it, and what to try."""
+    """An unusable workload: where, what is wrong, and what to try."""
 
     def __init__(self, where: str, problem: str, hint: str) -> None:
         super().__init__(where, problem, hint)  # all three, so that it survives pickling between processes

@@ -1,11 +1,11 @@
-"""A workload: every request to come, in order, with the digest that says which workload it was.
+"""A workload: all future requests, in order, with a digest that identifies them.
 
     workload = open_workload("conversation_trace.jsonl.gz", seed=7, rate=6.5)
     workload = open_workload("gen:n=500,rate=4,input=lognormal:900:0.75", seed=7)
     workload = open_workload("mix:chat=conversation_trace.jsonl.gz@3;code=azure.csv@1.5", seed=7)
 
-Traces are read by traces.py and servegen.py, specs by generate.py, fitted models by fitted.py, mixes by mix.py; all end
-as turns here, and no later code depends on the kind.
+Traces are read by traces.py and servegen.py, specs by generate.py, fitted models by fitted.py, mixes by mix.py. All
+become turns here, and no later code depends on the kind.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from lockstep.sim.workload.turns import TIME_US_MAX, Int64s, Turn, Turns, Worklo
 __all__ = [
     "LengthSummary",
     "SkippedRows",
+    "SourceReading",
     "TimeWindow",
     "Turn",
     "Turns",
@@ -47,40 +48,57 @@ __all__ = [
 ]
 
 _ENDINGS = (".gz", ".zst", ".tar", ".tgz", ".csv", ".json", ".jsonl", ".txt")
-_DIGEST_TURNS = 4_096  # at a time
+_DIGEST_TURNS = 4_096  # per block of the digest
 
 
 @dataclass(frozen=True)
 class Workload:
-    name: str  # of the file, without endings; or "generated"; or those of a mix, joined by +
+    name: str  # of the file, without endings; or "generated"; or the names of a mix, joined by +
     source: str  # path or spec, as given
     format: str  # of trace_formats.FORMATS, or "servegen", "generated", "fitted" or "mix"
-    digest: str  # BLAKE2b-128 of the turns, hexadecimal: equal digests, equal workloads
-    turns: Turns  # those that arrive by the clock in ascending order; a turn stands behind its `after`
+    digest: str  # BLAKE2b-128 of the turns, hexadecimal; equal digests mean equal workloads
+    turns: Turns  # turns by the clock in ascending order; a turn comes after its `after`
     skipped: SkippedRows = field(default=SkippedRows())
-    notes: tuple[str, ...] = ()  # what was done to a trace that its file does not show, one sentence each
-    has_clock: bool = True  # whether it says when its requests or sessions come; where not, that is drawn
+    notes: tuple[str, ...] = ()  # changes to a trace that are not in its file, one sentence each
+    has_clock: bool = True  # whether requests or sessions have start times; otherwise these are drawn
 
     def summary(self) -> WorkloadSummary:
-        """Counts, duration, lengths and sharing, computed afresh."""
+        """Return counts, duration, lengths and sharing, computed at each call."""
         return summarize(self.turns)
 
 
 class _Content(NamedTuple):
-    """What a source holds, before anything is cut or stretched."""
+    """Content of a source, before anything is cut or stretched."""
 
     name: str
     format: str
     turns: Turns
     skipped: SkippedRows = SkippedRows()
     notes: tuple[str, ...] = ()
-    own_rate: float | None = None  # arrivals per second that the turns were drawn for; None: those measured
-    at_rate: bool = False  # whether `rate` and `rate_scale` are in the turns already
+    own_rate: float | None = None  # arrivals per second for which the turns were drawn; None: measure them
+    at_rate: bool = False  # whether `rate` and `rate_scale` are already applied
     has_clock: bool = True
 
 
+@dataclass(frozen=True)
+class SourceReading:
+    """How the files of a workload are read. Specs that begin with `gen:` have none.
+
+    Args:
+        skip_bad_rows: leave bad rows out and count them in `Workload.skipped`, instead of raising.
+        recorded_media: media tokens of a trace that separates them from text, such as ServeGen's, become spans of
+            prompts; otherwise they are tokens like any other.
+    """
+
+    skip_bad_rows: bool = False
+    recorded_media: bool = False
+
+
+STRICT = SourceReading()
+
+
 class _Request(NamedTuple):
-    """What open_workload was asked for."""
+    """Arguments of open_workload."""
 
     spec: str
     seed: int
@@ -88,8 +106,7 @@ class _Request(NamedTuple):
     rate_scale: float
     limit: int | None
     time_window: TimeWindow | None
-    skip_bad_rows: bool
-    recorded_media: bool
+    reading: SourceReading
 
     @property
     def target_rate(self) -> float | None:
@@ -102,11 +119,10 @@ def open_workload(
     seed: int,
     rate_scale: float = 1.0,
     limit: int | None = None,
-    skip_bad_rows: bool = False,
     rate: float | None = None,
     time_window: TimeWindow | str | None = None,
     digest: bool = True,
-    recorded_media: bool = False,
+    reading: SourceReading = STRICT,
 ) -> Workload:
     """Read a trace, generate from a spec that begins with `gen:`, draw from a fitted model, or mix several with `mix:`.
 
@@ -116,13 +132,11 @@ def open_workload(
             it replaces the spec's own. `math.inf` makes all arrive at once. Think times are never stretched.
         rate_scale: multiplies the rate, whichever it is: 2 halves every gap.
         limit: keep the first so many turns, by arrival. The whole file is checked all the same.
-        skip_bad_rows: leave bad rows out, and say so in `Workload.skipped`, instead of raising.
         time_window: keep what arrives in this window, such as `10m..1h`, and begin with its first arrival. It is by the
             workload's own clock, which begins with the first arrival and is independent of `rate` and `rate_scale`.
             Sessions are kept whole if they begin in it. `limit` counts what it leaves.
         digest: whether to work out the digest, which takes most of the time; it is "" otherwise.
-        recorded_media: of a trace that separates media tokens from text, such as ServeGen's, they are spans of prompts;
-            otherwise they are tokens like any other.
+        reading: how the files are read.
     Raises: WorkloadError, before any of it is simulated.
     """
     if isinstance(time_window, str):
@@ -131,9 +145,9 @@ def open_workload(
         except ValueError as error:
             raise WorkloadError(spec, f"`time_window` cannot be `{time_window}`: {error}", "try 10m..1h") from None
     _check_arguments(spec, rate_scale, limit, rate)
-    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, skip_bad_rows, recorded_media)
+    asked = _Request(spec, seed, rate, rate_scale, limit, time_window, reading)
     content = _open(asked)
-    if recorded_media and content.turns.media is None:
+    if reading.recorded_media and content.turns.media is None:
         hint = "such as --media image=0.3x1..4:1024x768, which adds some"
         raise WorkloadError(spec, "`media` is recorded, but this workload does not separate media from text", hint)
     turns = content.turns
@@ -149,7 +163,7 @@ def open_workload(
 
 
 def workload_digest(turns: Turns) -> str:
-    """BLAKE2b-128 over the msgpack form of every field of every turn in order: content alone, no file name."""
+    """Return the BLAKE2b-128 of the msgpack form of every field of every turn, in order, without file names."""
     digest = hashlib.blake2b(_array_header(len(turns)), digest_size=16)
     encode = msgspec.msgpack.Encoder().encode
     for start in range(0, len(turns), _DIGEST_TURNS):
@@ -185,7 +199,7 @@ def workload_digest(turns: Turns) -> str:
 
 
 def _array_header(count: int) -> bytes:
-    """How msgpack opens an array of so many items."""
+    """Return the msgpack header of an array of `count` items."""
     if count < 16:
         return bytes([0x90 | count])
     return b"\xdc" + count.to_bytes(2, "big") if count < 2**16 else b"\xdd" + count.to_bytes(4, "big")
@@ -208,14 +222,14 @@ def _open(asked: _Request) -> _Content:
         return _open_servegen(asked, name, tar_files(path, data))
     if is_model(data):
         return _open_model(asked, name, parse_model(asked.spec, data), None, None)
-    trace = read_trace(path, data, skip_bad_rows=asked.skip_bad_rows)
+    trace = read_trace(path, data, skip_bad_rows=asked.reading.skip_bad_rows)
     turns, notes = turns_of_trace(asked.spec, trace, seed=asked.seed, rate=asked.target_rate)
-    at_rate = not trace.has_clock and asked.rate is not None  # drawn at it
+    at_rate = not trace.has_clock and asked.rate is not None  # drawn at that rate
     return _Content(name, trace.format.name, turns, trace.skipped, notes, at_rate=at_rate, has_clock=trace.has_clock)
 
 
 def _name_of(path: Path) -> str:
-    """The file's name without the endings that say how it is written."""
+    """Return the file's name without endings that describe its format."""
     name = path.name
     while (ending := Path(name).suffix) in _ENDINGS:
         name = name.removesuffix(ending)
@@ -238,7 +252,7 @@ def _open_generator(asked: _Request) -> _Content:
 
 
 def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | None, rate: float | None) -> _Content:
-    """Draw `turns` turns at `rate`, by default as many and as fast as the trace had."""
+    """Draw `turns` turns at `rate`; by default the number and the rate of the trace."""
     source = model.provenance.get("source", "a trace")
     notes = (f"drawn from a model fitted to {source}, digest {model.provenance.get('digest', 'unknown')}",)
     own_rate = model.arrivals.rate if rate is None else rate
@@ -256,7 +270,7 @@ def _open_model(asked: _Request, name: str, model: WorkloadModel, turns: int | N
 
 def _open_servegen(asked: _Request, name: str, files: Mapping[str, bytes]) -> _Content:
     content = read_servegen(asked.spec, files)
-    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.recorded_media)
+    turns = turns_of_servegen(asked.spec, content, seed=asked.seed, media=asked.reading.recorded_media)
     return _Content(name, "servegen", turns, notes=content.notes)
 
 
@@ -267,7 +281,7 @@ def _open_mix(asked: _Request) -> _Content:
             source.workload,
             seed=seed_of_source(asked.seed, place),
             rate=source.rate,
-            skip_bad_rows=asked.skip_bad_rows,
+            reading=SourceReading(skip_bad_rows=asked.reading.skip_bad_rows),
             digest=False,
         )
         for place, source in enumerate(sources)
@@ -280,7 +294,7 @@ def _open_mix(asked: _Request) -> _Content:
     )
     notes = tuple(f"{name}: {note}" for name, workload in zip(names, opened, strict=True) for note in workload.notes)
     parts = [workload.turns for workload in opened]
-    if asked.time_window is not None:  # sources begin together, so what will be cut can be cut here
+    if asked.time_window is not None:  # sources start together, so each can be cut on its own
         parts = [part.take(_rows_in(part, asked.time_window)) for part in parts]
     if asked.limit is not None:
         parts = [part.head(asked.limit) for part in parts]
@@ -310,7 +324,7 @@ def _check_duration(spec: str, turns: Turns) -> None:
 
 
 def _cut_to_window(spec: str, turns: Turns, window: TimeWindow) -> Turns:
-    """The turns that arrive in the window, and the later turns of their sessions; the first arrives at 0."""
+    """Return the turns that arrive in the window, and the later turns of their sessions; the first arrives at 0."""
     rows = _rows_in(turns, window)
     if not len(rows):
         _raise_empty_window(spec, window, int(turns.arrival_us.max()))
@@ -330,7 +344,7 @@ def _raise_empty_window(spec: str, window: TimeWindow | None, last_us: int) -> N
 
 
 def _rescaled(asked: _Request, turns: Turns, own_rate: float | None) -> Int64s:
-    """Arrivals stretched to `rate`, then by `rate_scale`."""
+    """Return the arrivals stretched to `rate`, then by `rate_scale`."""
     arrivals_us = turns.arrival_us
     if asked.rate is None or asked.rate == math.inf:
         return stretch(arrivals_us, 1 / asked.rate_scale if asked.rate is None else 0.0)

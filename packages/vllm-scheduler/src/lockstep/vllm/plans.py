@@ -1,0 +1,173 @@
+"""A BatchPlan of the core as vLLM's SchedulerOutput.
+
+The workers keep a block table per request and append to it. A request that resumes after it was retracted is sent with
+its whole table, and so is a request whose table became shorter because drafts were refused.
+
+Page p of the core is block p + 1: block 0 is vLLM's null block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lockstep.core.contract.errors import ContractError
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+if TYPE_CHECKING:
+    from lockstep.core.contract.commands import BatchPlan, PageDeltas, Speculation
+    from lockstep.core.contract.events import RequestId
+    from lockstep.vllm.requests import Tracked
+
+FIRST_BLOCK = 1
+
+
+class OutputBuilder:
+    """Turns plans into scheduler outputs. It records which requests ran in the step before, as the workers do."""
+
+    def __init__(
+        self, *, tokens_max: int, context_tokens_max: int, may_shrink: bool, v2_runner: bool, uses_mrope: bool
+    ) -> None:
+        """
+        Args:
+            tokens_max: the most tokens of one pass for which the workers have buffers.
+            context_tokens_max: vLLM's max_model_len.
+            may_shrink: whether block tables shrink, as they do after refused drafts.
+            v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
+        """
+        self._tokens_max = tokens_max
+        self._context_tokens_max = context_tokens_max
+        self.drafts: dict[str, list[int]] = {}  # by request, proposed by the workers for its next verification
+        self._may_shrink = may_shrink
+        self._v2 = v2_runner
+        self._uses_mrope = uses_mrope
+        self._ran_before: set[str] = set()
+
+    def forget_previous(self) -> None:
+        """Treat the next step as if no request had run in the step before, as the workers do after an empty step."""
+        self._ran_before.clear()
+
+    def build(self, plan: BatchPlan, tracked: Mapping[RequestId, Tracked], output: SchedulerOutput) -> None:
+        """Fill `output`, an empty SchedulerOutput, with what the plan runs.
+
+        Raises: ContractError for a plan that vLLM's workers cannot carry out.
+        """
+        blocks = new_blocks(plan.deltas) if plan.deltas.pages.size else {}
+        taken = {one.row for one in plan.rows_taken}
+        cached = output.scheduled_cached_reqs
+        scheduled = output.num_scheduled_tokens
+        req_ids, counts, outputs, tables = (
+            cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, cached.new_block_ids
+        )  # fmt: skip
+        ran_before, extend_rows = self._ran_before, plan.extend_rows
+        rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
+        if plan.speculation is not None:
+            self._add_drafts(
+                plan.speculation, starts[extend_rows:], plan.request_ids[extend_rows:].tolist(), tracked, output
+            )
+        drafted = output.scheduled_spec_decode_tokens
+        for i, core_id in enumerate(plan.request_ids.tolist()):
+            entry = tracked[core_id]
+            request_id, row, start = entry.request.request_id, rows[i], starts[i]
+            scheduled[request_id] = stops[i] - start if i < extend_rows else 1 + len(drafted.get(request_id, ()))
+            added = blocks.get(row)
+            if row in taken:
+                entry.blocks = _whole_table(added, request_id)
+                if not entry.sent or self._v2:
+                    output.scheduled_new_reqs.append(self._new(entry, start))
+                    entry.sent = True
+                    continue
+                cached.resumed_req_ids.add(request_id)
+                table = (list(entry.blocks),)
+            elif added is None:
+                table = None
+            else:
+                first, ids = added
+                if first != len(entry.blocks):
+                    if not self._may_shrink or first > len(entry.blocks):
+                        raise ContractError(
+                            f"request {request_id}: the plan changes entry {first} of a block table of "
+                            f"{len(entry.blocks)}; vLLM's workers only append"
+                        )
+                    del entry.blocks[first:]  # blocks of refused drafts were freed: the workers get the whole table
+                    cached.resumed_req_ids.add(request_id)
+                entry.blocks += ids
+                table = (list(entry.blocks) if request_id in cached.resumed_req_ids else ids,)
+            req_ids.append(request_id)
+            counts.append(start)
+            outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
+            tables.append(table)
+            if request_id not in ran_before and not self._v2:
+                cached.all_token_ids[request_id] = list(entry.tokens)
+        total = sum(scheduled.values())
+        if total > self._tokens_max:
+            raise ContractError(f"the plan has {total} tokens; vLLM's workers have buffers for {self._tokens_max}")
+        output.total_num_scheduled_tokens = total
+        self._ran_before = set(scheduled)
+
+    def _add_drafts(
+        self,
+        speculation: Speculation,
+        starts: list[int],
+        core_ids: list[RequestId],
+        tracked: Mapping[RequestId, Tracked],
+        output: SchedulerOutput,
+    ) -> None:
+        """Add the drafts that the plan's verifying rows verify: of those proposed, as many as the plan allows.
+
+        A drafter may propose fewer than the plan allows; the row then verifies these.
+        """
+        for core_id, start, allowed in zip(core_ids, starts, speculation.draft_lengths.tolist(), strict=True):
+            request_id = tracked[core_id].request.request_id
+            most = min(allowed, self._context_tokens_max - start - 2)
+            if tokens := self.drafts.pop(request_id, [])[: max(most, 0)]:
+                output.scheduled_spec_decode_tokens[request_id] = tokens
+
+    def _new(self, entry: Tracked, start: int) -> NewRequestData:
+        request = entry.request
+        request.num_computed_tokens = start
+        prefill = list(entry.tokens) if self._v2 else None
+        return NewRequestData.from_request(request, (list(entry.blocks),), prefill, uses_mrope=self._uses_mrope)
+
+
+def _whole_table(added: tuple[int, list[int]] | None, request_id: str) -> list[int]:
+    if added is None or added[0] != 0:
+        raise ContractError(f"request {request_id}: a row was taken without its whole block table")
+    return added[1]
+
+
+def new_blocks(deltas: PageDeltas) -> dict[int, tuple[int, list[int]]]:
+    """Return the changed entries of block tables by row: the first index and the block ids from there on.
+
+    Raises: ContractError if the entries of a row are not consecutive.
+    """
+    found: dict[int, tuple[int, list[int]]] = {}
+    blocks = (deltas.pages + FIRST_BLOCK).tolist()
+    at = 0
+    for row, first, count in deltas.runs.reshape(-1, 3).tolist():
+        ids = blocks[at : at + count]
+        at += count
+        _add(found, row, first, ids)
+    if deltas.opened_rows.size:
+        for row, index, block in zip(
+            deltas.opened_rows.tolist(), deltas.opened_index.tolist(), blocks[at:], strict=True
+        ):
+            _add(found, row, index, [block])
+    return found
+
+
+def _add(found: dict[int, tuple[int, list[int]]], row: int, first: int, ids: list[int]) -> None:
+    known = found.get(row)
+    if known is None:
+        found[row] = (first, ids)
+    elif known[0] + len(known[1]) == first:
+        known[1].extend(ids)
+    else:
+        raise ContractError(f"row {row}: entries {known[0]}+{len(known[1])} and {first} of a block table in one plan")
+
+
+def empty_output() -> SchedulerOutput:
+    """Return a SchedulerOutput that runs nothing."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    return output

@@ -1,0 +1,140 @@
+"""The journal of a vLLM engine, written by a thread beside the scheduling loop.
+
+The scheduling thread only appends to a bounded queue. If the queue is full, or the disk fails, recording ends with one
+message in vLLM's log; serving goes on. What the journal holds up to there stays readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.contract.commands import Command, Step
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import BatchFinished, ObservedEvent, RequestArrived, RequestId
+from lockstep.core.journal.records import JournalError, JournalHeader
+from lockstep.core.journal.writer import JournalWriter
+from lockstep.host.host_header import VLLM, HostHeader
+from lockstep.vllm.pseudonyms import Pseudonyms
+
+if TYPE_CHECKING:
+    from lockstep.vllm.settings import VllmSettings
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.lockstep")
+
+Entry = tuple[ObservedEvent, bytes, tuple[Command, ...], tuple[RequestId, ...]]
+"""An event, the digest of its Step, the commands of that Step, and the requests of the sampling rows."""
+
+QUEUE_EVENTS_MAX = 65_536  # events that wait to be written; at some hundred steps a second, minutes of a stalled disk
+FLUSH_EVERY_S = 0.05  # the longest time that an event waits in memory; what a killed process loses
+
+
+class NoRecording:
+    """Without a journal."""
+
+    present = False
+    failure = ""
+
+    def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
+        """Nothing is recorded."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Recording:
+    """Writes events and digests to a journal, in order, on a thread of its own."""
+
+    present = True
+
+    def __init__(self, folder: Path, header: JournalHeader, pseudonyms: Pseudonyms | None) -> None:
+        """
+        Args:
+            pseudonyms: replaces token ids; None: the journal holds the token ids themselves.
+        Raises: JournalError if the journal cannot be begun.
+        """
+        self.failure = ""  # why recording ended early
+        self._pseudonyms = pseudonyms
+        self._writer = JournalWriter.create(folder, header, durability="interval")
+        self._queue: queue.Queue[Entry | None] = queue.Queue(QUEUE_EVENTS_MAX)
+        self._thread = threading.Thread(target=self._write, name="lockstep-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, event: ObservedEvent, step: Step, samplers: tuple[RequestId, ...] = ()) -> None:
+        """Record an event with the digest of its Step. Never waits and never raises.
+
+        Args:
+            samplers: of a BatchFinished, the request of each sampling row.
+        """
+        if self.failure:
+            return
+        try:
+            self._queue.put_nowait((event, step.digest, tuple(step.commands), samplers))
+        except queue.Full:
+            self._fail(f"{QUEUE_EVENTS_MAX} events wait to be written")
+
+    def close(self) -> None:
+        """Write what is queued, and close the journal."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _write(self) -> None:
+        """Write until `close`; a thread of its own."""
+        try:
+            while (item := self._next()) is not None:
+                event, digest, commands, samplers = item
+                if self._pseudonyms is not None:
+                    event = disguised(event, commands, samplers, self._pseudonyms)
+                self._writer.append(event, digest)
+            self._writer.close()
+        except (JournalError, OSError) as error:
+            self._fail(str(error))
+
+    def _next(self) -> Entry | None:
+        """Return the next event; flush before waiting for one. None: no more follows."""
+        try:
+            return self._queue.get(timeout=FLUSH_EVERY_S)
+        except queue.Empty:
+            self._writer.flush()
+            return self._queue.get()
+
+    def _fail(self, why: str) -> None:
+        if not self.failure:
+            self.failure = why
+            logger.error("the journal ends here, serving goes on: %s", why)
+
+
+def disguised(
+    event: ObservedEvent, commands: tuple[Command, ...], samplers: tuple[RequestId, ...], pseudonyms: Pseudonyms
+) -> ObservedEvent:
+    """Return the event as the journal gets it: with pseudonyms instead of token ids."""
+    if isinstance(event, RequestArrived):
+        event = pseudonyms.arrived(event)
+    elif isinstance(event, BatchFinished):
+        event = pseudonyms.finished(event, samplers, commands)
+    pseudonyms.forget(commands)
+    return event
+
+
+def begin_recording(
+    settings: VllmSettings, config: SchedConfig, vllm_config: VllmConfig, version: str
+) -> Recording | NoRecording:
+    """Begin the journal that the settings name, if they name one."""
+    if not settings.journal:
+        return NoRecording()
+    host = HostHeader(
+        kind=VLLM,
+        vllm=version,
+        model=vllm_config.model_config.model,
+        tp=vllm_config.parallel_config.tensor_parallel_size,
+        profile=settings.profile,
+        tokens="kept" if settings.journal_tokens else "pseudonyms",
+    )
+    header = JournalHeader(config=config, host=host.entries())
+    pseudonyms = None if settings.journal_tokens else Pseudonyms()
+    return Recording(Path(settings.journal), header, pseudonyms)

@@ -1,0 +1,95 @@
+"""Requests: what the scheduler keeps of each, and a vLLM request as an event of the core."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lockstep.core.contract.events import Grammar, RequestArrived, RequestId, TokenIds, TokenRuns
+
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.request import Request
+
+PRIVATE = "\2"
+"""First character of the namespace of a request that neither reads nor fills the prefix cache of others."""
+
+
+class Tracked:
+    """A request of vLLM that has not ended, with its number in the core."""
+
+    __slots__ = ("blocks", "core_id", "outputs", "prompt_logprobs", "prompt_tokens", "request", "sent", "tokens")
+
+    def __init__(self, request: Request, core_id: RequestId) -> None:
+        self.request = request
+        self.core_id = core_id
+        self.prompt_tokens: int = request.num_prompt_tokens
+        self.blocks: list[int] = []  # its block table, as the workers have it
+        self.prompt_logprobs: LogprobsTensors | None = None  # computed, and not sent to the client yet
+        self.sent = False  # whether the workers have the request
+        self.outputs = request._output_token_ids  # delivered output tokens; the list that vLLM's views read
+        self.tokens = request._all_token_ids  # prompt and delivered output tokens, likewise
+
+
+def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens: bool) -> RequestArrived:
+    """Return the event by which a vLLM request enters the core.
+
+    `min_tokens` is left out: the workers mask stop tokens until then, and vLLM ends a request at any that is drawn.
+
+    Args:
+        reads_tokens: whether prompts are compared, as the prefix cache does; otherwise only their length counts.
+    """
+    params = request.sampling_params
+    stops, grammar = (), None
+    if params is not None:
+        stops = tuple(params.stop_token_ids or ())
+        if params.eos_token_id is not None and params.eos_token_id not in stops:
+            stops = (*stops, params.eos_token_id)
+        if request.use_structured_output:
+            grammar = grammar_of(request.request_id)
+    ids = request.prompt_token_ids
+    if ids is None or not reads_tokens:
+        prompt = TokenRuns((0, request.num_prompt_tokens))
+    else:
+        prompt = TokenIds(np.asarray(ids, np.int32).tobytes())
+    return RequestArrived(
+        time_us=time_us,
+        request_id=core_id,
+        prompt=prompt,
+        max_new_tokens=request.max_tokens,
+        stop_token_ids=stops,
+        ignore_eos=True,  # the end token is among `stop_token_ids` where it ends the request
+        label=request.request_id[:LABEL_MAX],
+        priority=request.priority,
+        namespace=namespace_of(request),
+        kind="embed" if request.pooling_params is not None else "generate",
+        grammar=grammar,
+    )
+
+
+LABEL_MAX = 200
+
+
+def namespace_of(request: Request) -> str:
+    """Return the namespace inside which the request shares prefixes: its cache salt, or one of its own."""
+    if request.skip_reading_prefix_cache or request.prompt_embeds is not None:
+        return PRIVATE + request.request_id
+    return request.cache_salt or ""
+
+
+def grammar_of(request_id: str) -> Grammar:
+    """Return the grammar of a request as the core identifies it.
+
+    vLLM compiles one grammar per request, so each has a digest of its own. Its source stays with vLLM.
+    """
+    return Grammar("structural_tag", "", sha256(request_id.encode()).digest())
+
+
+def stop_reason(params: SamplingParams | None, token: int) -> int | None:
+    """Return the stop token that ended an answer as vLLM reports it: None for the end token."""
+    if params is None or token == params.eos_token_id:
+        return None
+    return token

@@ -1,0 +1,201 @@
+"""Settings: the core's `SchedConfig` from vLLM's configuration, and what of vLLM is refused.
+
+Settings of Lockstep come from `--additional-config '{"lockstep": {...}}'`, or from the TOML file that the environment
+variable LOCKSTEP_VLLM_CONFIG names:
+
+    profile = "vllm"              # a family of scheduling settings: docs/profiles.md
+    journal = "/var/log/engine"   # a run folder for the journal; absent: no journal
+    journal_tokens = false        # true: the journal holds token ids; false: pseudonyms with the same shared prefixes
+
+    [scheduler]                   # fields of SchedConfig, over the profile
+    schedule_policy = "spf"
+
+Sizes (pages, page size, context, requests at once, tokens per pass) are vLLM's and cannot be set here.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import profile_settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
+KEY = "lockstep"  # of --additional-config
+
+OF_VLLM = (
+    "page_size",
+    "pages",
+    "context_tokens_max",
+    "max_running_requests",
+    "max_prefill_tokens",
+    "overlap_depth",
+    "radix_cache",
+    "max_loras",
+    "speculative_method",
+    "num_speculative_tokens",
+    "tables_append_only",
+)
+"""Fields of SchedConfig that follow from vLLM's configuration."""
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user of vLLM may set of Lockstep."""
+
+    profile: str = "vllm"
+    journal: str = ""  # run folder; empty: no journal
+    journal_tokens: bool = False
+    scheduler: dict[str, Any] = {}  # fields of SchedConfig
+
+
+def read_settings(additional: object, environment: dict[str, str] | os._Environ[str] = os.environ) -> VllmSettings:
+    """Read the settings from `--additional-config`, or else from the file that the environment names.
+
+    Raises: ConfigError for an unknown field, a value of the wrong type, or a file that cannot be read.
+    """
+    source, values = "", {}
+    if isinstance(additional, dict) and KEY in additional:
+        source, values = f"--additional-config `{KEY}`", additional[KEY]
+    elif path := environment.get(ENVIRONMENT, ""):
+        source = f"{ENVIRONMENT}={path}"
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{source}: {error}") from error
+    try:
+        settings = msgspec.convert(values, VllmSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{source}: {error}\nhint: fields are profile, journal, journal_tokens and scheduler (docs/vllm.md)"
+        ) from error
+    if owned := [name for name in settings.scheduler if name in OF_VLLM]:
+        raise ConfigError(f"{source}: `scheduler.{owned[0]}` follows from vLLM's own options and cannot be set here")
+    return settings
+
+
+def sched_config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: VllmSettings, block_size: int
+) -> SchedConfig:
+    """Return the core's settings for this engine.
+
+    Raises: ConfigError for what is not supported, or for settings that contradict each other.
+    """
+    if refused := unsupported(vllm_config, kv_cache_config, block_size):
+        raise ConfigError(
+            "lockstep.vllm does not support: " + "; ".join(refused) + "\nhint: drop these, or --scheduler-cls"
+        )
+    scheduler = vllm_config.scheduler_config
+    budget = token_budget(vllm_config)
+    values: dict[str, Any] = profile_settings(settings.profile)
+    values |= {
+        "page_size": block_size,
+        "pages": kv_cache_config.num_blocks - 1,  # block 0 is vLLM's null block
+        "context_tokens_max": vllm_config.model_config.max_model_len,
+        "max_running_requests": scheduler.max_num_active_seqs or scheduler.max_num_seqs,
+        "max_prefill_tokens": budget,
+        "chunked_prefill_size": budget if scheduler.enable_chunked_prefill else None,
+        "overlap_depth": 1 if scheduler.async_scheduling else 0,
+        "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching),
+        "tables_append_only": True,
+    }
+    if not values["radix_cache"]:
+        values |= {"same_step_sharing": False, "prefix_deduplication": "off", "retracted_kv": "free"}
+    if scheduler.policy == "priority":  # vLLM: smaller values go first, the least important running request yields
+        values |= {
+            "schedule_policy": "priority",
+            "schedule_low_priority_values_first": True,
+            "retraction_policy": "priority",
+            "default_priority_value": 0,
+        }
+    if vllm_config.speculative_config is not None:
+        values |= {
+            "speculative_method": draft_method(vllm_config),
+            "num_speculative_tokens": vllm_config.num_speculative_tokens,
+        }
+    values |= settings.scheduler
+    config = SchedConfig(**_known(values))
+    _check_budget(config, budget)
+    return config
+
+
+def token_budget(vllm_config: VllmConfig) -> int:
+    """Return the most tokens of one pass that vLLM lets a scheduler plan."""
+    scheduler, speculative = vllm_config.scheduler_config, vllm_config.speculative_config
+    most: int = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    slots = speculative.max_num_new_slots_for_drafting if speculative is not None else 0
+    return min(most, scheduler.max_num_batched_tokens - slots * scheduler.max_num_seqs)
+
+
+def draft_method(vllm_config: VllmConfig) -> str:
+    """Return the core's word for the source of vLLM's drafts."""
+    speculative = vllm_config.speculative_config
+    if speculative.method in ("ngram", "suffix"):
+        return "ngram"
+    if speculative.method == "draft_model":
+        return "draft_model"
+    return "mtp" if speculative.method == "mtp" else "eagle"
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for names that are no fields of SchedConfig."""
+    fields = SchedConfig.__struct_fields__
+    for name in values:
+        if name not in fields:
+            raise ConfigError(f"`scheduler.{name}` is no scheduler setting; docs/options.md lists them")
+    return values
+
+
+def _check_budget(config: SchedConfig, budget: int) -> None:
+    """Raises ConfigError if a pass could have more tokens than vLLM's worker has room for."""
+    if config.batching == "running_first":
+        return  # one budget for prompts and decodes: `max_prefill_tokens`
+    chunk = config.chunked_prefill_size or config.max_prefill_tokens
+    if config.batching == "mixed" and chunk + config.max_running_requests > budget:
+        raise ConfigError(
+            f"`batching` mixed computes up to {chunk} prompt tokens beside {config.max_running_requests} decodes, but "
+            f"a pass of vLLM has at most {budget} tokens (--max-num-batched-tokens)\n"
+            f"hint: set scheduler.chunked_prefill_size to at most {budget - config.max_running_requests}"
+        )
+
+
+def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> list[str]:
+    """Return what of this configuration the scheduler does not support, in words; empty if it supports all."""
+    parallel, model, scheduler = vllm_config.parallel_config, vllm_config.model_config, vllm_config.scheduler_config
+    groups = kv_cache_config.kv_cache_groups
+    findings = {
+        "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
+        "encoder connectors (--ec-transfer-config)": vllm_config.ec_transfer_config is not None,
+        "KV cache events (--kv-events-config)": bool(
+            vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events
+        ),
+        "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "encoder-decoder models": model.is_encoder_decoder,
+        "multimodal inputs": model.supports_multimodal_inputs,
+        "diffusion models": model.is_diffusion,
+        "drafts with asynchronous scheduling (hint: --no-async-scheduling)": bool(
+            vllm_config.speculative_config is not None and scheduler.async_scheduling
+        ),
+        "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
+            vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner
+        ),
+        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
+        "auxiliary outputs": vllm_config.aux_output_config.enabled,
+        "sampling masks": bool(model.return_sampling_mask),
+        f"{len(groups)} KV cache groups (hint: --disable-hybrid-kv-cache-manager)": len(groups) > 1,
+        "models without KV cache": not groups,
+        f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
+        "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
+        "models that require zeroed KV blocks": kv_cache_config.needs_kv_cache_zeroing,
+    }
+    return [name for name, found in findings.items() if found]
