@@ -23,11 +23,13 @@ from lockstep.core.features.data_parallel import IDLE, OF_THE_PASS, counts_of, d
 from lockstep.core.features.disaggregation import TOUCHED
 from lockstep.core.kv.adapters import NO_SLOT
 from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.tiers import NONE
 from lockstep.core.requests.table import BASE, Request, RequestState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lockstep.core.contract.commands import Step
     from lockstep.core.kv.radix import RadixNode
     from lockstep.core.kv.state_pool import StatePool
     from lockstep.core.kv.tiers import Operation, Tiers
@@ -108,6 +110,82 @@ def self_check(engine: Engine) -> None:
         check_quiescent(engine)
     else:
         check(engine)
+
+
+def due_times(engine: Engine) -> list[tuple[int, str]]:
+    """Return every time in us at which the engine must act by itself, with its reason, of all features.
+
+    Raises: InvariantError for a wait that has a timeout by the settings, and no due time.
+    """
+    dues: list[tuple[int, str]] = []
+    for request_id, request in engine.requests.items():
+        dues += [(due, f"r{request_id} {what}") for due, what in _dues_of(request) if due is not None]
+    for name, session in engine.sessions.open.items():
+        if session.timeout_us is not None and session.turn is None and not session.queue:
+            dues.append((session.idle_since_us + session.timeout_us, f"session {name} times out"))
+    pace = engine.controls.pace
+    if pace.gap_us and engine.requests and pace.not_before_us > engine.now_us:
+        dues.append((pace.not_before_us, "the next launch may be made"))
+    return dues + _transfer_dues(engine) + _tier_dues(engine)
+
+
+def _dues_of(request: Request) -> tuple[tuple[int | None, str], ...]:
+    return (
+        (request.finish_by_us, "must have finished"),
+        (request.deadline_us if not request.ran else None, "must have been admitted"),
+        (request.grammar_due_us, "must have its grammar"),
+    )
+
+
+def _transfer_dues(engine: Engine) -> list[tuple[int, str]]:
+    dues: list[tuple[int, str]] = []
+    transfers = engine.transfers
+    if transfers.change is not None and engine.requests:
+        dues.append((transfers.change.due_us, "the role changes"))
+    for request_id, transfer in transfers.all.items():
+        request = engine.requests.get(request_id)
+        if request is None:
+            continue
+        timeout_us = None
+        if transfer.state in ("bootstrap", "awaited") and not engine.waits_for_turn(request):
+            timeout_us = transfers.settings.bootstrap_timeout_us
+        elif transfer.state in ("receiving", "in_flight"):
+            timeout_us = transfers.settings.transfer_timeout_us
+        if timeout_us is not None and transfer.due_us is None:
+            _fail(f"L7: the transfer of r{request_id} is {transfer.state} without a due time")
+        if transfer.due_us is not None:
+            dues.append((transfer.due_us, f"the transfer of r{request_id} is abandoned"))
+    return dues
+
+
+def _tier_dues(engine: Engine) -> list[tuple[int, str]]:
+    dues: list[tuple[int, str]] = []
+    tiers = engine.memory.tiers
+    for request_id, candidate in tiers.candidates.items():
+        if candidate.due_us is not None:
+            dues.append((candidate.due_us, f"r{request_id} waits no longer for operation {candidate.operation}"))
+        elif candidate.operation != NONE:
+            kind = tiers.operations[candidate.operation].kind
+            settings = tiers.settings
+            timed = (
+                settings.prefetch_policy == "timeout" if kind == "prefetch" else settings.load_timeout_us is not None
+            )
+            if timed:
+                _fail(f"L7: r{request_id} waits for {kind} {candidate.operation} without a due time")
+    return dues
+
+
+def check_wake(engine: Engine, step: Step) -> None:
+    """Check the wake-up time of the step that was just made against all due times. It is in no digest.
+
+    Raises: InvariantError if the engine would sleep past a due time, or has let one pass.
+    """
+    wake_at_us = step.wake_at_us
+    for due_us, what in due_times(engine):
+        if due_us <= engine.now_us:
+            _fail(f"L7: at {engine.now_us} us, {what}, which was due at {due_us} us")
+        if wake_at_us is None or wake_at_us > due_us:
+            _fail(f"L7: {what} at {due_us} us, but the engine wakes at {wake_at_us} us")
 
 
 def check_quiescent(engine: Engine) -> None:
