@@ -24,7 +24,7 @@ BOUNDS = {
     "engine inner stores": 0,
     "guards in engine": 2,
     "guards in memory": 1,
-    "cycle in core": 8,
+    "cycle in core": 0,
     "cycle in host": 0,
     "cycle in sim": 0,
     "cycle in runtime": 0,

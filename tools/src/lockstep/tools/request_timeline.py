@@ -324,7 +324,7 @@ class Chronicle:
                     arrived_us=event.time_us,
                     arrived_step=number,
                     media={s.digest: (s.kind, s.encoder_tokens) for s in event.spans if s.encoder_tokens},
-                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.held),
+                    waiting_then=sum(r.request_id < event.request_id for r in engine.waiting) + len(engine.blocked),
                     running_then=engine.active,
                 )
 
@@ -385,7 +385,7 @@ class Chronicle:
 
     def _note_causes(self, time_us: int, engine: Engine) -> None:
         """Record the cause of each open wait. Most requests wait for the same cause, which is determined once."""
-        deferrals, requests, held = self._deferrals, engine.requests, engine.held
+        deferrals, requests, held = self._deferrals, engine.requests, engine.blocked
         common = line_cause(engine, NO_REQUEST, deferrals)
         for request_id, timeline in self._open.items():
             wait = timeline.waits[-1] if timeline.waits else None
@@ -435,12 +435,16 @@ def why_waits(engine: Engine, request_id: RequestId, deferrals: Mapping[RequestI
     """Return the cause of a request's wait, by the engine's state and the last deferral of each request."""
     request = engine.requests[request_id]
     own = deferrals.get(request_id)
-    if request_id in engine.held:
+    if request_id in engine.blocked:
         session = engine.sessions.open.get(request.session)
         if session is not None and request_id in session.queue:
             return Cause("session", NO_REQUEST if session.turn is None else session.turn)
         transfer = engine.transfers.all.get(request_id)
-        if transfer is not None and transfer.state in HELD and not (transfer.state == "ready" and request.holds > 1):
+        if (
+            transfer is not None
+            and transfer.state in HELD
+            and not (transfer.state == "ready" and request.open_prerequisites > 1)
+        ):
             return Cause(transfer.state)
         return Cause("grammar") if own is None else Cause(own.reason, own.behind)
     if own is not None and not engine.paused and engine.maintenance.admits:
@@ -449,7 +453,7 @@ def why_waits(engine: Engine, request_id: RequestId, deferrals: Mapping[RequestI
         if own.reason == "adapter" and request.deferred == "adapter":
             return Cause("adapter")
         tiers = engine.memory.tiers
-        if tiers.holds_back(request, engine.now_us) == own.reason:
+        if tiers.deferral_reason(request, engine.now_us) == own.reason:
             return Cause(own.reason)
     return line_cause(engine, request_id, deferrals)
 

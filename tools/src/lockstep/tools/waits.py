@@ -156,7 +156,7 @@ class WaitFold:
         while others and engine.waiting[others - 1].request_id >= event.request_id:
             others -= 1  # the request and its samples are at the end of the queue
         for sample in range(sample_count(event)):
-            one = _OpenWait(event.time_us, others + len(engine.held))
+            one = _OpenWait(event.time_us, others + len(engine.blocked))
             self._open[event.request_id + sample] = self._silent[event.request_id + sample] = one
 
     def _hear(self, now_us: int, sent: StreamTokens) -> None:
@@ -238,12 +238,12 @@ class WaitFold:
             self._unplaced += [request_id for request_id in self._apart if not self._is_apart(request_id, head, engine)]
         if head not in self._apart:
             self._unplaced.append(head)
-        if engine.held:
-            self._unplaced += [request_id for request_id in engine.held if request_id not in self._apart]
+        if engine.blocked:
+            self._unplaced += [request_id for request_id in engine.blocked if request_id not in self._apart]
         for request_id in self._unplaced:
             self._place(request_id, now_us, self._is_apart(request_id, head, engine))
-        self._restless = bool(self._special or engine.held) and any(
-            request_id in self._special or request_id in engine.held for request_id in self._apart
+        self._restless = bool(self._special or engine.blocked) and any(
+            request_id in self._special or request_id in engine.blocked for request_id in self._apart
         )
         for request_id, one in self._apart.items():
             cause = cause_key(why_waits(engine, request_id, self._deferrals))
@@ -253,7 +253,7 @@ class WaitFold:
 
     def _is_apart(self, request_id: RequestId, head: RequestId, engine: Engine) -> bool:
         """Whether a waiting request may have another cause than the queue."""
-        return request_id == head or request_id in self._special or request_id in engine.held
+        return request_id == head or request_id in self._special or request_id in engine.blocked
 
     def _place(self, request_id: RequestId, now_us: int, apart: bool) -> None:
         """Move a waiting request into or out of `_apart`, if it is not there yet."""

@@ -66,7 +66,7 @@ class EngineBefore:
         running = engine.microbatches.current
         return cls(
             line=tuple(request.request_id for request in engine.waiting),
-            held=tuple(engine.held),
+            held=tuple(engine.blocked),
             decoding=tuple(request.request_id for request in engine.running_batch.requests),
             prefilling=engine.prefilling.request_id if engine.prefilling is not None else NO_REQUEST,
             available_pages=engine.memory.available_pages,
@@ -321,13 +321,13 @@ def _left_out(
 def _deferred(engine: Engine) -> list[str]:
     """Return lines about rows and pages that are not free yet, because batches in flight read or write them."""
     lines = []
-    for deferred in engine.memory.deferred_frees:
+    for deferred in engine.memory.deferred.rows:
         pages = -(-deferred.computed // engine.config.page_size) - deferred.protected_pages
         lines.append(
             f"row {deferred.row} and {count(pages, 'page')} of a request that left its row, "
             f"until b{deferred.free_after} is delivered"
         )
-    for free_after, duplicates in engine.memory.deferred_pages:
+    for free_after, duplicates in engine.memory.deferred.pages:
         lines.append(
             f"pages {runs(sorted(duplicates.tolist()))}, duplicates of cached ones, until b{free_after} is delivered"
         )

@@ -13,7 +13,7 @@ answer follows later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 LATER = None
 DONE = ""
@@ -100,8 +101,20 @@ class Pace(msgspec.Struct):
 NO_LORA = "LoRA is off (`max_loras` is not set)"
 
 
-class Controls:
+class ControlsPart(msgspec.Struct):
+    """Pause, drains and pace in a snapshot."""
+
+    paused: bool
+    draining: bool
+    drains: list[int]
+    pace: Pace
+
+
+class Controls(Component):
     """Applies control requests, and holds the state that operators set: pause, drain, the pace of launches."""
+
+    PART = ControlsPart
+    EMPTY_AT_REST = ("drains",)
 
     def __init__(
         self, scheduler: AdminView, sessions: Sessions, transfers: Transfers, maintenance: Maintenance
@@ -116,9 +129,19 @@ class Controls:
         self.drains: list[int] = []  # control ids that are answered once everything has ended
         self.pace = Pace()
 
-    def load(self, paused: bool, draining: bool, drains: list[int], pace: Pace) -> None:
-        """Restore the state stored in a snapshot."""
-        self.paused, self.draining, self.drains, self.pace = paused, draining, drains, pace
+    def part(self) -> ControlsPart:
+        """Return the state for a snapshot."""
+        return ControlsPart(self.paused, self.draining, list(self.drains), self.pace)
+
+    def load(self, part: ControlsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
+
+    def due_times(self) -> Iterator[tuple[int, str]]:
+        """Yield the end of the gap between two launches."""
+        pace, scheduler = self.pace, self._scheduler
+        if pace.gap_us and scheduler.requests and pace.not_before_us > scheduler.now_us:
+            yield pace.not_before_us, "the next launch may be made"
 
     def apply(self, event: ControlRequested, step: Step) -> None:
         """Carry out a control request, or answer it with the reason of the refusal."""
@@ -140,7 +163,7 @@ class Controls:
 
     def _flush(self, control_id: int, control: Flush, step: Step) -> str | None:
         if self._scheduler.requests or self._scheduler.in_flight:
-            waiting = len(self._scheduler.waiting) + len(self._scheduler.held)
+            waiting = len(self._scheduler.waiting) + len(self._scheduler.blocked)
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
         tiers = self._scheduler.memory.tiers

@@ -590,7 +590,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
         """
-        return min(self.context_tokens_max, self.pool_tokens + 1)
+        pool = self.pool_tokens + 1
+        return pool if pool < self.context_tokens_max else self.context_tokens_max
 
     def prompt_tokens_max(self, with_output: bool) -> int:
         """Return the length of the longest prompt. One token of output must fit behind it if `with_output`."""
