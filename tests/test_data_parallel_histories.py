@@ -172,8 +172,8 @@ def own_branch(monkeypatch: pytest.MonkeyPatch) -> None:
             self.extended = last.extend_rows > 0
         return asks(self)
 
-    asks = Rounds._asks
-    monkeypatch.setattr(Rounds, "_asks", by_own)
+    asks = Rounds._may_propose
+    monkeypatch.setattr(Rounds, "_may_propose", by_own)
 
 
 def delay_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
