@@ -191,19 +191,21 @@ def _spans(engine: Engine, facts: Facts) -> None:
 def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: pool, radix cache, row, deferred free, transfer or load."""
     table, page_size = engine.memory.table.pages, engine.config.page_size
-    names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
+    of_components = [owned for component in engine.components for owned in component.owned_pages()]
     owned = [facts.free, *(node.pages for node in facts.cached)]
-    for request, computed in zip(facts.holders, facts.computed, strict=True):
-        names.append(f"{request.name} in row {request.row}")
-        owned.append(table[request.row, request.protected_pages : -(-computed // page_size)])
-    for component in engine.components:
-        for name, pages in component.owned_pages():
-            names.append(name)
-            owned.append(pages)
+    owned += [
+        table[request.row, request.protected_pages : -(-computed // page_size)]
+        for request, computed in zip(facts.holders, facts.computed, strict=True)
+    ]
+    owned += [pages for _, pages in of_components]
     ids = np.concatenate(owned, dtype=np.int32)
     ids.sort()
-    if ids.tobytes() != all_ids(engine.config.pages):
-        misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
+    if ids.tobytes() == all_ids(engine.config.pages):
+        return
+    names = ["free", *(f"the radix cache ({node})" for node in facts.cached)]
+    names += [f"{request.name} in row {request.row}" for request in facts.holders]
+    names += [name for name, _ in of_components]
+    misowned("S1 pages", engine.config.pages, dict(zip(names, (pages.tolist() for pages in owned), strict=True)))
 
 
 def _reserve(engine: Engine, facts: Facts) -> None:
