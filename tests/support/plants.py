@@ -677,13 +677,13 @@ def encoder_room_not_released() -> Plant:
 def tiers_never_wake() -> Plant:
     """A request that waits for a load or a prefetch has a due time, and the engine does not wake for it."""
 
-    def bug(tend: Original, tiers: Tiers, requests: Any, waiting: Any, step: Step, *, admits: bool) -> bool:
+    def bug(advance: Original, tiers: Tiers, requests: Any, waiting: Any, step: Step, *, admits: bool) -> bool:
         wake_at_us = step.wake_at_us
-        freed: bool = tend(tiers, requests, waiting, step, admits=admits)
+        freed: bool = advance(tiers, requests, waiting, step, admits=admits)
         step.wake_at_us = wake_at_us
         return freed
 
-    return _replaced(Tiers, "tend", bug)
+    return _replaced(Tiers, "advance", bug)
 
 
 def load_waits_for_ever() -> Plant:
