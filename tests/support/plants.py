@@ -12,24 +12,28 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lockstep.core.contract.commands import PageDeltas, SampleBatch, Step
 from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.events import RequestArrived
 from lockstep.core.features import grammars
 from lockstep.core.features.media import EncoderCache
 from lockstep.core.kv.adapters import Adapters
+from lockstep.core.kv.deferred import DeferredFree
 from lockstep.core.kv.hybrid import Hybrid
-from lockstep.core.kv.memory import DeferredFree, Memory
-from lockstep.core.kv.radix import Found, Inserted, RadixCache, RadixNode
+from lockstep.core.kv.memory import Memory
+from lockstep.core.kv.radix import Inserted, RadixCache
 from lockstep.core.kv.resource import ExtendShare
 from lockstep.core.kv.state_pool import StatePool
-from lockstep.core.kv.tiers import Tiers
+from lockstep.core.kv.tiers import LoadCandidate, Tiers
 from lockstep.core.kv.window_pool import WindowPool
 from lockstep.core.requests import delivery
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.microbatches import Microbatches
+from lockstep.core.requests.radix_node import Found, RadixNode
 from lockstep.core.requests.running import RunningState
 from lockstep.core.requests.table import Int32s, Request, RequestTable, RunningBatch
 from lockstep.core.scheduler import ordering, preemption
@@ -256,8 +260,8 @@ def early_free() -> Plant:
 
     def bug(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         leave(memory, request, step, **how)
-        while memory.deferred_frees:
-            memory.release(memory.deferred_frees.pop(), step)
+        while memory.deferred.rows:
+            memory.release(memory.deferred.rows.pop(), step)
 
     return _replaced(Memory, "leave", bug)
 
@@ -391,19 +395,19 @@ def evictable_drifts() -> Plant:
 def adapter_evicted_in_use() -> Plant:
     """The slot of an adapter that only work in flight still uses is given to another (VL#47724)."""
 
-    def bug(give_back: Original, adapters: Adapters, row: int) -> None:
+    def bug(release: Original, adapters: Adapters, row: int) -> None:
         if row in adapters.rows:
-            give_back(adapters, row)
+            release(adapters, row)
 
     def early(leave: Original, memory: Memory, request: Request, step: Step, **how: Any) -> None:
         row = request.row
         leave(memory, request, step, **how)
         if memory.adapters.present:
-            memory.adapters.give_back(row)
+            memory.adapters.release(row)
 
     @contextmanager
     def both() -> Iterator[None]:
-        with _replaced(Adapters, "give_back", bug), _replaced(Memory, "leave", early):
+        with _replaced(Adapters, "release", bug), _replaced(Memory, "leave", early):
             yield
 
     return both()
@@ -518,11 +522,11 @@ def checkpoint_written_again() -> Plant:
 def slot_of_state_leaks() -> Plant:
     """A retracted request keeps the checkpoints that it left (SG#16067)."""
 
-    def bug(let_go: Original, states: StatePool, row: int) -> None:
-        states.left.pop(row, None)
-        let_go(states, row)
+    def bug(free_row: Original, states: StatePool, row: int) -> None:
+        states.unpublished.pop(row, None)
+        free_row(states, row)
 
-    return _replaced(StatePool, "let_go", bug)
+    return _replaced(StatePool, "free_row", bug)
 
 
 def other_microbatches_not_searched() -> Plant:
@@ -568,6 +572,8 @@ FOUND_BY_STORY: dict[str, str] = {
     "hold_forgotten": "admission/held_prefix_counts_for_those_behind",
     "lone_decoder_ended": "retraction/last_decoder_and_a_split_prompt",
     "preempted_for_nothing": "preemption/fewest_victims",
+    "compiled_grammar_counts_as_held": "grammar/queue_limit",
+    "uses_counted_double": "tiers/selective_three_uses",
     "stop_among_drafts_missed": "museum/g13_stop_token_among_drafts",
     "whole_batch_must_fit": "museum/b2_the_rest_must_fit_not_the_whole",
 }
@@ -607,7 +613,7 @@ def page_not_freed() -> Plant:
 
 def lock_not_released() -> Plant:
     """The cached prefix of a request that has left stays locked."""
-    return _replaced(Memory, "let_go", lambda original, memory, handle, namespace, step: None)
+    return _replaced(Memory, "unlock_path", lambda original, memory, handle, namespace, step: None)
 
 
 def running_place_not_released() -> Plant:
@@ -637,22 +643,22 @@ def window_page_not_freed() -> Plant:
 
 def window_not_unlocked() -> Plant:
     """A row that is released keeps the locks on its window blocks."""
-    return _replaced(Hybrid, "let_go", lambda original, hybrid, row, held: None)
+    return _replaced(Hybrid, "unlock_windows", lambda original, hybrid, row, pages: None)
 
 
 def state_slot_not_freed() -> Plant:
     """A row that is released keeps one of its slots of state."""
 
-    def bug(let_go: Original, states: StatePool, row: int) -> None:
-        let_go(states, row)
+    def bug(free_row: Original, states: StatePool, row: int) -> None:
+        free_row(states, row)
         states.pool.alloc(1)
 
-    return _replaced(StatePool, "let_go", bug)
+    return _replaced(StatePool, "free_row", bug)
 
 
 def host_page_not_freed() -> Plant:
     """Pages that are evicted from host memory come back to nothing."""
-    return _replaced(Tiers, "_give_back_host", lambda original, tiers, pages: original(tiers, pages[:-1]))
+    return _replaced(Tiers, "_free_host_pages", lambda original, tiers, pages: original(tiers, pages[:-1]))
 
 
 def tier_locks_not_released() -> Plant:
@@ -662,7 +668,84 @@ def tier_locks_not_released() -> Plant:
 
 def encoder_room_not_released() -> Plant:
     """A request that needs no encoder output any more keeps it pinned."""
-    return _replaced(EncoderCache, "let_go", lambda original, cache, request_id, free_after=None: None)
+    return _replaced(EncoderCache, "release", lambda original, cache, request_id, free_after=None: None)
+
+
+# -------------------------------------------------------------------------------------- what no digest and no story saw
+
+
+def tiers_never_wake() -> Plant:
+    """A request that waits for a load or a prefetch has a due time, and the engine does not wake for it."""
+
+    def bug(advance: Original, tiers: Tiers, requests: Any, waiting: Any, step: Step, *, admits: bool) -> bool:
+        wake_at_us = step.wake_at_us
+        freed: bool = advance(tiers, requests, waiting, step, admits=admits)
+        step.wake_at_us = wake_at_us
+        return freed
+
+    return _replaced(Tiers, "advance", bug)
+
+
+def load_waits_for_ever() -> Plant:
+    """A request that waits for a load has no due time, though `load_timeout_us` is set."""
+
+    def bug(wait: Original, tiers: Tiers, candidate: LoadCandidate, number: int, step: Step) -> bool:
+        waits: bool = wait(tiers, candidate, number, step)
+        candidate.due_us = None
+        return waits
+
+    return _replaced(Tiers, "_wait", bug)
+
+
+def running_timeout_forgotten() -> Plant:
+    """The settings limit the time of a request, and its timer is not set."""
+
+    def bug(set_timers: Original, state: SchedulerState, request: Request) -> None:
+        config = state.config
+        state.config = msgspec.structs.replace(config, running_timeout_us=None)
+        try:
+            set_timers(state, request)
+        finally:
+            state.config = config
+
+    return _replaced(SchedulerState, "_set_timers", bug)
+
+
+def grammar_timeout_forgotten() -> Plant:
+    """A request waits for its grammar without a time limit."""
+
+    def bug(must_wait: Original, own: grammars.Grammars, request: Request, timeout_us: int | None, step: Step) -> bool:
+        waits: bool = must_wait(own, request, None, step)
+        return waits
+
+    return _replaced(grammars.Grammars, "must_wait", bug)
+
+
+def compiled_grammar_counts_as_held() -> Plant:
+    """A request whose grammar is compiled is refused because others wait for theirs."""
+
+    def bug(refuse: Original, own: grammars.Grammars, event: RequestArrived, *rest: Any) -> None:
+        known = own.known.get(event.grammar.digest) if event.grammar is not None else None
+        if known is None or known.error:
+            refuse(own, event, *rest)
+            return
+        known.error, error = None, known.error
+        try:
+            refuse(own, event, *rest)
+        finally:
+            known.error = error
+
+    return _replaced(grammars.Grammars, "refuse", bug)
+
+
+def uses_counted_double() -> Plant:
+    """A use of a cached page counts twice under write_through_selective."""
+
+    def bug(used: Original, tiers: Tiers, match: Any) -> None:
+        used(tiers, match)
+        used(tiers, match)
+
+    return _replaced(Tiers, "used", bug)
 
 
 PLANTS: dict[str, Callable[[], Plant]] = {
@@ -730,3 +813,16 @@ RELEASES: dict[str, Callable[[], Plant]] = {
     )
 }
 """The release of each resource, left out: no bugs of other engines, but mistakes that a new resource invites."""
+
+UNSEEN: dict[str, Callable[[], Plant]] = {
+    plant.__name__: plant
+    for plant in (
+        compiled_grammar_counts_as_held,
+        grammar_timeout_forgotten,
+        load_waits_for_ever,
+        running_timeout_forgotten,
+        tiers_never_wake,
+        uses_counted_double,
+    )
+}
+"""Mistakes of which an earlier version of the tests noticed nothing."""

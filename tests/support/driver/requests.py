@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 from lockstep.core.contract.commands import FinishRequest, RejectRequest, Step, StreamTokens
@@ -82,7 +81,7 @@ class RequestPiece(Piece):
         engine, live = self.engine, list(self.engine.requests)
         if live:
             request = engine.requests[live[choice % len(live)]]
-            held, grammar = request.request_id in engine.held, request.grammar
+            held, grammar = request.request_id in engine.blocked, request.grammar
             if grammar is not None and request.request_id in engine.grammars.known[grammar.digest].waiting:
                 self.mark("grammar cancelled while compiling")
             self.mark("cancelled while waiting for prerequisites" if held else f"cancelled while {request.state.name}")
@@ -170,15 +169,26 @@ class RequestPiece(Piece):
         if record.grammar and record.grammar_ends is not None and reason in ("length", "grammar"):
             assert (outputs >= record.grammar_ends) == (reason == "grammar"), f"S22: r{request_id} ended by {reason}"
 
-    def checked(self, event: Observed, step: Step) -> None:
-        """Every timer of a live request is covered by the Step's wake-up time."""
-        wakes = step.wake_at_us if step.wake_at_us is not None else inf
+    def _due_times_are_set(self, event: RequestArrived) -> None:
+        config = self.engine.config
+
+        def due(given: int | None, timeout_us: int | None) -> int | None:
+            return given if given is not None or timeout_us is None else event.time_us + timeout_us
+
         for request in self.engine.requests.values():
-            timers = (request.finish_by_us, request.deadline_us if not request.ran else None, request.grammar_due_us)
-            for due in timers:
-                assert due is None or wakes <= due, f"{request.name} is due at {due} us, the engine wakes at {wakes}"
-        for request in self.engine.held.values():
-            if request.holds > 1:
+            if event.request_id <= request.request_id < event.request_id + sample_count(event):
+                assert request.deadline_us == due(event.deadline_us, config.waiting_timeout_us), request.name
+                assert request.finish_by_us == due(event.finish_by_us, config.running_timeout_us), request.name
+                if event.grammar is not None and config.grammar_timeout_us is not None:
+                    is_compiled = self.engine.grammars.known[event.grammar.digest].error is not None
+                    assert is_compiled or request.grammar_due_us == event.time_us + config.grammar_timeout_us
+
+    def checked(self, event: Observed, step: Step) -> None:
+        """The due times of a new request are those of its event, or follow from the settings."""
+        if isinstance(event, RequestArrived):
+            self._due_times_are_set(event)
+        for request in self.engine.blocked.values():
+            if request.open_prerequisites > 1:
                 self.mark("several prerequisites")
             if request.session and request.extras is not None and request.extras.awaits_media:
                 self.mark("turn waits for its media")
@@ -192,7 +202,7 @@ class SamplePiece(Piece):
     """Parallel samples: which wait for the prompt of their leader, and which sample leads when the leader has left."""
 
     def before(self, event: Observed) -> None:
-        waiting = self.engine.prerequisites.followers.items()
+        waiting = self.engine.prerequisites.waiting_samples.items()
         self._waiting = {leader: [one.request_id for one in samples] for leader, samples in waiting}
 
     def joined_behind(self, step: Step) -> list[int]:
@@ -202,5 +212,5 @@ class SamplePiece(Piece):
 
     def checked(self, event: Observed, step: Step) -> None:
         if self._waiting:
-            for leader in self._waiting.keys() - self.engine.prerequisites.followers.keys():
+            for leader in self._waiting.keys() - self.engine.prerequisites.waiting_samples.keys():
                 self.mark("samples follow" if leader in self.engine.requests else "another sample leads")
