@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep.host.recording import FILE, Arrived, Collected, Ended, Planned, RecordingHeader, read_recording
+from lockstep.host.recording import FILE, Arrived, Ended, PassFinished, Planned, RecordingHeader, read_recording
 from lockstep.sim.cli.compare import compare
 from lockstep.sim.cli.workload import workload
 from lockstep.sim.results.batch_times import read_batch_times
@@ -47,7 +47,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     with engine(model_folder("demo"), scheduler=RECORDER, **options) as llm:
         answers = run(llm, requests, {1: 1, 5: 3})
         name = type(scheduler_of(llm)).__name__
-    assert name == ("AsyncRecorder" if request.param else "Recorder")
+    assert name == ("AsyncSchedulerRecorder" if request.param else "SchedulerRecorder")
     assert different(requests, answers, own) == []
     return folder
 
@@ -62,7 +62,7 @@ def test_every_request_has_an_arrival_passes_tokens_and_an_end(recorded: Path) -
     assert [one.time_us for one in found] == sorted(one.time_us for one in found)
     assert sorted(one.request for one in found if isinstance(one, Ended)) == list(range(40))
     planned = {one.batch for one in found if isinstance(one, Planned) and one.rows}
-    collected = [one for one in found if isinstance(one, Collected)]
+    collected = [one for one in found if isinstance(one, PassFinished)]
     assert {one.batch for one in collected} <= planned
     assert all(one.started_us < one.time_us for one in collected)
     assert any(one.retracted for one in found if isinstance(one, Planned))
@@ -90,7 +90,7 @@ def test_a_recording_that_breaks_off_is_read_up_to_its_last_whole_record(tmp_pat
         Arrived(time_us=5, name="cmpl-1-0a1b2c3d", prompt_tokens=3, max_new_tokens=4),
         Planned(time_us=9, batch=0, rows=((0, 0, 3, 0),), running=1),
     ]
-    (tmp_path / FILE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines) + b'["collec')
+    (tmp_path / FILE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines) + b'["finis')
     story = command(explain, tmp_path, "--request", "cmpl-1")
     assert "was still open when the recording ends" in story
 
@@ -98,15 +98,15 @@ def test_a_recording_that_breaks_off_is_read_up_to_its_last_whole_record(tmp_pat
 def test_equal_prefixes_have_equal_ids_in_the_trace(tmp_path: Path) -> None:
     import msgspec
 
-    from lockstep.tools.recording import Recording, trace_rows
+    from lockstep.tools.recording import ReadRecording, trace_rows
 
     lines = [RecordingHeader(engine="vllm", page_size=256)]
     entries = []
     for number, blocks in enumerate([(7, 8, 9, 10), (7, 8, 9, 11)]):
         entries.append(Arrived(time_us=number, name=str(number), prompt_tokens=1100, max_new_tokens=1, blocks=blocks))
-    entries.append(Collected(time_us=9, batch=0, started_us=3, tokens=((0, 1), (1, 1))))
+    entries.append(PassFinished(time_us=9, batch=0, started_us=3, tokens=((0, 1), (1, 1))))
     (tmp_path / FILE).write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in [*lines, *entries]))
-    first, second = trace_rows(Recording(tmp_path).read())
+    first, second = trace_rows(ReadRecording(tmp_path).read())
     assert first["hash_ids"][0] == second["hash_ids"][0]  # blocks 7 and 8: 512 tokens
     assert not set(first["hash_ids"][1:]) & set(second["hash_ids"][1:])
     assert len(first["hash_ids"]) == 3

@@ -183,9 +183,9 @@ def test_after_a_kill_the_journal_has_every_record_and_what_was_running(tmp_path
     replay(tmp_path)
     runner = CliRunner()
     info = runner.invoke(journal, ["info", str(tmp_path)])
-    assert "clean, not closed: the writer died" in info.output
+    assert "clean, not closed: the writer was killed" in info.output
     assert runner.invoke(journal, ["verify", str(tmp_path)]).exit_code == 1  # equal, and not closed
     story = runner.invoke(explain, [str(tmp_path), "--request", "cmpl-2"])
     assert story.exit_code == 0, story.output
-    assert "but the result of b5 did not come" in " ".join(story.output.split())
-    assert "was still open when the journal ends" in story.output
+    assert "still open when the journal ends" in story.output
+    assert "b5" in story.output  # the batch that was in flight

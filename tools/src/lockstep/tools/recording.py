@@ -36,7 +36,7 @@ from lockstep.core.contract.events import (
     TokenRuns,
 )
 from lockstep.core.contract.text import count
-from lockstep.host.recording import Arrived, Collected, Ended, Planned, RecordingHeader, read_recording
+from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, read_recording
 from lockstep.sim.metrics.fold import MetricsFold
 from lockstep.sim.results.batch_times import BatchTimesHeader, Durations, batch_time, line_of
 from lockstep.sim.results.code_version import code_commit, code_version
@@ -68,7 +68,7 @@ class Recorded:
         return self.arrived.prompt_tokens + len(self.token_us)
 
 
-class Recording:
+class ReadRecording:
     """The requests of a recording, and what its records stand for, one after the other."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,13 +92,13 @@ class Recording:
                     if launched is not None:
                         plans[record.batch] = launched
                     yield LaneReady(record.time_us), step, None
-                case Collected():
+                case PassFinished():
                     yield self._collect(record, plans.get(record.batch))
                 case Ended():
                     self.requests[record.request].ended = record
                     yield ClockAdvanced(record.time_us), Step(decided=[self._end(record)]), None
 
-    def read(self) -> Recording:
+    def read(self) -> ReadRecording:
         """Read all records. Returns this recording."""
         for _ in self.steps():
             pass
@@ -151,7 +151,7 @@ class Recording:
             step.commands.append(LaunchBatch(plan))
         return step
 
-    def _collect(self, record: Collected, plan: BatchPlan | None) -> tuple[Observed, Step, BatchPlan | None]:
+    def _collect(self, record: PassFinished, plan: BatchPlan | None) -> tuple[Observed, Step, BatchPlan | None]:
         step = Step()
         if record.tokens:
             numbers, counts = zip(*record.tokens, strict=True)
@@ -191,7 +191,7 @@ class Recording:
         )
 
 
-def story(recording: Recording, request: Recorded) -> Iterator[str]:
+def story(recording: ReadRecording, request: Recorded) -> Iterator[str]:
     """Yield the history of a request in lines. A recording holds what happened, and no reasons."""
     arrived = request.arrived
     yield (
@@ -233,7 +233,7 @@ def _decoded(passes: int) -> Iterator[str]:
         yield f"  {'':>12}  decoded in {count(passes, 'pass', 'passes')}"
 
 
-def slowest(recording: Recording, metric: str, most: int) -> list[Recorded]:
+def slowest(recording: ReadRecording, metric: str, most: int) -> list[Recorded]:
     """Return the requests with the longest ttft, tpot, e2e or itl, the longest first."""
 
     def value(one: Recorded) -> float:
@@ -257,7 +257,7 @@ def convert(folder: Path, *, model: str, gpu: str, tp: int = 1) -> dict[str, Any
     Args:
         model, gpu: catalogue names, or a path, for the header of the batch times.
     """
-    recording, fold, durations = Recording(folder), MetricsFold(), Durations()
+    recording, fold, durations = ReadRecording(folder), MetricsFold(), Durations()
     header = BatchTimesHeader(
         model=model, gpu=gpu, tp=tp, engine=recording.header.engine, engine_version=recording.header.engine_version,
         plans=folder.name,
@@ -298,7 +298,7 @@ def convert(folder: Path, *, model: str, gpu: str, tp: int = 1) -> dict[str, Any
     return summary
 
 
-def trace_rows(recording: Recording) -> Iterator[dict[str, Any]]:
+def trace_rows(recording: ReadRecording) -> Iterator[dict[str, Any]]:
     """Yield the answered requests as rows of a trace in Mooncake's format, with equal ids for equal prefixes."""
     page, ids = recording.header.page_size, dict[Any, int]()
     for one in recording.requests:
@@ -320,7 +320,7 @@ def trace_rows(recording: Recording) -> Iterator[dict[str, Any]]:
 
 def show(folder: Path, request_name: str | None, longest: tuple[str, int] | None) -> None:
     """Print one request of a recording, or the slowest ones."""
-    recording = Recording(folder).read()
+    recording = ReadRecording(folder).read()
     if request_name is not None:
         chosen = [recording.find(request_name)]
     else:

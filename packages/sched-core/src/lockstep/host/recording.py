@@ -68,7 +68,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="p
     kv_usage: float = 0.0  # share of the pages in use
 
 
-class Collected(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="collected"):
+class PassFinished(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="finished"):
     """The result of a pass was on the host."""
 
     time_us: int
@@ -85,7 +85,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="end
     reason: str
 
 
-Entry = Arrived | Planned | Collected | Ended
+Entry = Arrived | Planned | PassFinished | Ended
 
 
 class RecordingWriter:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.vllm.recorder import Recorder as Recorder
     from lockstep.vllm.scheduler import Scheduler as Scheduler
 
 
@@ -30,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return Scheduler
     if name == "Recorder":
-        from lockstep.vllm.recorder import Recorder
+        from lockstep.vllm.recorder import SchedulerRecorder
 
-        return Recorder
+        return SchedulerRecorder
     raise AttributeError(f"lockstep.vllm has no `{name}`; it has Scheduler and Recorder")

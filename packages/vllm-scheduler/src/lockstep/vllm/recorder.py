@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.contract.errors import ConfigError
-from lockstep.host.recording import Arrived, Collected, Ended, Planned, RecordingHeader, RecordingWriter
+from lockstep.host.recording import Arrived, Ended, PassFinished, Planned, RecordingHeader, RecordingWriter
 from lockstep.vllm import versions
 from lockstep.vllm.settings import read_settings
 from vllm.logger import init_logger
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lockstep")
 
 
-class Recorder(Scheduler):
-    """vLLM's scheduler with a recording. With asynchronous scheduling an AsyncRecorder is made instead."""
+class SchedulerRecorder(Scheduler):
+    """vLLM's scheduler with a recording. With asynchronous scheduling an AsyncSchedulerRecorder is made instead."""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         config = options["vllm_config"] if "vllm_config" in options else arguments[0]
-        return object.__new__(AsyncRecorder if config.scheduler_config.async_scheduling else cls)
+        return object.__new__(AsyncSchedulerRecorder if config.scheduler_config.async_scheduling else cls)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Raises ConfigError without a run folder, or for a vLLM version that is not supported."""
@@ -132,7 +132,7 @@ class Recorder(Scheduler):
             )
             started_us = max(planned_us, self._free_us)
             self._free_us = now_us
-            self._writer.append(Collected(time_us=now_us, batch=batch, started_us=started_us, tokens=tokens))
+            self._writer.append(PassFinished(time_us=now_us, batch=batch, started_us=started_us, tokens=tokens))
         for request in requests:
             if request.is_finished():
                 self._end(request, now_us)
@@ -156,7 +156,7 @@ class Recorder(Scheduler):
         self._writer.close()
 
 
-class AsyncRecorder(Recorder, AsyncScheduler):
+class AsyncSchedulerRecorder(SchedulerRecorder, AsyncScheduler):
     """vLLM's asynchronous scheduler with a recording."""
 
 
