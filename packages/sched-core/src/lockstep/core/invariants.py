@@ -468,7 +468,8 @@ def _adapters(engine: Engine, facts: Facts) -> None:
     for deferred in engine.memory.deferred_frees:
         live[deferred.row] = adapters.rows.get(deferred.row, BASE)
     _same("S25 adapters by row", dict(sorted(adapters.rows.items())), dict(sorted(live.items())))
-    _same("S25 users of adapters", adapters.users, _counts(live.values()))
+    counted = [adapter for adapter in live.values() if adapters.counts(adapter)]
+    _same("S25 users of adapters", adapters.users, _counts(counted))
     if len(adapters.users) > len(adapters.slots):
         _fail(f"S25: {list(adapters.users)} are in use, max_loras {len(adapters.slots)}")
     for adapter in adapters.users:

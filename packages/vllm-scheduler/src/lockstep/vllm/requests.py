@@ -34,17 +34,25 @@ class Tracked:
         self.tokens = request._all_token_ids  # prompt and delivered output tokens, likewise
 
 
-def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens: bool) -> RequestArrived:
+REPETITION = ("repetition_detection",)
+"""`stop_texts` of a request whose output this package searches for repetitions; it reports them as `text_stops`."""
+
+
+def arrival(
+    request: Request, core_id: RequestId, time_us: int, *, reads_tokens: bool, adapter: str = ""
+) -> RequestArrived:
     """Return the event by which a vLLM request enters the core.
 
     `min_tokens` is left out: the workers mask stop tokens until then, and vLLM ends a request at any that is drawn.
 
     Args:
         reads_tokens: whether prompts are compared, as the prefix cache does; otherwise only their length counts.
+        adapter: the core's name of the request's LoRA adapter; empty: the base model.
     """
     params = request.sampling_params
-    stops, grammar = (), None
+    stops, grammar, stop_texts = (), None, ()
     if params is not None:
+        stop_texts = REPETITION if params.repetition_detection is not None else ()
         stops = tuple(params.stop_token_ids or ())
         if params.eos_token_id is not None and params.eos_token_id not in stops:
             stops = (*stops, params.eos_token_id)
@@ -59,8 +67,10 @@ def arrival(request: Request, core_id: RequestId, time_us: int, *, reads_tokens:
         time_us=time_us,
         request_id=core_id,
         prompt=prompt,
-        max_new_tokens=request.max_tokens,
+        max_new_tokens=request.max_tokens if request.pooling_params is None else 0,
         stop_token_ids=stops,
+        stop_texts=stop_texts,
+        adapter=adapter,
         ignore_eos=True,  # the end token is among `stop_token_ids` where it ends the request
         label=request.request_id[:LABEL_MAX],
         priority=request.priority,

@@ -19,12 +19,14 @@ from lockstep.core.contract.commands import (
     ControlAnswered,
     FinishRequest,
     LaunchBatch,
+    LoadAdapter,
     RejectRequest,
     SampleBatch,
     Step,
     StreamTokens,
 )
 from lockstep.core.contract.events import (
+    AdapterLoaded,
     ClockAdvanced,
     Control,
     ControlRequested,
@@ -42,6 +44,7 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
+from lockstep.vllm.adapters import AdapterNames
 from lockstep.vllm.plans import OutputBuilder, empty_output
 from lockstep.vllm.recording import NoRecording, Recording, begin_recording
 from lockstep.vllm.requests import Tracked, arrival
@@ -105,6 +108,7 @@ class Scheduler(SchedulerInterface):
         self.requests: dict[str, Request] = {}
         self._tracked: dict[RequestId, Tracked] = {}
         self._core_ids: dict[str, RequestId] = {}
+        self._adapters = AdapterNames()
         self._next_core_id = 0
         self._next_control_id = 0
         self._grammars: dict[bytes, Request] = {}  # requests whose grammar vLLM still compiles, by digest
@@ -157,6 +161,8 @@ class Scheduler(SchedulerInterface):
                     self._answers[command.control_id] = command
                 case CompileGrammar():
                     pass  # vLLM compiles it already; `_poll_grammars` reports the outcome
+                case LoadAdapter(adapter, version):
+                    self._fold(AdapterLoaded(self._now_us(), adapter, version, generation=self._engine.generation))
                 case SampleBatch():
                     pass  # vLLM's engine core samples a deferred batch once the result before it is in
                 case _:
@@ -225,7 +231,10 @@ class Scheduler(SchedulerInterface):
         self._tracked[core_id] = Tracked(request, core_id)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
-        event = arrival(request, core_id, self._now_us(), reads_tokens=self.config.radix_cache)
+        adapter, load = self._adapters.name_of(request.lora_request)
+        if load is not None:
+            self._control(load)
+        event = arrival(request, core_id, self._now_us(), reads_tokens=self.config.radix_cache, adapter=adapter)
         if event.grammar is not None:
             self._grammars[event.grammar.digest] = request
         self._fold(event)

@@ -41,6 +41,7 @@ OF_VLLM = (
     "overlap_depth",
     "radix_cache",
     "max_loras",
+    "base_beside_loras",
     "speculative_method",
     "num_speculative_tokens",
     "tables_append_only",
@@ -116,6 +117,8 @@ def sched_config(
             "retraction_policy": "priority",
             "default_priority_value": 0,
         }
+    if vllm_config.lora_config is not None:
+        values |= {"max_loras": vllm_config.lora_config.max_loras, "base_beside_loras": True}
     if vllm_config.speculative_config is not None:
         values |= {
             "speculative_method": draft_method(vllm_config),
@@ -188,7 +191,6 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
             vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner
         ),
-        "LoRA (--enable-lora)": vllm_config.lora_config is not None,
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
         f"{len(groups)} KV cache groups (hint: --disable-hybrid-kv-cache-manager)": len(groups) > 1,

@@ -216,6 +216,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_loras: int | None = (
         None  # adapters on the device, and in one batch, where the base model counts as one; None: no LoRA
     )
+    # of hosts that run the base model beside `max_loras` adapters; unset: it counts as one of them
+    base_beside_loras: bool | msgspec.UnsetType = msgspec.UNSET  # requests without an adapter always have a place
 
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
     role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
@@ -273,6 +275,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"`overlap_depth` must be 0, 1 or 2, got `{self.overlap_depth}`")
         _settle_drafts(self)
         _settle_jumps(self)
+        _settle_adapters(self)
         _settle_role(self)
         _settle_ranks(self)
         _settle_stages(self)
@@ -681,6 +684,19 @@ def _settle_jumps(config: SchedConfig) -> None:
         )
     if not most:
         msgspec.structs.force_setattr(config, "jump_forward_tokens", msgspec.UNSET)
+
+
+def _settle_adapters(config: SchedConfig) -> None:
+    """Check `base_beside_loras`; false is unset, so that journals do not have it."""
+    beside = config.base_beside_loras
+    if beside is msgspec.UNSET:
+        return
+    if not isinstance(beside, bool):
+        raise ConfigError(f"`base_beside_loras` must be true or false, got `{beside}`")
+    if not beside:
+        msgspec.structs.force_setattr(config, "base_beside_loras", msgspec.UNSET)
+    elif not config.max_loras:
+        raise ConfigError("`base_beside_loras` is true, but LoRA is off\nhint: set max_loras, or drop it")
 
 
 TRANSFER_SETTINGS: dict[str, Any] = {

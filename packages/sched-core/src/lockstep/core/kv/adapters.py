@@ -57,7 +57,8 @@ class Adapters:
 
     present: ClassVar[bool] = True  # False: LoRA is off
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, *, base_counts: bool = True) -> None:
+        self.base_counts = base_counts  # whether BASE is one of the adapters in use that `slots` limits
         self.slots = [Slot() for _ in range(slots)]
         self.registered: dict[str, Registered] = {}
         self.versions: dict[str, int] = {}  # newest of every adapter that ever was: its KV may still be cached
@@ -108,6 +109,8 @@ class Adapters:
 
     def has_place_for(self, adapter: Adapter) -> bool:
         """Whether a request on this adapter may start: it is on the device, and not one too many."""
+        if adapter == BASE and not self.base_counts:
+            return True
         if adapter != BASE and self.slot_of(adapter) == NO_SLOT:
             return False
         return adapter in self.users or len(self.users) < len(self.slots)
@@ -128,11 +131,18 @@ class Adapters:
     def take(self, row: int, adapter: Adapter) -> None:
         """A row begins to use an adapter."""
         self.rows[row] = adapter
-        self.users[adapter] = self.users.get(adapter, 0) + 1
+        if self.counts(adapter):
+            self.users[adapter] = self.users.get(adapter, 0) + 1
+
+    def counts(self, adapter: Adapter) -> bool:
+        """Whether a row on this adapter counts against the adapters that may be in use at once."""
+        return self.base_counts or adapter != BASE
 
     def give_back(self, row: int) -> None:
         """A row came free."""
         adapter = self.rows.pop(row)
+        if not self.counts(adapter):
+            return
         self.users[adapter] -= 1
         if self.users[adapter]:
             return
@@ -228,7 +238,7 @@ class Adapters:
 
     def dump(self) -> dict[str, Any] | None:
         """The state in builtins; None where LoRA is off."""
-        return {
+        state: dict[str, Any] = {
             "slots": [(slot.adapter, slot.loading, slot.used) for slot in self.slots],
             "registered": self.registered,
             "versions": self.versions,
@@ -236,11 +246,12 @@ class Adapters:
             "rows": list(self.rows.items()),
             "uses": self.uses,
         }
+        return state if self.base_counts else state | {"base_counts": False}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Adapters:
         """The adapters that `dump` described."""
-        adapters = cls(0)
+        adapters = cls(0, base_counts=state.get("base_counts", True))
         adapters.slots = [
             Slot(Adapter(*adapter) if adapter is not None else None, loading, used)
             for adapter, loading, used in state["slots"]

@@ -99,7 +99,8 @@ class Memory:
         self.table = RequestTable(config.rows_max, config.page_size)
         self.pool = PagePool(config.pages)
         self.radix = RadixCache(config.page_size, config.radix_capacity_pages) if config.radix_cache else NoRadixCache()
-        self.adapters = Adapters(config.max_loras) if config.max_loras else NoAdapters()
+        beside = config.base_beside_loras is True
+        self.adapters = Adapters(config.max_loras, base_counts=not beside) if config.max_loras else NoAdapters()
         self.deferred_frees: list[DeferredFree] = []
         self.deferred_pages: list[tuple[BatchId, Int32s]] = []  # duplicates given up while a batch still reads them
         self.rewrites: list[Rewrite] = []

@@ -1,0 +1,406 @@
+"""Runs of vLLM under its own scheduler and under Lockstep's, on one engine, with the same requests.
+
+A case is a function of this module that returns the engine's options and its requests. `compare` starts the engine
+with vLLM's own scheduler, runs the requests, replaces the scheduler of the idle engine by Lockstep's, and runs them
+again: the model, its weights and the workers are the same. Each case runs in a process of its own:
+
+    python tests/vllm/features.py CASE sync|async FOLDER
+
+prints one JSON object (`Outcome`). The process requires an interpreter with vLLM; see `interpreter`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "packages/gpu-runtime/src/lockstep/runtime/demo_model/files"
+VOCABULARY = 2000  # token ids of random prompts lie below this
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # the models are tiny
+}
+
+
+@dataclass
+class Ask:
+    """One request of a case."""
+
+    prompt: Any
+    params: Any
+    lora: Any = None
+    priority: int = 0
+
+
+@dataclass
+class Case:
+    """An engine and its requests."""
+
+    options: dict[str, Any]
+    requests: Callable[[Any], list[Ask]]  # given the LLM
+    lockstep: dict[str, Any] = field(default_factory=dict)  # settings under `additional_config`
+
+
+@dataclass
+class Outcome:
+    """What a comparison found."""
+
+    requests: int
+    differ: list[int]  # numbers of the requests with unequal answers, without ties
+    ties: list[float]  # by unequal answer that is a tie: how far apart the logprobs of the two tokens are
+    retracted: int  # by Lockstep's scheduler
+    running_at_end: int
+    tokens: int
+    drafts: tuple[int, int] = (0, 0)  # accepted by either scheduler: vLLM's own, Lockstep's
+    first: list[Any] = field(default_factory=list)  # the first pair of unequal answers
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+def interpreter() -> str:
+    """Return the interpreter that has vLLM: LOCKSTEP_VLLM_PYTHON, or this one; empty if neither is there."""
+    if path := os.environ.get("LOCKSTEP_VLLM_PYTHON", ""):
+        return path
+    return sys.executable if util.find_spec("vllm") is not None else ""
+
+
+def outcome_of(case: str, mode: str, folder: Path, timeout_s: float = 600) -> Outcome:
+    """Run a case in a process of its own. Raises: AssertionError with the end of its output if it fails."""
+    paths = [ROOT / "packages/sched-core/src", ROOT / "packages/vllm-scheduler/src"]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [interpreter(), __file__, case, mode, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+def token_prompts(count: int, seed: int = 5, longest: int = 120) -> list[dict[str, Any]]:
+    """Return random prompts as token ids. Six of ten begin with one of six shared prefixes."""
+    rng = random.Random(seed)
+    shared = [[rng.randrange(10, VOCABULARY) for _ in range(rng.choice([20, 70, 150]))] for _ in range(6)]
+    return [
+        {
+            "prompt_token_ids": (rng.choice(shared) if rng.random() < 0.6 else [])
+            + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, longest))]
+        }
+        for _ in range(count)
+    ]
+
+
+def engine_options(model: Path, **options: Any) -> dict[str, Any]:
+    """Return options of an engine with 60 blocks of 32 tokens, which forces preemption."""
+    usual = {
+        "model": str(model),
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "block_size": 32,
+        "num_gpu_blocks_override": 60,
+        "max_num_batched_tokens": 512,
+    }
+    return usual | options
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+def save_model(folder: Path, config: Any, auto: str = "AutoModelForCausalLM", std: float = 0.15) -> Path:
+    """Save a model with random weights and the demo model's tokenizer. Returns its folder."""
+    import shutil
+
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=std)
+    model.save_pretrained(folder)
+    for name in DEMO.glob("token*"):
+        shutil.copy(name, folder / name.name)
+    return folder
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Return sizes of a small transformer."""
+    return {
+        "vocab_size": 2048,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    } | changes
+
+
+def llama(folder: Path) -> Path:
+    """Save a small Llama."""
+    import transformers
+
+    return save_model(folder / "llama", transformers.LlamaConfig(**small(head_dim=32)))
+
+
+def save_adapter(folder: Path, seed: int, hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> str:
+    """Save a LoRA adapter of rank 8 on the attention projections, in the layout of peft. Returns its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(layers):
+        for name, rows in (
+            ("q_proj", heads * head_dim),
+            ("k_proj", kv_heads * head_dim),
+            ("v_proj", kv_heads * head_dim),
+        ):
+            key = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.2
+            tensors[f"{key}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.2
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"bias": "none", "lora_dropout": 0.0}))
+    return str(folder)
+
+
+# --------------------------------------------------------------------------------------------------------------- cases
+
+
+def adapter_requests(folder: Path, adapters: int, *, base: bool) -> Callable[[Any], list[Ask]]:
+    """Return requests on random adapters, of the base model among them if `base`."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    paths = [save_adapter(folder / f"adapter{i}", i, 64, 4, 2, 32, 3) for i in range(adapters)]
+
+    def requests(_: Any) -> list[Ask]:
+        rng = random.Random(7)
+        asks = []
+        for prompt in token_prompts(120):
+            i = rng.randrange(-1 if base else 0, adapters)
+            adapter = LoRARequest(f"adapter{i}", i + 1, paths[i]) if i >= 0 else None
+            params = SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 20, 60]), ignore_eos=rng.random() < 0.3)
+            asks.append(Ask(prompt, params, adapter))
+        return asks
+
+    return requests
+
+
+def lora(folder: Path) -> Case:
+    """Three adapters, of which two run at once."""
+    options = engine_options(llama(folder), enable_lora=True, max_loras=2, max_lora_rank=8, max_cpu_loras=3)
+    return Case(options, adapter_requests(folder, 3, base=False))
+
+
+def lora_and_base(folder: Path) -> Case:
+    """Two adapters beside the base model.
+
+    vLLM's kernels for CPUs compute rows without an adapter with that of the last slot, so the third slot stays empty.
+    """
+    options = engine_options(llama(folder), enable_lora=True, max_loras=3, max_lora_rank=8, max_cpu_loras=3)
+    return Case(options, adapter_requests(folder, 2, base=True))
+
+
+CASES: dict[str, Callable[[Path], Case]] = {one.__name__: one for one in (lora, lora_and_base)}
+
+
+# ---------------------------------------------------------------------------------------------------------- comparison
+
+
+def make_asynchronous() -> None:
+    """Let vLLM schedule asynchronously on CPUs, where its platform class switches this off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    usual = CpuPlatform.check_and_update_config.__func__
+
+    def patched(cls: Any, config: Any) -> None:
+        usual(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(patched)
+
+
+def engine_core(llm: Any) -> Any:
+    """Return vLLM's engine core, which runs in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def replace_scheduler(llm: Any, settings: dict[str, Any]) -> Any:
+    """Replace the scheduler of an idle engine by Lockstep's. Returns it."""
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    from lockstep.vllm.scheduler import Scheduler
+
+    core = engine_core(llm)
+    while core.scheduler.has_requests():
+        core.step_fn()  # the workers free the last requests
+    own, config = core.scheduler, core.vllm_config
+    config.additional_config = {"lockstep": settings}
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(own.kv_cache_config, config)
+    core.scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=own.kv_cache_config,
+        structured_output_manager=core.structured_output_manager,
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+        include_finished_set=False,
+        log_stats=core.log_stats,
+    )
+    return core.scheduler
+
+
+def run(llm: Any, asks: list[Ask]) -> list[Any]:
+    """Return the answers of these requests, in builtins."""
+    prompts = [ask.prompt for ask in asks]
+    lora = [ask.lora for ask in asks] if any(ask.lora for ask in asks) else None
+    if type(asks[0].params).__name__ == "PoolingParams":
+        done = llm.embed(prompts, pooling_params=[ask.params for ask in asks], use_tqdm=False)
+        return [[round(x, 4) for x in one.outputs.embedding] for one in done]
+    priority = [ask.priority for ask in asks] if any(ask.priority for ask in asks) else None
+    done = llm.generate(prompts, [ask.params for ask in asks], use_tqdm=False, lora_request=lora, priority=priority)
+    return [
+        [[list(one.token_ids), one.finish_reason, one.stop_reason, logprobs_of(one.logprobs)] for one in answer.outputs]
+        + [None if answer.prompt_logprobs is None else logprobs_of(answer.prompt_logprobs)]
+        for answer in done
+    ]
+
+
+def logprobs_of(positions: Any) -> Any:
+    """Return logprobs to two decimals, by position, largest first."""
+    if positions is None:
+        return None
+    return [sorted((round(x.logprob, 2) for x in (one or {}).values()), reverse=True) for one in positions]
+
+
+def accepted_drafts(llm: Any) -> list[int]:
+    """Count accepted drafts from now on. Returns the list that holds the count."""
+    count = [0]
+    core = engine_core(llm)
+    update = core.scheduler.update_from_output
+
+    def counting(output: Any, result: Any) -> Any:
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            if drafts and name in result.req_id_to_index:
+                count[0] += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
+        return update(output, result)
+
+    core.scheduler.update_from_output = counting
+    return count
+
+
+TIE = 2e-3
+"""Largest difference of two logprobs that another batch shape may turn round."""
+
+
+def gap_at_divergence(llm: Any, ask: Ask, own: Any, ours: Any) -> float:
+    """Return the difference of the logprobs of the two tokens with which unequal answers begin to differ.
+
+    The logprobs come from a run of the request by itself behind the tokens that both answers share. The result is
+    infinite if the answers differ in anything but tokens that were drawn greedily.
+    """
+    from vllm import SamplingParams
+
+    for one, other in zip(own[:-1], ours[:-1], strict=True):
+        pairs = enumerate(zip(one[0], other[0], strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), None)
+        if at is None or ask.params.temperature != 0:
+            continue
+        prompt = {"prompt_token_ids": [*ask.prompt["prompt_token_ids"], *one[0][:at]]}
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True)
+        (answer,) = llm.generate([prompt], [params], use_tqdm=False, lora_request=ask.lora)
+        found = answer.outputs[0].logprobs[0]
+        if one[0][at] in found and other[0][at] in found:
+            return abs(found[one[0][at]].logprob - found[other[0][at]].logprob)
+    return float("inf")
+
+
+def check_often(engine: Any, check: Callable[[Any], None], every: int = 16) -> None:
+    """Check the core's invariants after every so many of its events."""
+    step, events = engine.step, [0]
+
+    def checked(event: Any) -> Any:
+        result = step(event)
+        events[0] += 1
+        if events[0] % every == 0:
+            check(engine)
+        return result
+
+    engine.step = checked
+
+
+def compare(case: Case, folder: Path) -> Outcome:
+    """Run a case under both schedulers."""
+    import time
+
+    from vllm import LLM
+
+    from lockstep.core.invariants import check
+    from lockstep.core.journal.replay import replay
+
+    llm = LLM(**case.options)
+    asks = case.requests(llm)
+    own_drafts = accepted_drafts(llm)
+    began = time.monotonic()
+    own = run(llm, asks)
+    own_s = time.monotonic() - began
+    scheduler = replace_scheduler(llm, {"journal": str(folder / "journal")} | case.lockstep)
+    drafts = accepted_drafts(llm)
+    began = time.monotonic()
+    check_often(scheduler.engine_state(), check)
+    ours = run(llm, asks)
+    ours_s = time.monotonic() - began
+    engine = scheduler.engine_state()
+    check(engine)
+    left = len(scheduler.requests)
+    unequal = [i for i, (one, other) in enumerate(zip(own, ours, strict=True)) if one != other]
+    gaps = {i: gap_at_divergence(llm, asks[i], own[i], ours[i]) for i in unequal}
+    differ = [i for i in unequal if gaps[i] > TIE]
+    scheduler.shutdown()
+    replay(folder / "journal")  # every digest must be equal
+    tokens = sum(len(one[0]) for answer in ours for one in answer[:-1]) if isinstance(ours[0][0], list) else 0
+    return Outcome(
+        requests=len(asks),
+        differ=differ,
+        ties=[round(gaps[i], 6) for i in unequal if gaps[i] <= TIE],
+        retracted=engine.counts.retractions,
+        running_at_end=left,
+        tokens=tokens,
+        drafts=(own_drafts[0], drafts[0]),
+        first=[own[differ[0]], ours[differ[0]]] if differ else [],
+        seconds=(round(own_s, 2), round(ours_s, 2)),
+    )
+
+
+def main() -> None:
+    """Run the case that the command line names."""
+    case, mode, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    os.environ.update(ENVIRONMENT)
+    if mode == "async":
+        make_asynchronous()
+    print(json.dumps(vars(compare(CASES[case](folder), folder))))
+
+
+if __name__ == "__main__":
+    main()
