@@ -223,7 +223,34 @@ def lora_and_base(folder: Path) -> Case:
     return Case(options, adapter_requests(folder, 2, base=True))
 
 
-CASES: dict[str, Callable[[Path], Case]] = {one.__name__: one for one in (lora, lora_and_base)}
+def embed(folder: Path) -> Case:
+    """Embeddings of a decoder, with prompts longer than a pass."""
+    from vllm import PoolingParams
+
+    options = engine_options(llama(folder), runner="pooling", convert="embed", max_num_batched_tokens=100)
+
+    def requests(_: Any) -> list[Ask]:
+        return [Ask(prompt, PoolingParams()) for prompt in token_prompts(120, longest=300)]
+
+    return Case(options | {"enable_chunked_prefill": True}, requests)
+
+
+def encoder(folder: Path) -> Case:
+    """Embeddings of an encoder without KV cache."""
+    import transformers
+    from vllm import PoolingParams
+
+    sizes = small(num_attention_heads=2)
+    del sizes["num_key_value_heads"], sizes["tie_word_embeddings"]
+    model = save_model(folder / "bert", transformers.BertConfig(**sizes), auto="AutoModel")
+
+    def requests(_: Any) -> list[Ask]:
+        return [Ask(prompt, PoolingParams()) for prompt in token_prompts(120, longest=300)]
+
+    return Case(engine_options(model, runner="pooling"), requests)
+
+
+CASES: dict[str, Callable[[Path], Case]] = {one.__name__: one for one in (lora, lora_and_base, embed, encoder)}
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

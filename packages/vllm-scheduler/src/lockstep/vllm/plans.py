@@ -26,18 +26,27 @@ class OutputBuilder:
     """Turns plans into scheduler outputs. It records which requests ran in the step before, as the workers do."""
 
     def __init__(
-        self, *, tokens_max: int, context_tokens_max: int, may_shrink: bool, v2_runner: bool, uses_mrope: bool
+        self,
+        *,
+        tokens_max: int,
+        context_tokens_max: int,
+        groups: int,
+        may_shrink: bool,
+        v2_runner: bool,
+        uses_mrope: bool,
     ) -> None:
         """
         Args:
             tokens_max: the most tokens of one pass for which the workers have buffers.
             context_tokens_max: vLLM's max_model_len.
+            groups: KV cache groups of the model; 0: it has no KV cache, and the workers get no block table.
             may_shrink: whether block tables shrink, as they do after refused drafts.
             v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
         """
         self._tokens_max = tokens_max
         self._context_tokens_max = context_tokens_max
         self.drafts: dict[str, list[int]] = {}  # by request, proposed by the workers for its next verification
+        self._groups = groups
         self._may_shrink = may_shrink
         self._v2 = v2_runner
         self._uses_mrope = uses_mrope
@@ -78,7 +87,7 @@ class OutputBuilder:
                     entry.sent = True
                     continue
                 cached.resumed_req_ids.add(request_id)
-                table = (list(entry.blocks),)
+                table = (list(entry.blocks),) * self._groups
             elif added is None:
                 table = None
             else:
@@ -92,7 +101,7 @@ class OutputBuilder:
                     del entry.blocks[first:]  # blocks of refused drafts were freed: the workers get the whole table
                     cached.resumed_req_ids.add(request_id)
                 entry.blocks += ids
-                table = (list(entry.blocks) if request_id in cached.resumed_req_ids else ids,)
+                table = (list(entry.blocks) if request_id in cached.resumed_req_ids else ids,) * self._groups
             req_ids.append(request_id)
             counts.append(start)
             outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
@@ -127,7 +136,8 @@ class OutputBuilder:
         request = entry.request
         request.num_computed_tokens = start
         prefill = list(entry.tokens) if self._v2 else None
-        return NewRequestData.from_request(request, (list(entry.blocks),), prefill, uses_mrope=self._uses_mrope)
+        table = (list(entry.blocks),) * self._groups
+        return NewRequestData.from_request(request, table, prefill, uses_mrope=self._uses_mrope)
 
 
 def _whole_table(added: tuple[int, list[int]] | None, request_id: str) -> list[int]:

@@ -99,6 +99,7 @@ class Scheduler(SchedulerInterface):
         self._output_builder = OutputBuilder(
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
+            groups=len(kv_cache_config.kv_cache_groups),
             may_shrink=config.speculates,
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,

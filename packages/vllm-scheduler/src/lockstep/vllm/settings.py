@@ -99,13 +99,13 @@ def sched_config(
     values: dict[str, Any] = profile_settings(settings.profile)
     values |= {
         "page_size": block_size,
-        "pages": kv_cache_config.num_blocks - 1,  # block 0 is vLLM's null block
+        "pages": pages(vllm_config, kv_cache_config, block_size),
         "context_tokens_max": vllm_config.model_config.max_model_len,
         "max_running_requests": scheduler.max_num_active_seqs or scheduler.max_num_seqs,
         "max_prefill_tokens": budget,
         "chunked_prefill_size": budget if scheduler.enable_chunked_prefill else None,
         "overlap_depth": 1 if scheduler.async_scheduling else 0,
-        "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching),
+        "radix_cache": bool(vllm_config.cache_config.enable_prefix_caching and kv_cache_config.kv_cache_groups),
         "tables_append_only": True,
     }
     if not values["radix_cache"]:
@@ -128,6 +128,17 @@ def sched_config(
     config = SchedConfig(**_known(values))
     _check_budget(config, budget)
     return config
+
+
+def pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> int:
+    """Return the KV pages of the core: all blocks but vLLM's null block, which is block 0.
+
+    A model without KV cache has as many pages as its requests could fill, so that pages never limit it.
+    """
+    if kv_cache_config.kv_cache_groups:
+        return kv_cache_config.num_blocks - 1
+    rows = vllm_config.scheduler_config.max_num_seqs * (2 if vllm_config.scheduler_config.async_scheduling else 1)
+    return rows * -(-vllm_config.model_config.max_model_len // block_size)
 
 
 def token_budget(vllm_config: VllmConfig) -> int:
@@ -194,7 +205,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
         f"{len(groups)} KV cache groups (hint: --disable-hybrid-kv-cache-manager)": len(groups) > 1,
-        "models without KV cache": not groups,
+        "models without KV cache that generate text": not groups and model.runner_type != "pooling",
         f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
         "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
         "models that require zeroed KV blocks": kv_cache_config.needs_kv_cache_zeroing,
