@@ -120,8 +120,16 @@ def engine_options(model: Path, **options: Any) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------------- models
 
 
-def save_model(folder: Path, config: Any, auto: str = "AutoModelForCausalLM", std: float = 0.15) -> Path:
-    """Save a model with random weights and the demo model's tokenizer. Returns its folder."""
+def save_model(
+    folder: Path,
+    config: Any,
+    auto: str = "AutoModelForCausalLM",
+    scale: Callable[[str], float] = lambda _: 0.15,
+) -> Path:
+    """Save a model with random weights and the demo model's tokenizer. Returns its folder.
+
+    `scale`: the standard deviation of a matrix, given its name.
+    """
     import shutil
 
     import torch
@@ -129,12 +137,12 @@ def save_model(folder: Path, config: Any, auto: str = "AutoModelForCausalLM", st
 
     torch.manual_seed(0)
     model = getattr(transformers, auto).from_config(config)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=std)
+            torch.nn.init.normal_(parameter, std=scale(name))
     model.save_pretrained(folder)
-    for name in DEMO.glob("token*"):
-        shutil.copy(name, folder / name.name)
+    for file in DEMO.glob("token*"):
+        shutil.copy(file, folder / file.name)
     return folder
 
 
@@ -160,6 +168,65 @@ def llama(folder: Path) -> Path:
     import transformers
 
     return save_model(folder / "llama", transformers.LlamaConfig(**small(head_dim=32)))
+
+
+def markov(folder: Path) -> Path:
+    """Save a small Llama whose next token depends mostly on the newest one, so that simple drafters are often right."""
+    import transformers
+
+    def scale(name: str) -> float:
+        return {"embed_tokens": 1.0, "lm_head": 0.15}.get(name.split(".")[-2], 0.06)
+
+    return save_model(folder / "markov", transformers.LlamaConfig(**small(head_dim=32)), scale=scale)
+
+
+def perturbed(model: Path, folder: Path, std: float) -> Path:
+    """Save a copy of a model with noise on its weights, a drafter that is right now and then. Returns its folder."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder / "perturbed")
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(str(model / "model.safetensors"))
+    for name, tensor in tensors.items():
+        tensors[name] = tensor + torch.randn(tensor.shape, generator=generator) * std
+    save_file(tensors, str(folder / "perturbed/model.safetensors"), metadata={"format": "pt"})
+    return folder / "perturbed"
+
+
+def eagle_head(model: Path, folder: Path) -> Path:
+    """Save an EAGLE head of one layer that passes the embedding of the newest token on. Returns its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = folder / "eagle"
+    folder.mkdir()
+    settings = json.loads((model / "config.json").read_text())
+    size, inner = settings["hidden_size"], settings["intermediate_size"]
+    heads, kv_heads = (settings[f"num_{name}_heads"] * settings["head_dim"] for name in ("attention", "key_value"))
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(rows: int, columns: int) -> Any:
+        return torch.randn(rows, columns, generator=generator) * 0.06
+
+    layer = "layers.0"
+    tensors = {
+        "fc.weight": torch.cat((torch.eye(size), torch.zeros(size, size)), dim=1).contiguous(),
+        f"{layer}.self_attn.q_proj.weight": noise(heads, size),
+        f"{layer}.self_attn.k_proj.weight": noise(kv_heads, size),
+        f"{layer}.self_attn.v_proj.weight": noise(kv_heads, size),
+        f"{layer}.self_attn.o_proj.weight": noise(size, heads),
+        f"{layer}.mlp.gate_proj.weight": noise(inner, size),
+        f"{layer}.mlp.up_proj.weight": noise(inner, size),
+        f"{layer}.mlp.down_proj.weight": noise(size, inner),
+        f"{layer}.post_attention_layernorm.weight": torch.ones(size),
+    }
+    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    settings |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def save_adapter(folder: Path, seed: int, hidden: int, heads: int, kv_heads: int, head_dim: int, layers: int) -> str:
@@ -250,7 +317,51 @@ def encoder(folder: Path) -> Case:
     return Case(engine_options(model, runner="pooling"), requests)
 
 
-CASES: dict[str, Callable[[Path], Case]] = {one.__name__: one for one in (lora, lora_and_base, embed, encoder)}
+def mixed_requests(count: int = 120, seed: int = 9) -> Callable[[Any], list[Ask]]:
+    """Return greedy requests of mixed lengths; some ignore the end token, and some return logprobs."""
+    from vllm import SamplingParams
+
+    def requests(_: Any) -> list[Ask]:
+        rng = random.Random(seed)
+        asks = []
+        for prompt in token_prompts(count, seed):
+            length = rng.choice([1, 5, 20, 60, 120])
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=length,
+                min_tokens=min(10, length) if rng.random() < 0.2 else 0,
+                ignore_eos=rng.random() < 0.3,
+                logprobs=3 if rng.random() < 0.1 else None,
+            )
+            asks.append(Ask(prompt, params))
+        return asks
+
+    return requests
+
+
+def draft_model(folder: Path) -> Case:
+    """Drafts of a smaller model."""
+    model = markov(folder)
+    drafts = {"method": "draft_model", "model": str(perturbed(model, folder, 0.02)), "num_speculative_tokens": 3}
+    return Case(engine_options(model, speculative_config=drafts), mixed_requests())
+
+
+def eagle(folder: Path) -> Case:
+    """Drafts of an EAGLE head."""
+    model = markov(folder)
+    drafts = {"method": "eagle", "model": str(eagle_head(model, folder)), "num_speculative_tokens": 3}
+    return Case(engine_options(model, speculative_config=drafts), mixed_requests())
+
+
+def ngram(folder: Path) -> Case:
+    """Drafts from the text of the request."""
+    drafts = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 3}
+    return Case(engine_options(markov(folder), speculative_config=drafts), mixed_requests())
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram)
+}
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison
