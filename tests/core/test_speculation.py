@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from lockstep.core.contract.commands import BatchPlan
 from lockstep.core.contract.config import DRAFT_SETTINGS, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError
-from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, TokenRuns
+from lockstep.core.contract.events import BatchFinished, LaneReady, RequestArrived, RequestCancelled, TokenRuns
 from lockstep.core.features.speculation import Chances
+from lockstep.core.invariants import check
 from lockstep.core.journal import snapshot
 from lockstep.core.scheduler.engine import Engine
 from lockstep.core.scheduler.latency import new_tokens_of, pairs_of
@@ -83,6 +84,32 @@ def test_every_request_gets_what_it_gets_without_drafts() -> None:
     assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)", "stop", "length")), marks
 
 
+def test_every_request_gets_the_same_where_tables_cannot_shrink() -> None:
+    """Rows keep the pages of refused drafts, and tables are only ever extended."""
+    marks = Counter[str]()
+    for seed in range(SEEDS):
+        rng = random.Random(seed)
+        timeline = workload(rng)
+        config = replace(settings(rng, timeline), tables_append_only=True)
+        expected = {asked.key: asked.answer for asked in timeline if asked is not None}
+        served = serve(config, timeline, check=True)
+        assert served.answers == expected, f"seed {seed}, {config}"
+        marks += served.marks
+    assert all(marks[wanted] for wanted in ("retracted (pages)", "retracted (forced)")), marks
+
+
+def test_histories_where_tables_cannot_shrink_replay_and_survive_snapshots() -> None:
+    from tests.swarm import history
+
+    histories, seed = 0, 0
+    while histories < 25:
+        config, actions = history(seed)
+        seed += 1
+        if config.speculates and config.hybrid is UNSET and not config.hands_over:
+            run_actions(replace(config, tables_append_only=True), actions, replay=True)
+            histories += 1
+
+
 def test_histories_with_drafts_replay_and_survive_snapshots() -> None:
     """Faults, cancels, restarts and snapshots between any two events; the digests are the same again."""
     from tests.swarm import history
@@ -137,6 +164,30 @@ def test_drafts_are_paged_ahead_and_what_was_wrong_goes_back() -> None:
     finish(engine, plan.batch_id, [2, 3], [2])
     assert engine.positions.tolist() == [6]
     assert engine.memory.pool.free_count == 16 - 2
+
+
+def test_pages_of_refused_drafts_stay_with_the_row_where_tables_cannot_shrink() -> None:
+    engine = engine_of(num_speculative_tokens=7, overlap_depth=0, tables_append_only=True)
+    arrive(engine, tokens=4, max_new=40)
+    finish(engine, launch(engine).batch_id, [1], [])
+    finish(engine, launch(engine).batch_id, [2, 3], [2])
+    assert engine.positions.tolist() == [6]
+    assert engine.memory.pool.free_count == 16 - 3  # of positions 0 to 5, and one for the next
+    check(engine)
+    plan = launch(engine)
+    assert plan.stops.tolist() == [14]
+    assert plan.deltas.index.tolist() == [3]  # entries 0 to 2 stay as they are
+    check(engine)
+    assert snapshot.dump(snapshot.restore(snapshot.dump(engine))) == snapshot.dump(engine)
+    engine.step(RequestCancelled(0, 0))
+    finish(engine, plan.batch_id, [4], [1])
+    assert engine.memory.available_pages == 16
+    check(engine)
+
+
+def test_append_only_tables_with_drafts_refuse_features_without_spare_pages() -> None:
+    with pytest.raises(ConfigError, match="rows keep the pages of refused drafts; this is not supported with `role`"):
+        engine_of(tables_append_only=True, role="decode")
 
 
 def test_no_draft_lies_past_the_length() -> None:

@@ -228,14 +228,20 @@ def _spans(engine: Engine, facts: Facts) -> None:
 
 def _pages(engine: Engine, facts: Facts) -> None:
     """S1, S2, S3: every page has exactly one owner: the pool, the radix cache, one row, one lease or one fence."""
-    memory, table, page_size = engine.memory, engine.memory.table.pages, engine.config.page_size
+    memory, table = engine.memory, engine.memory.table.pages
+    spare = memory.table.spare
+    if spare.any() and (not engine.config.keeps_draft_pages or spare.min() < 0 or spare[memory.table.free_rows].any()):
+        _fail(f"S1: rows keep pages for their next positions: {spare.tolist()}")
     owned = [facts.free]
     owned += [node.pages for node in facts.cached]
     owned += [
-        table[request.row, request.protected_pages : -(-computed // page_size)]
+        table[request.row, request.protected_pages : memory.table.held_pages(request.row, computed)]
         for request, computed in zip(facts.holders, facts.computed, strict=True)
     ]
-    owned += [table[one.row, one.protected_pages : -(-one.computed // page_size)] for one in memory.deferred_frees]
+    owned += [
+        table[one.row, one.protected_pages : memory.table.held_pages(one.row, one.computed)]
+        for one in memory.deferred_frees
+    ]
     owned += [pages for _, pages in memory.deferred_pages]
     transfers = list(engine.transfers.all.values())
     owned += [transfer.pages for transfer in transfers]
@@ -269,7 +275,7 @@ def _reserve(engine: Engine, facts: Facts) -> None:
         return
     page_size, to_come, held = engine.config.page_size, 0, [np.empty(0, np.int32)]
     for request, computed in zip(facts.holders, facts.computed, strict=True):
-        pages = -(-computed // page_size)
+        pages = engine.memory.table.held_pages(request.row, computed)
         held.append(engine.memory.table.pages[request.row, :pages])
         to_come += -(-request.reach // page_size) - pages
     taken = len(set(np.concatenate(held).tolist()))

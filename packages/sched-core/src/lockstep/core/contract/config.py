@@ -367,11 +367,22 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("`tiers` lie below the radix cache, but `radix_cache` is off\nhint: drop one of the two")
         if self.hybrid is not msgspec.UNSET:
             _check_hybrid(self, self.hybrid)
+        if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
+            other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
+            raise ConfigError(
+                f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep the "
+                f"pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
+            )
 
     @property
     def keeps_duplicates(self) -> bool:
         """Whether a running request keeps its own pages where the radix cache has the same KV in others."""
         return self.tables_append_only is True
+
+    @property
+    def keeps_draft_pages(self) -> bool:
+        """Whether a row keeps the pages of refused drafts for its next positions, because its table cannot shrink."""
+        return self.keeps_duplicates and self.speculates
 
     @property
     def pool_tokens(self) -> int:

@@ -10,7 +10,8 @@ d drafts the first so many, a. Then a + 1 tokens are new, and where the row stan
 `Engine.positions` is the most a row can have reached with all that is in flight, and its pages reach as far. A launch
 starts at `base` plus what the results in flight will say (`starts_after`), so its plan names the least and the most.
 With a result the row is moved back by the drafts that were wrong, and so is its place in every batch behind; pages
-that it can no longer reach go back at once, since no batch in flight can write them any more.
+that it can no longer reach go back at once, since no batch in flight can write them any more. Where tables cannot
+shrink (`tables_append_only`) the row keeps them as spare pages, for its next positions.
 
 A row that may have reached its length with what is in flight sits out until that is known: no row runs past its end.
 Drafts are optional: no request is retracted, and no session yields, to make room for them. Where pages lack, fewer are
@@ -141,19 +142,25 @@ class Speculator:
         if self.jump_forward.forced:
             forced = self.jump_forward.counts_of(members, most)
             drafts += forced  # a row with forced tokens is under a grammar, and drafts nothing
+        table = self._scheduler.memory.table
+        keeps = self._scheduler.config.keeps_draft_pages
         held = -(-most // page_size)
+        if keeps:
+            held += table.spare[members.rows]
         available = self._pages_to_open()
-        while (opening := -(-(most + ONE + drafts) // page_size) - held).sum() > available and drafts.any():
+        while (opening := self._opening(most + ONE + drafts, held)).sum() > available and drafts.any():
             drafts = drafts // np.int32(2)
             forced = forced // np.int32(2)
         stops: Int32s = most + ONE + drafts
-        self._scheduler.memory.table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
+        if keeps:
+            table.spare[members.rows] = held + opening - -(-stops // page_size)
+        table.reserve(int((held + opening).max()), int((stops - members.prompts).max()) + 2)
         deltas = NO_DELTAS
         if opening.any():
             deltas = self._scheduler.memory.open_pages(
                 members.rows.repeat(opening), held.repeat(opening) + step_numbers(opening), step
             )
-        slack, after = uncertainty(self._scheduler.in_flight, members.rows, len(self._scheduler.memory.table.holders))
+        slack, after = uncertainty(self._scheduler.in_flight, members.rows, len(table.holders))
         if members is running_batch:
             running.move_to(stops)
         else:
@@ -164,6 +171,11 @@ class Speculator:
             return Verifying(members, most - slack, stops, drafts, after, deltas)
         tokens = self.jump_forward.tokens_of(members, most, forced)
         return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
+
+    def _opening(self, stops: Int32s, held: Int32s) -> Int32s:
+        """Pages that rows open to reach `stops`, beside those that they hold. int32 [rows] all three."""
+        opening: Int32s = -(-stops // np.int32(self._scheduler.config.page_size)) - held
+        return np.maximum(opening, ZERO) if self._scheduler.config.keeps_draft_pages else opening
 
     def jump_next(self, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
         """Move the running batch of an engine without drafts on, some members by several tokens.
@@ -222,7 +234,11 @@ class Speculator:
         running.move_to(before - by_row[running.batch.rows])
         held = -(-running.positions // page_size)
         back: NDArray[np.int32] = -(-before // page_size) - held
-        if back.any():
+        if not back.any():
+            return
+        if self._scheduler.config.keeps_draft_pages:
+            table.spare[running.batch.rows] += back
+        else:
             index = held.repeat(back) + step_numbers(back)
             self._scheduler.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
 

@@ -339,7 +339,7 @@ class Memory:
         """Nothing in flight uses the row any more: its pages go to the radix cache or back to the pool."""
         page_size = self.config.page_size
         row, kept = deferred.row, deferred.protected_pages
-        held = -(-deferred.computed // page_size)
+        held = self.table.held_pages(row, deferred.computed)
         pages = self.table.pages[row]
         whole = (deferred.computed if deferred.known is None else deferred.known) // page_size
         published = None
@@ -362,6 +362,7 @@ class Memory:
         if held > kept:
             self.pool.free(pages[kept:held].copy())
         self.trim(step)
+        self.table.spare[row] = 0
         self.table.free_row(row)
         for release in self._releases:
             release(row)

@@ -348,6 +348,7 @@ class RequestTable:
         self.free_rows: list[int] = list(range(rows - 1, -1, -1))
         self.pages: Int32s = np.zeros((rows, 16), np.int32)
         self.outputs: Int32s = np.zeros((rows, 64), np.int32)
+        self.spare: Int32s = np.zeros(rows, np.int32)  # pages of each row behind those of its positions: refused drafts
 
     def row_available(self) -> bool:
         return bool(self.free_rows) or len(self.holders) < self.rows_max
@@ -386,6 +387,10 @@ class RequestTable:
         """outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
         self.outputs[rows, numbers] = tokens
 
+    def held_pages(self, row: int, computed: int) -> int:
+        """Return how many pages a row holds whose holder has `computed` positions."""
+        return -(-computed // self.page_size) + int(self.spare[row])
+
     def hold(self, row: int, request: Request) -> None:
         """Note the holder of a row that is being restored."""
         self.holders[row] = request
@@ -402,6 +407,7 @@ class RequestTable:
         self.holders = [None] * rows
         self.pages = np.zeros((rows, pages_width), np.int32)
         self.outputs = np.zeros((rows, outputs_width), np.int32)
+        self.spare = np.zeros(rows, np.int32)
 
     def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
         """The first `count` tokens of a row's holder, packed int32: the `known` ones it came with, then its output."""
@@ -419,6 +425,7 @@ class RequestTable:
         self.free_rows.extend(range(rows - 1, have - 1, -1))
         self.outputs = _widened(self.outputs, rows, self.outputs.shape[1])
         self.pages = _widened(self.pages, rows, self.pages.shape[1])
+        self.spare = np.concatenate((self.spare, np.zeros(rows - have, np.int32)))
 
 
 def _doubled(width: int, wanted: int) -> int:

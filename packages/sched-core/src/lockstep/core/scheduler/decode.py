@@ -179,7 +179,8 @@ class DecodePlanner:
         """Pages without which the cohort does not decode."""
         if self._state.ahead_hoped == 1:
             return self._state.next_pages(running.batch, running.positions)
-        return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead)
+        spare = self._state.spare_of(running.batch)
+        return pages_ahead(running.batch, running.positions, self._state.config.page_size, self._state.ahead, spare)
 
     def _forced_retraction_due(self, running: RunningState) -> bool:
         """For testing: before every `retract_every`-th decode launch, once."""

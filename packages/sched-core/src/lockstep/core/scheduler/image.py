@@ -225,6 +225,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEY
     adapters: dict[str, Any] | None = None
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
     forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
+    spare: bytes | msgspec.UnsetType = msgspec.UNSET  # int32 by row: pages kept for its next positions
     host: bytes = b""  # what the host keeps beside it, opaque to the engine
     transfers: TransfersImage | None = None
     tiers: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
@@ -305,7 +306,7 @@ def deferred_free_image(scheduler: SchedulerView, deferred: DeferredFree) -> Def
 
 
 def _row_image(scheduler: SchedulerView, row: int, computed: int, outputs: int) -> tuple[bytes, bytes]:
-    held = -(-computed // scheduler.config.page_size)
+    held = scheduler.memory.table.held_pages(row, computed)
     return scheduler.memory.table.pages[row, :held].tobytes(), scheduler.memory.table.outputs[row, :outputs].tobytes()
 
 

@@ -242,7 +242,12 @@ class SchedulerState:
         """Pages that a cohort at these positions decodes with, drafts included."""
         if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
-        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped)
+        spare = self.spare_of(running_batch)
+        return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped, spare)
+
+    def spare_of(self, running_batch: RunningBatch) -> Int32s | None:
+        """Pages of each member behind those of its positions, int32 [members]; None where rows keep none."""
+        return self.memory.table.spare[running_batch.rows] if self.config.keeps_draft_pages else None
 
     def comes_by_transfer(self, request: Request) -> bool:
         """Whether a transfer decides if the prompt is computed here, and when: no media are requested before that."""
@@ -451,7 +456,8 @@ class SchedulerState:
         sampled = self.sampled_by(request)
         request.tokens = self.tokens_of(request, outputs)
         request.outputs = outputs
-        freed = -(-self.computed_of(request) // self.config.page_size) - request.protected_pages
+        held = self.memory.table.held_pages(request.row, self.computed_of(request))
+        freed = held - request.protected_pages
         retracted = RequestRetracted(
             self.now_us,
             request.request_id,
@@ -772,6 +778,7 @@ class SchedulerState:
                 (request_id, one.first, one.tokens.tobytes()) for request_id, one in self.jump_forward.forced.items()
             ]
             or UNSET,
+            spare=memory.table.spare.tobytes() if self.config.keeps_draft_pages else UNSET,
             host=host,
             transfers=self.transfers.image(memory.lent) if self.transfers.hands_over else None,
             tiers=memory.tiers.dump() or UNSET,
@@ -793,6 +800,8 @@ class SchedulerState:
         memory.table = RequestTable(image.config.rows_max, image.config.page_size)
         memory.table.resize(image.rows, image.pages_width, image.outputs_width)
         memory.table.free_rows = image.free_rows
+        if image.spare is not UNSET:
+            memory.table.spare = np.frombuffer(image.spare, np.int32).copy()
         for one in image.requests:
             self.requests[one.request_id] = request_of(self, one, nodes)
         for deferred in image.deferred_frees:
