@@ -65,7 +65,7 @@ class Outcome:
     retracted: int  # by Lockstep's scheduler
     running_at_end: int
     tokens: int
-    drafts: tuple[int, int] = (0, 0)  # accepted by either scheduler: vLLM's own, Lockstep's
+    drafts: tuple[list[int], list[int]]  # passes, drafts and accepted drafts: of vLLM's own scheduler, and Lockstep's
     first: list[Any] = field(default_factory=list)  # the first pair of unequal answers
     seconds: tuple[float, float] = (0.0, 0.0)
 
@@ -432,16 +432,18 @@ def logprobs_of(positions: Any) -> Any:
     return [sorted((round(x.logprob, 2) for x in (one or {}).values()), reverse=True) for one in positions]
 
 
-def accepted_drafts(llm: Any) -> list[int]:
-    """Count accepted drafts from now on. Returns the list that holds the count."""
-    count = [0]
+def count_drafts(llm: Any) -> list[int]:
+    """Count passes, verified drafts and accepted drafts from now on. Returns the list that holds the counts."""
+    count = [0, 0, 0]
     core = engine_core(llm)
     update = core.scheduler.update_from_output
 
     def counting(output: Any, result: Any) -> Any:
+        count[0] += bool(output.num_scheduled_tokens)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             if drafts and name in result.req_id_to_index:
-                count[0] += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
+                count[1] += len(drafts)
+                count[2] += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
         return update(output, result)
 
     core.scheduler.update_from_output = counting
@@ -499,12 +501,12 @@ def compare(case: Case, folder: Path) -> Outcome:
 
     llm = LLM(**case.options)
     asks = case.requests(llm)
-    own_drafts = accepted_drafts(llm)
+    own_drafts = count_drafts(llm)
     began = time.monotonic()
     own = run(llm, asks)
     own_s = time.monotonic() - began
     scheduler = replace_scheduler(llm, {"journal": str(folder / "journal")} | case.lockstep)
-    drafts = accepted_drafts(llm)
+    drafts = count_drafts(llm)
     began = time.monotonic()
     check_often(scheduler.engine_state(), check)
     ours = run(llm, asks)
@@ -525,7 +527,7 @@ def compare(case: Case, folder: Path) -> Outcome:
         retracted=engine.counts.retractions,
         running_at_end=left,
         tokens=tokens,
-        drafts=(own_drafts[0], drafts[0]),
+        drafts=(own_drafts, drafts),
         first=[own[differ[0]], ours[differ[0]]] if differ else [],
         seconds=(round(own_s, 2), round(ours_s, 2)),
     )

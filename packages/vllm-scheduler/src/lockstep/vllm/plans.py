@@ -1,7 +1,13 @@
 """A BatchPlan of the core as vLLM's SchedulerOutput.
 
 The workers keep a block table per request and append to it. A request that resumes after it was retracted is sent with
-its whole table, and so is a request whose table became shorter because drafts were refused.
+its whole table.
+
+**Drafts.** A plan names how many drafts each row verifies. With synchronous scheduling the drafts have come back from
+the workers, which may have proposed fewer. With asynchronous scheduling they stay with the workers: each is a
+placeholder of -1, and positions are sent as if all drafts in flight were right; the workers correct them. Drafters with
+layers of their own write KV some positions behind those of the plan. Where the block table has no entry for these, its
+buffer has zeros: the writes go to the null block, and only later drafts of the same pass read them.
 
 Page p of the core is block p + 1: block 0 is vLLM's null block.
 """
@@ -15,11 +21,12 @@ from lockstep.core.contract.errors import ContractError
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
-    from lockstep.core.contract.commands import BatchPlan, PageDeltas, Speculation
+    from lockstep.core.contract.commands import BatchPlan, PageDeltas
     from lockstep.core.contract.events import RequestId
     from lockstep.vllm.requests import Tracked
 
 FIRST_BLOCK = 1
+PLACEHOLDER = -1  # a draft that only the workers have
 
 
 class OutputBuilder:
@@ -31,7 +38,7 @@ class OutputBuilder:
         tokens_max: int,
         context_tokens_max: int,
         groups: int,
-        may_shrink: bool,
+        drafts_stay: bool,
         v2_runner: bool,
         uses_mrope: bool,
     ) -> None:
@@ -40,14 +47,14 @@ class OutputBuilder:
             tokens_max: the most tokens of one pass for which the workers have buffers.
             context_tokens_max: vLLM's max_model_len.
             groups: KV cache groups of the model; 0: it has no KV cache, and the workers get no block table.
-            may_shrink: whether block tables shrink, as they do after refused drafts.
+            drafts_stay: whether drafts stay with the workers, as they do with asynchronous scheduling.
             v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
         """
         self._tokens_max = tokens_max
         self._context_tokens_max = context_tokens_max
         self.drafts: dict[str, list[int]] = {}  # by request, proposed by the workers for its next verification
         self._groups = groups
-        self._may_shrink = may_shrink
+        self._drafts_stay = drafts_stay
         self._v2 = v2_runner
         self._uses_mrope = uses_mrope
         self._ran_before: set[str] = set()
@@ -71,9 +78,9 @@ class OutputBuilder:
         ran_before, extend_rows = self._ran_before, plan.extend_rows
         rows, starts, stops = plan.rows.tolist(), plan.starts.tolist(), plan.stops.tolist()
         if plan.speculation is not None:
-            self._add_drafts(
-                plan.speculation, starts[extend_rows:], plan.request_ids[extend_rows:].tolist(), tracked, output
-            )
+            lengths = plan.speculation.draft_lengths.tolist()
+            starts[extend_rows:] = [stop - 1 - n for stop, n in zip(stops[extend_rows:], lengths, strict=True)]
+            self._add_drafts(lengths, starts[extend_rows:], plan.request_ids[extend_rows:].tolist(), tracked, output)
         drafted = output.scheduled_spec_decode_tokens
         for i, core_id in enumerate(plan.request_ids.tolist()):
             entry = tracked[core_id]
@@ -93,15 +100,12 @@ class OutputBuilder:
             else:
                 first, ids = added
                 if first != len(entry.blocks):
-                    if not self._may_shrink or first > len(entry.blocks):
-                        raise ContractError(
-                            f"request {request_id}: the plan changes entry {first} of a block table of "
-                            f"{len(entry.blocks)}; vLLM's workers only append"
-                        )
-                    del entry.blocks[first:]  # blocks of refused drafts were freed: the workers get the whole table
-                    cached.resumed_req_ids.add(request_id)
+                    raise ContractError(
+                        f"request {request_id}: the plan changes entry {first} of a block table of "
+                        f"{len(entry.blocks)}; vLLM's workers only append"
+                    )
                 entry.blocks += ids
-                table = (list(entry.blocks) if request_id in cached.resumed_req_ids else ids,) * self._groups
+                table = (ids,) * self._groups
             req_ids.append(request_id)
             counts.append(start)
             outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
@@ -116,20 +120,21 @@ class OutputBuilder:
 
     def _add_drafts(
         self,
-        speculation: Speculation,
+        lengths: list[int],
         starts: list[int],
         core_ids: list[RequestId],
         tracked: Mapping[RequestId, Tracked],
         output: SchedulerOutput,
     ) -> None:
-        """Add the drafts that the plan's verifying rows verify: of those proposed, as many as the plan allows.
+        """Add the drafts that the plan's verifying rows verify: of those proposed, as many as `lengths` allows.
 
         A drafter may propose fewer than the plan allows; the row then verifies these.
         """
-        for core_id, start, allowed in zip(core_ids, starts, speculation.draft_lengths.tolist(), strict=True):
+        for core_id, start, allowed in zip(core_ids, starts, lengths, strict=True):
             request_id = tracked[core_id].request.request_id
-            most = min(allowed, self._context_tokens_max - start - 2)
-            if tokens := self.drafts.pop(request_id, [])[: max(most, 0)]:
+            most = max(min(allowed, self._context_tokens_max - start - 2), 0)
+            tokens = [PLACEHOLDER] * most if self._drafts_stay else self.drafts.pop(request_id, [])[:most]
+            if tokens:
                 output.scheduled_spec_decode_tokens[request_id] = tokens
 
     def _new(self, entry: Tracked, start: int) -> NewRequestData:

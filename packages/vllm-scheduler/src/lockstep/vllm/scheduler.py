@@ -100,7 +100,7 @@ class Scheduler(SchedulerInterface):
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
             groups=len(kv_cache_config.kv_cache_groups),
-            may_shrink=config.speculates,
+            drafts_stay=bool(vllm_config.scheduler_config.async_scheduling),
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,
         )
@@ -392,8 +392,11 @@ class Scheduler(SchedulerInterface):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Never called: vLLM does so with asynchronous scheduling only, where drafts are refused at start."""
-        raise NotImplementedError("drafts with asynchronous scheduling are not supported by lockstep.vllm")
+        """Leave the placeholders as they are.
+
+        vLLM calls this with asynchronous scheduling, so that the masks of drafts can be computed. Requests with
+        structured output have no drafts.
+        """
 
     def _count_drafts(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Add the drafts of a pass to vLLM's statistics."""

@@ -184,7 +184,7 @@ def _check_budget(config: SchedConfig, budget: int) -> None:
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_size: int) -> list[str]:
     """Return what of this configuration the scheduler does not support, in words; empty if it supports all."""
     parallel, model, scheduler = vllm_config.parallel_config, vllm_config.model_config, vllm_config.scheduler_config
-    groups = kv_cache_config.kv_cache_groups
+    groups, speculative = kv_cache_config.kv_cache_groups, vllm_config.speculative_config
     findings = {
         "KV connectors (--kv-transfer-config)": vllm_config.kv_transfer_config is not None,
         "encoder connectors (--ec-transfer-config)": vllm_config.ec_transfer_config is not None,
@@ -196,11 +196,12 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "encoder-decoder models": model.is_encoder_decoder,
         "multimodal inputs": model.supports_multimodal_inputs,
         "diffusion models": model.is_diffusion,
-        "drafts with asynchronous scheduling (hint: --no-async-scheduling)": bool(
-            vllm_config.speculative_config is not None and scheduler.async_scheduling
+        "MTP with several modules": speculative is not None and speculative.use_multi_module_mtp(),
+        "a number of drafts by batch size (num_speculative_tokens_per_batch_size)": bool(
+            speculative is not None and speculative.num_speculative_tokens_per_batch_size
         ),
         "drafts with model runner V2 (hint: VLLM_USE_V2_MODEL_RUNNER=0)": bool(
-            vllm_config.speculative_config is not None and vllm_config.use_v2_model_runner
+            speculative is not None and vllm_config.use_v2_model_runner
         ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
