@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import util
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class Ask:
     params: Any
     lora: Any = None
     priority: int = 0
+    abort_after: int = 0  # output tokens after which the client leaves; 0: it stays
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Outcome:
 
     requests: int
     differ: list[int]  # numbers of the requests with unequal answers, without ties
+    redrawn: list[int]  # numbers of the requests with unequal answers that are drawn at random
     ties: list[float]  # by unequal answer that is a tie: how far apart the logprobs of the two tokens are
     retracted: int  # by Lockstep's scheduler
     running_at_end: int
@@ -90,7 +93,7 @@ def outcome_of(case: str, mode: str, folder: Path, timeout_s: float = 600) -> Ou
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-def token_prompts(count: int, seed: int = 5, longest: int = 120) -> list[dict[str, Any]]:
+def token_prompts(number: int, seed: int = 5, longest: int = 120) -> list[dict[str, Any]]:
     """Return random prompts as token ids. Six of ten begin with one of six shared prefixes."""
     rng = random.Random(seed)
     shared = [[rng.randrange(10, VOCABULARY) for _ in range(rng.choice([20, 70, 150]))] for _ in range(6)]
@@ -99,7 +102,7 @@ def token_prompts(count: int, seed: int = 5, longest: int = 120) -> list[dict[st
             "prompt_token_ids": (rng.choice(shared) if rng.random() < 0.6 else [])
             + [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(1, longest))]
         }
-        for _ in range(count)
+        for _ in range(number)
     ]
 
 
@@ -317,14 +320,14 @@ def encoder(folder: Path) -> Case:
     return Case(engine_options(model, runner="pooling"), requests)
 
 
-def mixed_requests(count: int = 120, seed: int = 9) -> Callable[[Any], list[Ask]]:
+def mixed_requests(number: int = 120, seed: int = 9) -> Callable[[Any], list[Ask]]:
     """Return greedy requests of mixed lengths; some ignore the end token, and some return logprobs."""
     from vllm import SamplingParams
 
     def requests(_: Any) -> list[Ask]:
         rng = random.Random(seed)
         asks = []
-        for prompt in token_prompts(count, seed):
+        for prompt in token_prompts(number, seed):
             length = rng.choice([1, 5, 20, 60, 120])
             params = SamplingParams(
                 temperature=0,
@@ -359,8 +362,44 @@ def ngram(folder: Path) -> Case:
     return Case(engine_options(markov(folder), speculative_config=drafts), mixed_requests())
 
 
+def sampling(folder: Path) -> Case:
+    """Priorities, clients that leave, several samples, and what ends or restricts an answer."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    del folder  # the demo model
+
+    def requests(_: Any) -> list[Ask]:
+        rng = random.Random(3)
+        asks = []
+        for number, prompt in enumerate(token_prompts(160)):
+            options: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 5, 20, 60, 120])}
+            match number % 8:
+                case 0:
+                    options |= {"n": 3, "temperature": 0.8, "seed": number}
+                case 1:
+                    pattern = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=1, min_count=2)
+                    options |= {"repetition_detection": pattern, "ignore_eos": True, "max_tokens": 120}
+                    options["min_tokens"] = rng.choice([0, 30])
+                case 2:
+                    options["stop_token_ids"] = rng.sample(range(2000), 60)
+                case 3:
+                    options["bad_words"] = [" the", " a"]
+                case 4:
+                    options["logit_bias"] = {rng.randrange(2000): 5.0 for _ in range(20)}
+                case 5:
+                    options["min_tokens"] = options["max_tokens"] // 2
+                case 6:
+                    options["stop"] = [" the"]
+            leaves = rng.choice([1, 7, 20]) if number % 8 == 7 else 0
+            asks.append(Ask(prompt, SamplingParams(**options), priority=rng.randrange(-2, 3), abort_after=leaves))
+        return asks
+
+    return Case(engine_options(DEMO, scheduling_policy="priority"), requests)
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
-    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram)
+    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram, sampling)
 }
 
 
@@ -412,17 +451,41 @@ def replace_scheduler(llm: Any, settings: dict[str, Any]) -> Any:
 def run(llm: Any, asks: list[Ask]) -> list[Any]:
     """Return the answers of these requests, in builtins."""
     prompts = [ask.prompt for ask in asks]
-    lora = [ask.lora for ask in asks] if any(ask.lora for ask in asks) else None
     if type(asks[0].params).__name__ == "PoolingParams":
         done = llm.embed(prompts, pooling_params=[ask.params for ask in asks], use_tqdm=False)
         return [[round(x, 4) for x in one.outputs.embedding] for one in done]
-    priority = [ask.priority for ask in asks] if any(ask.priority for ask in asks) else None
-    done = llm.generate(prompts, [ask.params for ask in asks], use_tqdm=False, lora_request=lora, priority=priority)
     return [
         [[list(one.token_ids), one.finish_reason, one.stop_reason, logprobs_of(one.logprobs)] for one in answer.outputs]
         + [None if answer.prompt_logprobs is None else logprobs_of(answer.prompt_logprobs)]
-        for answer in done
+        for answer in generated(llm, asks)
     ]
+
+
+def generated(llm: Any, asks: list[Ask]) -> list[Any]:
+    """Return the outputs of requests to a model that generates, in order.
+
+    A request whose client leaves counts as far as the client waited.
+    """
+    engine = llm.llm_engine
+    names = [f"ask-{next(NUMBERS)}" for _ in asks]
+    for name, ask in zip(names, asks, strict=True):
+        engine.add_request(name, ask.prompt, ask.params.clone(), lora_request=ask.lora, priority=ask.priority)
+    waits = {name: ask.abort_after for name, ask in zip(names, asks, strict=True) if ask.abort_after}
+    answers: dict[str, Any] = {}
+    while engine.has_unfinished_requests():
+        for answer in engine.step():
+            most = waits.get(answer.request_id, 0)
+            if answer.finished or (most and len(answer.outputs[0].token_ids) >= most):
+                answers[answer.request_id] = answer
+            if most and len(answer.outputs[0].token_ids) >= most:
+                del waits[answer.request_id]
+                engine.abort_request([answer.request_id])
+                one = answer.outputs[0]
+                one.token_ids, one.finish_reason, one.stop_reason = one.token_ids[:most], "left", None
+    return [answers[name] for name in names]
+
+
+NUMBERS = count()
 
 
 def logprobs_of(positions: Any) -> Any:
@@ -434,20 +497,20 @@ def logprobs_of(positions: Any) -> Any:
 
 def count_drafts(llm: Any) -> list[int]:
     """Count passes, verified drafts and accepted drafts from now on. Returns the list that holds the counts."""
-    count = [0, 0, 0]
+    counts = [0, 0, 0]
     core = engine_core(llm)
     update = core.scheduler.update_from_output
 
     def counting(output: Any, result: Any) -> Any:
-        count[0] += bool(output.num_scheduled_tokens)
+        counts[0] += bool(output.num_scheduled_tokens)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             if drafts and name in result.req_id_to_index:
-                count[1] += len(drafts)
-                count[2] += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
+                counts[1] += len(drafts)
+                counts[2] += max(len(result.sampled_token_ids[result.req_id_to_index[name]]) - 1, 0)
         return update(output, result)
 
     core.scheduler.update_from_output = counting
-    return count
+    return counts
 
 
 TIE = 2e-3
@@ -465,7 +528,7 @@ def gap_at_divergence(llm: Any, ask: Ask, own: Any, ours: Any) -> float:
     for one, other in zip(own[:-1], ours[:-1], strict=True):
         pairs = enumerate(zip(one[0], other[0], strict=False))
         at = next((i for i, (a, b) in pairs if a != b), None)
-        if at is None or ask.params.temperature != 0:
+        if at is None or ask.params.temperature:
             continue
         prompt = {"prompt_token_ids": [*ask.prompt["prompt_token_ids"], *one[0][:at]]}
         params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True)
@@ -516,13 +579,15 @@ def compare(case: Case, folder: Path) -> Outcome:
     left = len(scheduler.requests)
     unequal = [i for i, (one, other) in enumerate(zip(own, ours, strict=True)) if one != other]
     gaps = {i: gap_at_divergence(llm, asks[i], own[i], ours[i]) for i in unequal}
-    differ = [i for i in unequal if gaps[i] > TIE]
+    drawn = [i for i in unequal if getattr(asks[i].params, "temperature", 0)]
+    differ = [i for i in unequal if gaps[i] > TIE and i not in drawn]
     scheduler.shutdown()
     replay(folder / "journal")  # every digest must be equal
     tokens = sum(len(one[0]) for answer in ours for one in answer[:-1]) if isinstance(ours[0][0], list) else 0
     return Outcome(
         requests=len(asks),
         differ=differ,
+        redrawn=drawn,
         ties=[round(gaps[i], 6) for i in unequal if gaps[i] <= TIE],
         retracted=engine.counts.retractions,
         running_at_end=left,

@@ -543,7 +543,7 @@ def _transfers(engine: Engine, facts: Facts) -> None:
     if any(one.slot != NO_SLOT for one in everyone):
         alone = False  # a request with one waits for a grammar or for media
     first = [one for one in transfers.line if not transfers.comes_after_another(engine.requests[one])]
-    if alone and first and not engine.paused and engine.maintenance.admits:
+    if alone and first and not engine.paused and engine.admits:
         _fail(f"L2: {first} wait for pages or slots, which nobody has")
     change = transfers.change
     if change is not None and engine.requests and engine.now_us >= change.due_us:
@@ -770,6 +770,8 @@ def _progress(engine: Engine) -> None:
     stuck = (
         engine.launch_found_nothing and not engine.in_flight and not engine.paused and len(engine.requests) > awaited
     )
+    if stuck and not engine.admits and not engine.active:
+        stuck = False  # an operator paused admission, and nothing runs
     if stuck and engine.microbatches.several:
         stuck = not any(running.batch.size for running in engine.microbatches.states)  # others may decode
     if stuck:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lockstep.core.contract.events import Grammar, RequestArrived, RequestId, TokenIds, TokenRuns
+from vllm.v1.core.sched.utils import check_sequence_repetition
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ PRIVATE = "\2"
 class Tracked:
     """A request of vLLM that has not ended, with its number in the core."""
 
-    __slots__ = ("blocks", "core_id", "outputs", "prompt_logprobs", "prompt_tokens", "request", "sent", "tokens")
+    __slots__ = ("blocks", "core_id", "detects", "outputs", "prompt_logprobs", "prompt_tokens", "request", "sent", "tokens")
 
     def __init__(self, request: Request, core_id: RequestId) -> None:
         self.request = request
@@ -29,6 +30,8 @@ class Tracked:
         self.prompt_tokens: int = request.num_prompt_tokens
         self.blocks: list[int] = []  # its block table, as the workers have it
         self.prompt_logprobs: LogprobsTensors | None = None  # computed, and not sent to the client yet
+        params = request.sampling_params
+        self.detects = params is not None and params.repetition_detection is not None
         self.sent = False  # whether the workers have the request
         self.outputs = request._output_token_ids  # delivered output tokens; the list that vLLM's views read
         self.tokens = request._all_token_ids  # prompt and delivered output tokens, likewise
@@ -96,6 +99,24 @@ def grammar_of(request_id: str) -> Grammar:
     vLLM compiles one grammar per request, so each has a digest of its own. Its source stays with vLLM.
     """
     return Grammar("structural_tag", "", sha256(request_id.encode()).digest())
+
+
+def repeats(entry: Tracked, tokens: list[int]) -> bool:
+    """Whether a request ends because its newest token completes a repetition.
+
+    Stop tokens and the length limits go before repetitions, and `min_tokens` delays them, as in vLLM.
+
+    Args:
+        tokens: the tokens that a pass sampled for it; one, since such a request has no drafts.
+    """
+    request = entry.request
+    params = request.sampling_params
+    assert params is not None and params.repetition_detection is not None
+    outputs = [*entry.outputs, *tokens]
+    ended = tokens[-1] == params.eos_token_id or tokens[-1] in (params.stop_token_ids or ())
+    if ended or len(outputs) >= request.max_tokens or len(outputs) < params.min_tokens:
+        return False
+    return check_sequence_repetition(outputs, params.repetition_detection)
 
 
 def stop_reason(params: SamplingParams | None, token: int) -> int | None:

@@ -31,7 +31,7 @@ from lockstep.core.contract.events import (
     Control,
     ControlRequested,
     EngineRestarted,
-    Flush,
+    FlushUnused,
     GrammarReady,
     LaneReady,
     ObservedEvent,
@@ -417,7 +417,12 @@ class Scheduler(SchedulerInterface):
 
     def get_num_unfinished_requests(self) -> int:
         """Return how many requests have work to do."""
-        return 0 if self._pause_state == PauseState.PAUSED_ALL else len(self.requests)
+        match self._pause_state:
+            case PauseState.PAUSED_ALL:
+                return 0
+            case PauseState.PAUSED_NEW:
+                return self._engine.active
+        return len(self.requests)
 
     def has_finished_requests(self) -> bool:
         """Whether workers or clients are still to be informed of ended requests."""
@@ -429,15 +434,17 @@ class Scheduler(SchedulerInterface):
         return self._pause_state
 
     def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause or resume. PAUSED_NEW is refused: the core pauses all launches or none."""
-        if pause_state == PauseState.PAUSED_NEW:
-            raise NotImplementedError("pausing new requests only (PAUSED_NEW) is not supported by lockstep.vllm")
-        if pause_state != self._pause_state:
-            self._control(Resume() if pause_state == PauseState.UNPAUSED else Pause("in_place"))
+        """Pause or resume. PAUSED_NEW stops admission only: running requests go on, retracted ones wait."""
+        if pause_state == self._pause_state:
+            return
+        if self._pause_state == PauseState.PAUSED_ALL or pause_state == PauseState.UNPAUSED:
+            self._control(Resume())
+        if pause_state != PauseState.UNPAUSED:
+            self._control(Pause("in_place" if pause_state == PauseState.PAUSED_ALL else "admission"))
         self._pause_state = pause_state
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Empty the prefix cache. Returns whether it was emptied: not while requests run, unless they start again.
+        """Empty the prefix cache. Returns whether it was emptied: not while requests run, unless they are retracted.
 
         With `reset_running_requests` all device state counts as lost: every running request is retracted, and results
         of passes in flight are dropped.
@@ -446,7 +453,7 @@ class Scheduler(SchedulerInterface):
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
             self._output_builder.forget_previous()
             return True
-        answer = self._control(Flush())
+        answer = self._control(FlushUnused())
         return answer is not None and answer.ok
 
     def reset_encoder_cache(self) -> None:

@@ -1,6 +1,7 @@
 """Requests about the engine itself. Each is answered exactly once; most of them at once.
 
-running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more
+running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more;
+                                                   "admission" stops admission and launches go on
 open --Drain--> draining --everything ended--> answered; Resume, or a Pause that keeps work, ends the wait unanswered
                                                with ok=False
 UpdateWeights, ReleaseMemory, ResumeMemory         answered when the device did it: see `maintenance`
@@ -29,6 +30,7 @@ from lockstep.core.contract.events import (
     ControlRequested,
     Drain,
     Flush,
+    FlushUnused,
     FreezeGc,
     GetState,
     LoadAdapterControl,
@@ -111,13 +113,14 @@ class Controls:
         self._maintenance = maintenance
         self._ranks = 1 if scheduler.config.dp_ranks is msgspec.UNSET else scheduler.config.dp_ranks
         self.paused = False
+        self.admits = True  # False: an operator paused admission, and running requests go on
         self.draining = False
         self.drains: list[int] = []  # control ids that are answered once everything has ended
         self.pace = Pace()
 
-    def load(self, paused: bool, draining: bool, drains: list[int], pace: Pace) -> None:
+    def load(self, paused: bool, admits: bool, draining: bool, drains: list[int], pace: Pace) -> None:
         """Become what a snapshot stored."""
-        self.paused, self.draining, self.drains, self.pace = paused, draining, drains, pace
+        self.paused, self.admits, self.draining, self.drains, self.pace = paused, admits, draining, drains, pace
 
     def apply(self, event: ControlRequested, step: Step) -> None:
         """Do what was asked, or refuse with the reason."""
@@ -149,8 +152,22 @@ class Controls:
         self._scheduler.memory.empty_cache("flush", step)
         return DONE
 
+    def _flush_unused(self, control_id: int, control: FlushUnused, step: Step) -> str | None:
+        running = sum(request.row >= 0 for request in self._scheduler.requests.values())
+        if running or self._scheduler.in_flight:
+            return f"not idle: {running} running, {len(self._scheduler.in_flight)} in flight"
+        tiers = self._scheduler.memory.tiers
+        if tiers.operations:
+            return f"not idle: pages move between cache tiers, in {len(tiers.operations)} operations"
+        self._scheduler.void_kv()
+        self._scheduler.memory.empty_cache("flush", step)
+        return DONE
+
     def _pause(self, control_id: int, control: Pause, step: Step) -> str | None:
-        self.paused = True
+        if control.mode == "admission":
+            self.admits = False
+        else:
+            self.paused = True
         if control.mode == "cancel":
             self._scheduler.cancel_all(list(self._scheduler.requests.values()), step)
         elif control.mode == "retract":
@@ -161,6 +178,7 @@ class Controls:
 
     def _resume(self, control_id: int, control: Resume, step: Step) -> str | None:
         self.paused = False
+        self.admits = True
         self.draining = False
         self.answer_drains(step, ok=False, message="resumed before everything had ended")
         self._transfers.keep_role(step)
@@ -303,6 +321,7 @@ class Controls:
 
 HANDLERS: dict[type, Callable[[Controls, int, Any, Step], str | None]] = {
     Flush: Controls._flush,
+    FlushUnused: Controls._flush_unused,
     Pause: Controls._pause,
     Resume: Controls._resume,
     Drain: Controls._drain,

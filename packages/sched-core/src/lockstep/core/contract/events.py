@@ -346,11 +346,15 @@ class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Empty the radix cache once nothing is queued, running or in flight; refused otherwise."""
 
 
+class FlushUnused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the radix cache while no request runs and nothing is in flight; refused otherwise. Requests may wait."""
+
+
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stop launching. Running requests: "in_place" keeps their pages, "retract" frees these, "cancel" ends the
-    requests."""
+    requests. "admission" stops admission only: running requests go on."""
 
-    mode: Literal["in_place", "retract", "cancel"] = "in_place"
+    mode: Literal["in_place", "retract", "cancel", "admission"] = "in_place"
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -479,6 +483,7 @@ class SlowDown(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Control = (
     Flush
+    | FlushUnused
     | Pause
     | Resume
     | Drain

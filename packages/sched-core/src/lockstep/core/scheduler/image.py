@@ -225,6 +225,7 @@ class EngineImage(msgspec.Struct, forbid_unknown_fields=True, rename=_ENGINE_KEY
     adapters: dict[str, Any] | None = None
     chances: Chances | msgspec.UnsetType = msgspec.UNSET  # of drafts, where they are counted
     forced: list[tuple[int, int, bytes]] | msgspec.UnsetType = msgspec.UNSET  # output to come: request, first, ids
+    admits: bool | msgspec.UnsetType = msgspec.UNSET  # false: an operator paused admission
     spare: bytes | msgspec.UnsetType = msgspec.UNSET  # int32 by row: pages kept for its next positions
     host: bytes = b""  # what the host keeps beside it, opaque to the engine
     transfers: TransfersImage | None = None

@@ -155,8 +155,8 @@ class SchedulerState:
 
     @property
     def admits(self) -> bool:
-        """Whether requests may start: no job on the device waits or runs."""
-        return self.maintenance.admits
+        """Whether requests may start: no job on the device waits or runs, and no operator paused admission."""
+        return self.maintenance.admits and self.controls.admits
 
     @property
     def launches_blocked(self) -> bool:
@@ -778,6 +778,7 @@ class SchedulerState:
                 (request_id, one.first, one.tokens.tobytes()) for request_id, one in self.jump_forward.forced.items()
             ]
             or UNSET,
+            admits=UNSET if self.controls.admits else False,
             spare=memory.table.spare.tobytes() if self.config.keeps_draft_pages else UNSET,
             host=host,
             transfers=self.transfers.image(memory.lent) if self.transfers.hands_over else None,
@@ -849,7 +850,8 @@ class SchedulerState:
         self.next_batch_id, self.last_request_id = image.next_batch_id, image.last_request_id
         self.timers, self.counts, self.tokens_discarded = image.timers, image.counts, image.tokens_discarded
         self.ordering.prefilled_tokens = image.prefilled_tokens
-        self.controls.load(image.paused, image.draining, image.drains, image.pace)
+        admits = image.admits is UNSET
+        self.controls.load(image.paused, admits, image.draining, image.drains, image.pace)
         memory.weights_version = image.weights_version
         if image.tiers is not UNSET:
             memory.tiers.load(image.tiers, nodes)
