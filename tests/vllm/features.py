@@ -55,6 +55,9 @@ class Case:
     options: dict[str, Any]
     requests: Callable[[Any], list[Ask]]  # given the LLM
     lockstep: dict[str, Any] = field(default_factory=dict)  # settings under `additional_config`
+    between: Callable[[Any, int], Any] = lambda _llm, _step: (
+        None
+    )  # called before each step; what it returns is compared
 
 
 @dataclass
@@ -78,6 +81,9 @@ def interpreter() -> str:
     if path := os.environ.get("LOCKSTEP_VLLM_PYTHON", ""):
         return path
     return sys.executable if util.find_spec("vllm") is not None else ""
+
+
+MISSING = "" if interpreter() else "vLLM is not installed; LOCKSTEP_VLLM_PYTHON may name an interpreter that has it"
 
 
 def outcome_of(case: str, mode: str, folder: Path, timeout_s: float = 600) -> Outcome:
@@ -398,8 +404,37 @@ def sampling(folder: Path) -> Case:
     return Case(engine_options(DEMO, scheduling_policy="priority"), requests)
 
 
+def pauses(folder: Path) -> Case:
+    """Pauses of new requests and of all, and resets of the prefix cache while requests wait or run."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    states = {5: PauseState.PAUSED_NEW, 9: PauseState.PAUSED_ALL, 14: PauseState.PAUSED_NEW, 300: PauseState.UNPAUSED}
+
+    def between(llm: Any, step: int) -> Any:
+        scheduler = engine_core(llm).scheduler
+        if step == 299:  # requests that ran have ended, the others wait
+            return [scheduler.get_num_unfinished_requests(), scheduler.reset_prefix_cache()]
+        if state := states.get(step):
+            scheduler.set_pause_state(state)
+        elif step in states:
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+        if step == 310:
+            return scheduler.reset_prefix_cache()
+        if step == 320:
+            return scheduler.reset_prefix_cache(reset_running_requests=True)
+        return None
+
+    return Case(engine_options(markov(folder)), mixed_requests(), between=between)
+
+
+def tensor_parallel(folder: Path) -> Case:
+    """Two workers, each with half of the model."""
+    options = engine_options(llama(folder), tensor_parallel_size=2, distributed_executor_backend="mp")
+    return Case(options, mixed_requests(60))
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
-    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram, sampling)
+    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram, sampling, pauses, tensor_parallel)
 }
 
 
@@ -448,23 +483,25 @@ def replace_scheduler(llm: Any, settings: dict[str, Any]) -> Any:
     return core.scheduler
 
 
-def run(llm: Any, asks: list[Ask]) -> list[Any]:
-    """Return the answers of these requests, in builtins."""
+def run(llm: Any, asks: list[Ask], between: Callable[[Any, int], Any]) -> list[Any]:
+    """Return the answers of these requests, in builtins, and behind them what `between` returned."""
     prompts = [ask.prompt for ask in asks]
     if type(asks[0].params).__name__ == "PoolingParams":
         done = llm.embed(prompts, pooling_params=[ask.params for ask in asks], use_tqdm=False)
         return [[round(x, 4) for x in one.outputs.embedding] for one in done]
-    return [
+    found: list[Any] = []
+    answers = [
         [[list(one.token_ids), one.finish_reason, one.stop_reason, logprobs_of(one.logprobs)] for one in answer.outputs]
         + [None if answer.prompt_logprobs is None else logprobs_of(answer.prompt_logprobs)]
-        for answer in generated(llm, asks)
+        for answer in generated(llm, asks, between, found)
     ]
+    return answers + found
 
 
-def generated(llm: Any, asks: list[Ask]) -> list[Any]:
+def generated(llm: Any, asks: list[Ask], between: Callable[[Any, int], Any], found: list[Any]) -> list[Any]:
     """Return the outputs of requests to a model that generates, in order.
 
-    A request whose client leaves counts as far as the client waited.
+    A request whose client leaves counts as far as the client waited. `found` receives what `between` returns.
     """
     engine = llm.llm_engine
     names = [f"ask-{next(NUMBERS)}" for _ in asks]
@@ -472,7 +509,11 @@ def generated(llm: Any, asks: list[Ask]) -> list[Any]:
         engine.add_request(name, ask.prompt, ask.params.clone(), lora_request=ask.lora, priority=ask.priority)
     waits = {name: ask.abort_after for name, ask in zip(names, asks, strict=True) if ask.abort_after}
     answers: dict[str, Any] = {}
+    step = 0
     while engine.has_unfinished_requests():
+        if (value := between(llm, step)) is not None:
+            found.append([[[], value, None, None], None])
+        step += 1
         for answer in engine.step():
             most = waits.get(answer.request_id, 0)
             if answer.finished or (most and len(answer.outputs[0].token_ids) >= most):
@@ -566,20 +607,20 @@ def compare(case: Case, folder: Path) -> Outcome:
     asks = case.requests(llm)
     own_drafts = count_drafts(llm)
     began = time.monotonic()
-    own = run(llm, asks)
+    own = run(llm, asks, case.between)
     own_s = time.monotonic() - began
     scheduler = replace_scheduler(llm, {"journal": str(folder / "journal")} | case.lockstep)
     drafts = count_drafts(llm)
     began = time.monotonic()
     check_often(scheduler.engine_state(), check)
-    ours = run(llm, asks)
+    ours = run(llm, asks, case.between)
     ours_s = time.monotonic() - began
     engine = scheduler.engine_state()
     check(engine)
     left = len(scheduler.requests)
     unequal = [i for i, (one, other) in enumerate(zip(own, ours, strict=True)) if one != other]
-    gaps = {i: gap_at_divergence(llm, asks[i], own[i], ours[i]) for i in unequal}
-    drawn = [i for i in unequal if getattr(asks[i].params, "temperature", 0)]
+    gaps = {i: gap_at_divergence(llm, asks[i], own[i], ours[i]) if i < len(asks) else float("inf") for i in unequal}
+    drawn = [i for i in unequal if i < len(asks) and getattr(asks[i].params, "temperature", 0)]
     differ = [i for i in unequal if gaps[i] > TIE and i not in drawn]
     scheduler.shutdown()
     replay(folder / "journal")  # every digest must be equal

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from features import interpreter, outcome_of
+from tests.vllm.features import MISSING, outcome_of
 
-pytestmark = pytest.mark.skipif(not interpreter(), reason="vLLM is not installed (LOCKSTEP_VLLM_PYTHON)")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -22,7 +22,17 @@ PRIVATE = "\2"
 class Tracked:
     """A request of vLLM that has not ended, with its number in the core."""
 
-    __slots__ = ("blocks", "core_id", "detects", "outputs", "prompt_logprobs", "prompt_tokens", "request", "sent", "tokens")
+    __slots__ = (
+        "blocks",
+        "core_id",
+        "detects",
+        "outputs",
+        "prompt_logprobs",
+        "prompt_tokens",
+        "request",
+        "sent",
+        "tokens",
+    )
 
     def __init__(self, request: Request, core_id: RequestId) -> None:
         self.request = request
@@ -111,7 +121,8 @@ def repeats(entry: Tracked, tokens: list[int]) -> bool:
     """
     request = entry.request
     params = request.sampling_params
-    assert params is not None and params.repetition_detection is not None
+    assert params is not None
+    assert params.repetition_detection is not None
     outputs = [*entry.outputs, *tokens]
     ended = tokens[-1] == params.eos_token_id or tokens[-1] in (params.stop_token_ids or ())
     if ended or len(outputs) >= request.max_tokens or len(outputs) < params.min_tokens:

@@ -370,8 +370,8 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.keeps_draft_pages and (self.hybrid is not msgspec.UNSET or self.hands_over):
             other = "hybrid" if self.hybrid is not msgspec.UNSET else "role"
             raise ConfigError(
-                f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep the "
-                f"pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
+                f"`speculative_method` is {self.speculative_method} and `tables_append_only` is on, so that rows keep "
+                f"the pages of refused drafts; this is not supported with `{other}`\nhint: drop one of the three"
             )
 
     @property
