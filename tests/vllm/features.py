@@ -71,7 +71,7 @@ class Outcome:
     retracted: int  # by Lockstep's scheduler
     running_at_end: int
     tokens: int
-    drafts: tuple[list[int], list[int]]  # passes, drafts and accepted drafts: of vLLM's own scheduler, and Lockstep's
+    work: tuple[list[int], list[int]]  # of vLLM's own scheduler, and of Lockstep's: as `count_work` has it
     first: list[Any] = field(default_factory=list)  # the first pair of unequal answers
     seconds: tuple[float, float] = (0.0, 0.0)
 
@@ -433,8 +433,78 @@ def tensor_parallel(folder: Path) -> Case:
     return Case(options, mixed_requests(60))
 
 
+def qwen2_audio(folder: Path) -> Path:
+    """Save a small Qwen2-Audio, which has about 25 positions for each second of audio. Returns its folder."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    encoder = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    config = transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(**small(hidden_size=128)),
+        audio_config=transformers.Qwen2AudioEncoderConfig(**encoder, num_mel_bins=128),
+        audio_token_index=AUDIO_TOKEN,
+    )
+    path = save_model(folder / "audio", config, auto="AutoModelForMultimodalLM")
+    weights = path / "model.safetensors"  # saved under names that vLLM does not read
+    tensors = {name.replace("model.model.model", "model.model"): one for name, one in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    names = tokenizer.convert_ids_to_tokens([AUDIO_TOKEN, AUDIO_TOKEN + 1, AUDIO_TOKEN + 2])
+    transformers.Qwen2AudioProcessor(
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=128),
+        tokenizer=tokenizer,
+        audio_token=names[0],
+        audio_bos_token=names[1],
+        audio_eos_token=names[2],
+    ).save_pretrained(path)
+    return path
+
+
+AUDIO_TOKEN = 5
+
+
+def audio(folder: Path) -> Case:
+    """Prompts with up to three audio clips of forty, chunks that split them, and a small encoder cache."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    drawn = np.random.default_rng(0)
+    clips = [drawn.normal(size=int(16_000 * seconds)).astype(np.float32) for seconds in drawn.uniform(0.3, 5, 40)]
+
+    def requests(_: Any) -> list[Ask]:
+        rng = random.Random(4)
+        asks = []
+        for prompt in token_prompts(150, longest=60):
+            ids = prompt["prompt_token_ids"]
+            chosen = [rng.choice(clips) for _ in range(rng.randrange(4))]
+            for _ in chosen:
+                ids.insert(rng.randrange(len(ids) + 1), AUDIO_TOKEN)
+            if chosen:
+                prompt["multi_modal_data"] = {"audio": [(clip, 16_000) for clip in chosen]}
+            asks.append(Ask(prompt, SamplingParams(temperature=0, max_tokens=rng.choice([1, 5, 20, 60]))))
+        return asks
+
+    options = engine_options(
+        qwen2_audio(folder), limit_mm_per_prompt={"audio": 3}, max_num_batched_tokens=100, max_model_len=1024
+    )
+    return Case(options, requests)
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
-    one.__name__: one for one in (lora, lora_and_base, embed, encoder, draft_model, eagle, ngram, sampling, pauses, tensor_parallel)
+    one.__name__: one
+    for one in (
+        lora,
+        lora_and_base,
+        embed,
+        encoder,
+        draft_model,
+        eagle,
+        ngram,
+        sampling,
+        pauses,
+        tensor_parallel,
+        audio,
+    )  # fmt: skip
 }
 
 
@@ -536,14 +606,16 @@ def logprobs_of(positions: Any) -> Any:
     return [sorted((round(x.logprob, 2) for x in (one or {}).values()), reverse=True) for one in positions]
 
 
-def count_drafts(llm: Any) -> list[int]:
-    """Count passes, verified drafts and accepted drafts from now on. Returns the list that holds the counts."""
-    counts = [0, 0, 0]
+def count_work(llm: Any) -> list[int]:
+    """Count passes, verified drafts and accepted drafts, encoded items and freed items. Returns the list of counts."""
+    counts = [0, 0, 0, 0, 0]
     core = engine_core(llm)
     update = core.scheduler.update_from_output
 
     def counting(output: Any, result: Any) -> Any:
         counts[0] += bool(output.num_scheduled_tokens)
+        counts[3] += sum(len(inputs) for inputs in output.scheduled_encoder_inputs.values())
+        counts[4] += len(output.free_encoder_mm_hashes)
         for name, drafts in output.scheduled_spec_decode_tokens.items():
             if drafts and name in result.req_id_to_index:
                 counts[1] += len(drafts)
@@ -605,12 +677,12 @@ def compare(case: Case, folder: Path) -> Outcome:
 
     llm = LLM(**case.options)
     asks = case.requests(llm)
-    own_drafts = count_drafts(llm)
+    own_work = count_work(llm)
     began = time.monotonic()
     own = run(llm, asks, case.between)
     own_s = time.monotonic() - began
     scheduler = replace_scheduler(llm, {"journal": str(folder / "journal")} | case.lockstep)
-    drafts = count_drafts(llm)
+    work = count_work(llm)
     began = time.monotonic()
     check_often(scheduler.engine_state(), check)
     ours = run(llm, asks, case.between)
@@ -633,7 +705,7 @@ def compare(case: Case, folder: Path) -> Outcome:
         retracted=engine.counts.retractions,
         running_at_end=left,
         tokens=tokens,
-        drafts=(own_drafts, drafts),
+        work=(own_work, work),
         first=[own[differ[0]], ours[differ[0]]] if differ else [],
         seconds=(round(own_s, 2), round(ours_s, 2)),
     )

@@ -22,5 +22,5 @@ def test_answers_with_drafts_equal_those_of_vllm(case: str, mode: str, tmp_path:
     assert not outcome.differ, outcome
     assert outcome.retracted
     assert not outcome.running_at_end
-    (_, drafts, right), (_, our_drafts, ours_right) = outcome.drafts
+    (_, drafts, right, *_), (_, our_drafts, ours_right, *_) = outcome.work
     assert ours_right / our_drafts > 0.85 * right / drafts

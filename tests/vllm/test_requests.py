@@ -32,3 +32,10 @@ def test_pauses_and_resets_of_the_prefix_cache_do_as_in_vllm(mode: str, tmp_path
     assert outcome.requests == 120
     assert not outcome.differ, outcome
     assert not outcome.running_at_end
+
+
+def test_answers_of_two_tensor_parallel_workers_equal_those_of_vllm(tmp_path: Path) -> None:
+    outcome = outcome_of("tensor_parallel", "sync", tmp_path)
+    assert outcome.requests == 60
+    assert not outcome.differ, outcome
+    assert outcome.retracted

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 if TYPE_CHECKING:
     from lockstep.core.contract.commands import BatchPlan, PageDeltas
     from lockstep.core.contract.events import RequestId
+    from lockstep.vllm.media import EncoderInputs
     from lockstep.vllm.requests import Tracked
 
 FIRST_BLOCK = 1
@@ -41,6 +42,7 @@ class OutputBuilder:
         drafts_stay: bool,
         v2_runner: bool,
         uses_mrope: bool,
+        media: EncoderInputs,
     ) -> None:
         """
         Args:
@@ -57,6 +59,7 @@ class OutputBuilder:
         self._drafts_stay = drafts_stay
         self._v2 = v2_runner
         self._uses_mrope = uses_mrope
+        self._media = media
         self._ran_before: set[str] = set()
 
     def forget_previous(self) -> None:
@@ -86,6 +89,8 @@ class OutputBuilder:
             entry = tracked[core_id]
             request_id, row, start = entry.request.request_id, rows[i], starts[i]
             scheduled[request_id] = stops[i] - start if i < extend_rows else 1 + len(drafted.get(request_id, ()))
+            if i < extend_rows and entry.request.mm_features:
+                self._add_media(entry, start, stops[i], output)
             added = blocks.get(row)
             if row in taken:
                 entry.blocks = _whole_table(added, request_id)
@@ -136,6 +141,11 @@ class OutputBuilder:
             tokens = [PLACEHOLDER] * most if self._drafts_stay else self.drafts.pop(request_id, [])[:most]
             if tokens:
                 output.scheduled_spec_decode_tokens[request_id] = tokens
+
+    def _add_media(self, entry: Tracked, start: int, stop: int, output: SchedulerOutput) -> None:
+        """Add the multimodal items that the workers encode before they compute these positions."""
+        if inputs := self._media.inputs_of(entry, start, stop):
+            output.scheduled_encoder_inputs[entry.request.request_id] = inputs
 
     def _new(self, entry: Tracked, start: int) -> NewRequestData:
         request = entry.request

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lockstep.core.contract.events import Grammar, RequestArrived, RequestId, TokenIds, TokenRuns
+from lockstep.core.contract.events import Grammar, PromptSpan, RequestArrived, RequestId, TokenIds, TokenRuns
 from vllm.v1.core.sched.utils import check_sequence_repetition
 
 if TYPE_CHECKING:
@@ -52,7 +52,13 @@ REPETITION = ("repetition_detection",)
 
 
 def arrival(
-    request: Request, core_id: RequestId, time_us: int, *, reads_tokens: bool, adapter: str = ""
+    request: Request,
+    core_id: RequestId,
+    time_us: int,
+    *,
+    reads_tokens: bool,
+    adapter: str = "",
+    spans: tuple[PromptSpan, ...] = (),
 ) -> RequestArrived:
     """Return the event by which a vLLM request enters the core.
 
@@ -61,6 +67,7 @@ def arrival(
     Args:
         reads_tokens: whether prompts are compared, as the prefix cache does; otherwise only their length counts.
         adapter: the core's name of the request's LoRA adapter; empty: the base model.
+        spans: its multimodal items.
     """
     params = request.sampling_params
     stops, grammar, stop_texts = (), None, ()
@@ -84,6 +91,7 @@ def arrival(
         stop_token_ids=stops,
         stop_texts=stop_texts,
         adapter=adapter,
+        spans=spans,
         ignore_eos=True,  # the end token is among `stop_token_ids` where it ends the request
         label=request.request_id[:LABEL_MAX],
         priority=request.priority,

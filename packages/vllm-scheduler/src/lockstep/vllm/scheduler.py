@@ -9,6 +9,7 @@ and never ignored: the ContractError names the event, and the engine stops.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.contract.commands import (
     CompileGrammar,
     ControlAnswered,
+    EncodeMedia,
     FinishRequest,
     LaunchBatch,
     LoadAdapter,
@@ -34,6 +36,7 @@ from lockstep.core.contract.events import (
     FlushUnused,
     GrammarReady,
     LaneReady,
+    MediaEncoded,
     ObservedEvent,
     Pause,
     RequestAdmitted,
@@ -45,6 +48,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
 from lockstep.vllm.adapters import AdapterNames
+from lockstep.vllm.media import DIGEST_BYTES, EncoderInputs
 from lockstep.vllm.plans import OutputBuilder, empty_output
 from lockstep.vllm.recording import NoRecording, Recording, begin_recording
 from lockstep.vllm.requests import Tracked, arrival
@@ -52,6 +56,7 @@ from lockstep.vllm.results import STATUS, ClientOutputs, LaunchedBatch, batch_fi
 from lockstep.vllm.settings import read_settings, sched_config
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
@@ -89,13 +94,21 @@ class Scheduler(SchedulerInterface):
         _, version = versions.installed_version()
         versions.check_version(version)
         settings = read_settings(vllm_config.additional_config)
-        config = sched_config(vllm_config, kv_cache_config, settings, block_size)
+        encoder = None
+        if vllm_config.model_config.supports_multimodal_inputs:
+            encoder = MultiModalBudget(vllm_config, mm_registry)
+        config = sched_config(vllm_config, kv_cache_config, settings, block_size, encoder)
         self.config = config
         self.log_stats = log_stats
         self.structured_output_manager = structured_output_manager
         self._began = time.monotonic()
         self._recording: Recording | NoRecording = begin_recording(settings, config, vllm_config, version)
         self._engine = Engine(config, digests=self._recording.present)
+        self._media = EncoderInputs(
+            budget_tokens=0 if encoder is None else encoder.encoder_compute_budget,
+            look_ahead=vllm_config.num_prefill_lookahead_tokens,
+            key=os.urandom(DIGEST_BYTES),
+        )
         self._output_builder = OutputBuilder(
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
@@ -103,6 +116,7 @@ class Scheduler(SchedulerInterface):
             drafts_stay=bool(vllm_config.scheduler_config.async_scheduling),
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,
+            media=self._media,
         )
         self._draft_tokens: int = vllm_config.num_speculative_tokens
         self._spec_stats: SpecDecodingStats | None = None
@@ -162,6 +176,8 @@ class Scheduler(SchedulerInterface):
                     self._answers[command.control_id] = command
                 case CompileGrammar():
                     pass  # vLLM compiles it already; `_poll_grammars` reports the outcome
+                case EncodeMedia():
+                    self._media.ask(command)
                 case LoadAdapter(adapter, version):
                     self._fold(AdapterLoaded(self._now_us(), adapter, version, generation=self._engine.generation))
                 case SampleBatch():
@@ -211,6 +227,7 @@ class Scheduler(SchedulerInterface):
         request = entry.request
         del self.requests[request.request_id], self._core_ids[request.request_id]
         self._output_builder.drafts.pop(request.request_id, None)
+        self._media.forget(request.request_id)
         self._grammars = {digest: other for digest, other in self._grammars.items() if other is not request}
         self._finished.add(request.request_id)
         if self._finished_by_client is not None:
@@ -235,7 +252,14 @@ class Scheduler(SchedulerInterface):
         adapter, load = self._adapters.name_of(request.lora_request)
         if load is not None:
             self._control(load)
-        event = arrival(request, core_id, self._now_us(), reads_tokens=self.config.radix_cache, adapter=adapter)
+        event = arrival(
+            request,
+            core_id,
+            self._now_us(),
+            reads_tokens=self.config.radix_cache,
+            adapter=adapter,
+            spans=self._media.spans_of(request),
+        )
         if event.grammar is not None:
             self._grammars[event.grammar.digest] = request
         self._fold(event)
@@ -262,6 +286,8 @@ class Scheduler(SchedulerInterface):
         output = empty_output()
         if self._grammars:
             self._poll_grammars()
+        for command in self._media.answers():
+            self._encoded(command)
         now_us = self._now_us()
         if self._wake_at_us is not None and self._wake_at_us <= now_us:
             self._fold(ClockAdvanced(now_us))
@@ -275,10 +301,17 @@ class Scheduler(SchedulerInterface):
             step.commands.remove(launch)
         else:
             self._output_builder.forget_previous()
+            if not self._launched and (command := self._media.answer_one()) is not None:
+                self._encoded(command)
         self._perform(step)
         output.finished_req_ids, self._finished = self._finished, set()
+        output.free_encoder_mm_hashes = self._media.freed()
         output.preempted_req_ids, self._preempted = self._preempted, set()
         return output
+
+    def _encoded(self, command: EncodeMedia) -> None:
+        """Answer an order to encode: the workers do so in the pass that needs it."""
+        self._fold(MediaEncoded(self._now_us(), command.digest, "", command.generation))
 
     def _launch(self, launch: LaunchBatch, output: SchedulerOutput, now_us: int) -> None:
         plan, tracked = launch.plan, self._tracked
@@ -450,6 +483,7 @@ class Scheduler(SchedulerInterface):
         of passes in flight are dropped.
         """
         if reset_running_requests:
+            self._media.void()
             self._fold(EngineRestarted(self._now_us(), self._engine.generation + 1))
             self._output_builder.forget_previous()
             return True
@@ -457,7 +491,8 @@ class Scheduler(SchedulerInterface):
         return answer is not None and answer.ok
 
     def reset_encoder_cache(self) -> None:
-        """Nothing is to be reset: multimodal inputs are refused at start."""
+        """Encode multimodal items again when they are next needed; the workers' cache is emptied by vLLM."""
+        self._media.outdate()
 
     def get_request_counts(self) -> tuple[int, int]:
         """Return (running, waiting) requests."""

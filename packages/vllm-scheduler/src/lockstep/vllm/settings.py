@@ -27,6 +27,7 @@ from lockstep.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.encoder_budget import MultiModalBudget
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ENVIRONMENT = "LOCKSTEP_VLLM_CONFIG"
@@ -45,6 +46,8 @@ OF_VLLM = (
     "speculative_method",
     "num_speculative_tokens",
     "tables_append_only",
+    "encoder_cache_tokens",
+    "encoder_budget_tokens",
 )
 """Fields of SchedConfig that follow from vLLM's configuration."""
 
@@ -84,10 +87,16 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
 
 
 def sched_config(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: VllmSettings, block_size: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    settings: VllmSettings,
+    block_size: int,
+    encoder: MultiModalBudget | None = None,
 ) -> SchedConfig:
     """Return the core's settings for this engine.
 
+    Args:
+        encoder: encoder tokens of one pass and in the encoder cache; None for a model without multimodal inputs.
     Raises: ConfigError for what is not supported, or for settings that contradict each other.
     """
     if refused := unsupported(vllm_config, kv_cache_config, block_size):
@@ -123,6 +132,11 @@ def sched_config(
         values |= {
             "speculative_method": draft_method(vllm_config),
             "num_speculative_tokens": vllm_config.num_speculative_tokens,
+        }
+    if encoder is not None:
+        values |= {
+            "encoder_cache_tokens": encoder.encoder_cache_size,
+            "encoder_budget_tokens": encoder.encoder_compute_budget,
         }
     values |= settings.scheduler
     config = SchedConfig(**_known(values))
@@ -194,7 +208,10 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "encoder-decoder models": model.is_encoder_decoder,
-        "multimodal inputs": model.supports_multimodal_inputs,
+        "multimodal items that are computed whole (--disable-chunked-mm-input)": bool(
+            model.supports_multimodal_inputs and scheduler.disable_chunked_mm_input
+        ),
+        "engines that only encode multimodal items": vllm_config.is_mm_encoder_only,
         "diffusion models": model.is_diffusion,
         "MTP with several modules": speculative is not None and speculative.use_multi_module_mtp(),
         "a number of drafts by batch size (num_speculative_tokens_per_batch_size)": bool(
