@@ -490,6 +490,16 @@ def audio(folder: Path) -> Case:
     return Case(options, requests)
 
 
+def windows(folder: Path) -> Case:
+    """A model with full attention in every third layer and windows of 64 tokens in the others."""
+    import transformers
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    sizes = small(head_dim=32, sliding_window=64, layer_types=layers, query_pre_attn_scalar=32)
+    model = save_model(folder / "gemma3", transformers.Gemma3TextConfig(**sizes))
+    return Case(engine_options(model, num_gpu_blocks_override=90), mixed_requests(200), {"mean_request_tokens": 160})
+
+
 CASES: dict[str, Callable[[Path], Case]] = {
     one.__name__: one
     for one in (
@@ -504,7 +514,8 @@ CASES: dict[str, Callable[[Path], Case]] = {
         pauses,
         tensor_parallel,
         audio,
-    )  # fmt: skip
+        windows,
+    )
 }
 
 

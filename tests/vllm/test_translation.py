@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lockstep.core.contract.commands import EncodeMedia
+from lockstep.core.contract.commands import EncodeMedia, HybridChanges
 
 adapters = pytest.importorskip("lockstep.vllm.adapters", reason="lockstep-vllm is not installed")
 media = pytest.importorskip("lockstep.vllm.media")
+groups = pytest.importorskip("lockstep.vllm.groups")
 
 
 def adapter(name: str, number: int, path: str = "/a", *, load_inplace: bool = False) -> Any:
@@ -90,3 +92,39 @@ def test_dropped_items_are_freed_by_the_workers_and_encoded_again() -> None:
     assert world.inputs.inputs_of(world.entries["a"], 0, 30) == [0]
     world.inputs.void()
     assert world.inputs.freed() == ["x"]
+
+
+def changes(*pairs: tuple[int, int]) -> HybridChanges:
+    """Return what gives full pages window pages: pairs of both."""
+    pages, window_pages = np.array(pairs, np.int32).T
+    return HybridChanges(pages, window_pages)
+
+
+def test_a_window_page_is_one_block_in_each_window_group() -> None:
+    made = groups.KvGroups([True, False, True], 10, 4)
+    made.assign(changes((0, 3), (1, 2)))
+    blocks = [1, 2, 3]  # pages 0 to 2
+    assert made.windows_of(blocks) == [3, 2, -1]
+    assert made.tables(blocks, made.windows_of(blocks)) == ([14, 13, 0], [1, 2, 3], [18, 17, 0])
+    made.assign(changes((5, 3)))
+    assert made.windows_of([1, 6]) == [-1, 3]
+
+
+def test_one_group_and_none_have_plain_tables() -> None:
+    assert groups.KvGroups([False], 10, 0).tables([4, 5], []) == ([4, 5],)
+    assert groups.KvGroups([], 10, 0).tables([4, 5], []) == ()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "number", "mean", "expected"),
+    [
+        (1_000, 1, 0, (876, 124)),  # windows of 128 tokens: 9 pages of a request of 1,024 tokens, 64 pages
+        (1_000, 5, 0, (587, 82)),
+        (1_000, 1, 256, (640, 360)),
+        (80, 1, 0, (70, 10)),  # fewer blocks than a request of the whole context: what one row's window leaves
+    ],
+)
+def test_blocks_are_divided_by_a_request_of_mean_length(
+    blocks: int, number: int, mean: int, expected: tuple[int, int]
+) -> None:
+    assert groups.divided(blocks, number, 128, 16, 8_192, 0, mean) == expected

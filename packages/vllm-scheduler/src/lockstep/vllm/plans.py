@@ -9,7 +9,7 @@ placeholder of -1, and positions are sent as if all drafts in flight were right;
 layers of their own write KV some positions behind those of the plan. Where the block table has no entry for these, its
 buffer has zeros: the writes go to the null block, and only later drafts of the same pass read them.
 
-Page p of the core is block p + 1: block 0 is vLLM's null block.
+Pages of the core are blocks as `groups.py` says: page p is block p + 1, and block 0 is vLLM's null block.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.core.contract.errors import ContractError
+from lockstep.vllm.groups import FIRST_BLOCK
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
 if TYPE_CHECKING:
     from lockstep.core.contract.commands import BatchPlan, PageDeltas
     from lockstep.core.contract.events import RequestId
+    from lockstep.vllm.groups import KvGroups
     from lockstep.vllm.media import EncoderInputs
     from lockstep.vllm.requests import Tracked
 
-FIRST_BLOCK = 1
 PLACEHOLDER = -1  # a draft that only the workers have
 
 
@@ -38,7 +39,7 @@ class OutputBuilder:
         *,
         tokens_max: int,
         context_tokens_max: int,
-        groups: int,
+        groups: KvGroups,
         drafts_stay: bool,
         v2_runner: bool,
         uses_mrope: bool,
@@ -48,7 +49,7 @@ class OutputBuilder:
         Args:
             tokens_max: the most tokens of one pass for which the workers have buffers.
             context_tokens_max: vLLM's max_model_len.
-            groups: KV cache groups of the model; 0: it has no KV cache, and the workers get no block table.
+            groups: KV cache groups of the model.
             drafts_stay: whether drafts stay with the workers, as they do with asynchronous scheduling.
             v2_runner: whether the workers run vLLM's model runner V2, which gets resumed requests as new ones.
         """
@@ -71,6 +72,9 @@ class OutputBuilder:
 
         Raises: ContractError for a plan that vLLM's workers cannot carry out.
         """
+        groups = self._groups
+        if plan.hybrid is not None:
+            groups.assign(plan.hybrid)
         blocks = new_blocks(plan.deltas) if plan.deltas.pages.size else {}
         taken = {one.row for one in plan.rows_taken}
         cached = output.scheduled_cached_reqs
@@ -94,12 +98,13 @@ class OutputBuilder:
             added = blocks.get(row)
             if row in taken:
                 entry.blocks = _whole_table(added, request_id)
+                entry.windows = groups.windows_of(entry.blocks)
                 if not entry.sent or self._v2:
                     output.scheduled_new_reqs.append(self._new(entry, start))
                     entry.sent = True
                     continue
                 cached.resumed_req_ids.add(request_id)
-                table = (list(entry.blocks),) * self._groups
+                table = groups.tables(entry.blocks, entry.windows)
             elif added is None:
                 table = None
             else:
@@ -109,8 +114,10 @@ class OutputBuilder:
                         f"request {request_id}: the plan changes entry {first} of a block table of "
                         f"{len(entry.blocks)}; vLLM's workers only append"
                     )
+                windows = groups.windows_of(ids)
                 entry.blocks += ids
-                table = (ids,) * self._groups
+                entry.windows += windows
+                table = groups.tables(ids, windows)
             req_ids.append(request_id)
             counts.append(start)
             outputs.append(len(entry.outputs) if i < extend_rows else start + 1 - entry.prompt_tokens)
@@ -151,7 +158,7 @@ class OutputBuilder:
         request = entry.request
         request.num_computed_tokens = start
         prefill = list(entry.tokens) if self._v2 else None
-        table = (list(entry.blocks),) * self._groups
+        table = self._groups.tables(entry.blocks, entry.windows)
         return NewRequestData.from_request(request, table, prefill, uses_mrope=self._uses_mrope)
 
 

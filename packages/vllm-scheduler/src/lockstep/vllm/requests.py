@@ -32,6 +32,7 @@ class Tracked:
         "request",
         "sent",
         "tokens",
+        "windows",
     )
 
     def __init__(self, request: Request, core_id: RequestId) -> None:
@@ -39,6 +40,7 @@ class Tracked:
         self.core_id = core_id
         self.prompt_tokens: int = request.num_prompt_tokens
         self.blocks: list[int] = []  # its block table, as the workers have it
+        self.windows: list[int] = []  # the window page of each of its blocks, where layers have windows
         self.prompt_logprobs: LogprobsTensors | None = None  # computed, and not sent to the client yet
         params = request.sampling_params
         self.detects = params is not None and params.repetition_detection is not None

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from lockstep.core.contract.commands import (
     CompileGrammar,
     ControlAnswered,
@@ -48,6 +50,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.scheduler.engine import Engine
 from lockstep.vllm import versions
 from lockstep.vllm.adapters import AdapterNames
+from lockstep.vllm.groups import KvGroups, length_of
 from lockstep.vllm.media import DIGEST_BYTES, EncoderInputs
 from lockstep.vllm.plans import OutputBuilder, empty_output
 from lockstep.vllm.recording import NoRecording, Recording, begin_recording
@@ -98,6 +101,7 @@ class Scheduler(SchedulerInterface):
         if vllm_config.model_config.supports_multimodal_inputs:
             encoder = MultiModalBudget(vllm_config, mm_registry)
         config = sched_config(vllm_config, kv_cache_config, settings, block_size, encoder)
+        hybrid = config.hybrid if config.hybrid is not UNSET else None
         self.config = config
         self.log_stats = log_stats
         self.structured_output_manager = structured_output_manager
@@ -112,7 +116,11 @@ class Scheduler(SchedulerInterface):
         self._output_builder = OutputBuilder(
             tokens_max=vllm_config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=vllm_config.model_config.max_model_len,
-            groups=len(kv_cache_config.kv_cache_groups),
+            groups=KvGroups(
+                [hybrid is not None and length_of(one.kv_cache_spec) > 0 for one in kv_cache_config.kv_cache_groups],
+                config.pages,
+                hybrid.window_pages if hybrid is not None else 0,
+            ),
             drafts_stay=bool(vllm_config.scheduler_config.async_scheduling),
             v2_runner=vllm_config.use_v2_model_runner,
             uses_mrope=vllm_config.model_config.uses_mrope,

@@ -5,6 +5,7 @@ variable LOCKSTEP_VLLM_CONFIG names:
 
     profile = "vllm"              # a family of scheduling settings: docs/profiles.md
     journal = "/var/log/engine"   # a run folder for the journal; absent: no journal
+    mean_request_tokens = 3000    # prompt and output; divides KV blocks between full attention and windows
     journal_tokens = false        # true: the journal holds token ids; false: pseudonyms with the same shared prefixes
 
     [scheduler]                   # fields of SchedConfig, over the profile
@@ -22,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
 from lockstep.core.contract.errors import ConfigError
+from lockstep.vllm.groups import divided, window_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,6 +48,7 @@ OF_VLLM = (
     "speculative_method",
     "num_speculative_tokens",
     "tables_append_only",
+    "hybrid",
     "encoder_cache_tokens",
     "encoder_budget_tokens",
 )
@@ -58,6 +61,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     profile: str = "vllm"
     journal: str = ""  # run folder; empty: no journal
     journal_tokens: bool = False
+    mean_request_tokens: int = 0  # prompt and output, for models with windows; 0: estimated
     scheduler: dict[str, Any] = {}  # fields of SchedConfig
 
 
@@ -79,7 +83,7 @@ def read_settings(additional: object, environment: dict[str, str] | os._Environ[
         settings = msgspec.convert(values, VllmSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{source}: {error}\nhint: fields are profile, journal, journal_tokens and scheduler (docs/vllm.md)"
+            f"{source}: {error}\nhint: fields are {', '.join(VllmSettings.__struct_fields__)} (docs/vllm.md)"
         ) from error
     if owned := [name for name in settings.scheduler if name in OF_VLLM]:
         raise ConfigError(f"{source}: `scheduler.{owned[0]}` follows from vLLM's own options and cannot be set here")
@@ -133,6 +137,13 @@ def sched_config(
             "speculative_method": draft_method(vllm_config),
             "num_speculative_tokens": vllm_config.num_speculative_tokens,
         }
+    if window := window_tokens(kv_cache_config):
+        number = len(kv_cache_config.kv_cache_groups) - 1
+        ahead = values["overlap_depth"]
+        context = values["context_tokens_max"]
+        mean = settings.mean_request_tokens
+        full, windows = divided(kv_cache_config.num_blocks - 1, number, window, block_size, context, ahead, mean)
+        values |= {"pages": full, "hybrid": HybridMemory(window_tokens=window, window_pages=windows)}
     if encoder is not None:
         values |= {
             "encoder_cache_tokens": encoder.encoder_cache_size,
@@ -222,7 +233,16 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
         ),
         "auxiliary outputs": vllm_config.aux_output_config.enabled,
         "sampling masks": bool(model.return_sampling_mask),
-        f"{len(groups)} KV cache groups (hint: --disable-hybrid-kv-cache-manager)": len(groups) > 1,
+        f"{len(groups)} KV cache groups other than one of full attention and those of windows of one length "
+        "(hint: --disable-hybrid-kv-cache-manager)": bool(
+            len(groups) > 1 and not window_tokens(kv_cache_config) and not kv_cache_config.has_mamba_layers
+        ),
+        "layers with recurrent state (Mamba, GDN), which vLLM keeps in blocks of the KV pool": bool(
+            kv_cache_config.has_mamba_layers
+        ),
+        "drafts with KV cache groups of windows (hint: --disable-hybrid-kv-cache-manager)": bool(
+            speculative is not None and window_tokens(kv_cache_config)
+        ),
         "models without KV cache that generate text": not groups and model.runner_type != "pooling",
         f"a block size of {block_size} tokens, which is no power of two": bool(block_size & (block_size - 1)),
         "a long-prefill threshold (--long-prefill-token-threshold)": scheduler.long_prefill_token_threshold > 0,
