@@ -217,6 +217,8 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_s
             vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events
         ),
         "pipeline parallelism (--pipeline-parallel-size)": parallel.pipeline_parallel_size > 1,
+        "an interval between prefills (--prefill-schedule-interval)": scheduler.prefill_schedule_interval > 1,
+        "a watermark of free KV blocks (--watermark)": bool(scheduler.watermark),
         "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
         "encoder-decoder models": model.is_encoder_decoder,
         "multimodal items that are computed whole (--disable-chunked-mm-input)": bool(
