@@ -202,7 +202,7 @@ class TestRefusing:
 
     def test_command_given_twice_names_both_givers(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main(["twice"]) == 2
-        assert "`twice` is given by ls-alpha 1.5 and ls-beta 1.5" in capsys.readouterr().err
+        assert "`twice` is provided by ls-alpha 1.5 and ls-beta 1.5" in capsys.readouterr().err
 
 
 class TestListing:

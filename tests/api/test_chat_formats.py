@@ -232,7 +232,7 @@ def test_calls_in_any_pieces_are_those_that_were_written(
     if name in WHOLE_ANSWER and behind.strip()[:1] == "{":
         behind = ""
     thoughts = THOUGHTS[thinks]
-    form = with_thoughts(FORMATS[name], thoughts, "unsaid")
+    form = with_thoughts(FORMATS[name], thoughts, "neither")
     thought = "" if seed % 2 else f"{thoughts.begin}\nI look it <up>.\n{thoughts.end}\n\n"
     text = (thought or (thoughts.end + "\n" if thoughts.begun else "")) + front + written + behind
     events: list[Event] = []
@@ -268,7 +268,7 @@ def test_any_text_in_any_pieces_means_the_same_and_nothing_is_lost(
     drawn: tuple[str, str], seed: int, thinks: str | None, calls_max: int | None
 ) -> None:
     name, text = drawn
-    how: Opening = ("unsaid", "open", "closed")[seed % 3]  # type: ignore[assignment]
+    how: Opening = ("neither", "open", "closed")[seed % 3]  # type: ignore[assignment]
     form = FORMATS[name] if thinks is None else with_thoughts(FORMATS[name], THOUGHTS[thinks], how)
     whole = read(form, [text], calls_max=calls_max)
     assert read(form, cut(text, seed), calls_max=calls_max) == whole

@@ -31,7 +31,7 @@ def text_of(folder: Path, template: str = "", special: tuple[str, ...] = ()) -> 
     [
         ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", "takes longer than"),
         ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(90) }}", "takes longer than"),
-        ("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", "writes more than the 10000 characters"),
+        ("{% for i in range(90000) %}{{ messages[0].content }}{% endfor %}", "writes more than 10000 characters"),
         ("{{ 'a' * 10**9 }}", "too large"),
         ("{{ 10**10**10 }}", "too large"),
         ("{% set s = namespace(x='aa') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}", "too large"),
@@ -153,11 +153,11 @@ def test_what_a_template_writes_is_read_back_in_the_format_that_it_teaches(name:
     told: dict[str, Any] = {"content": content, "reasoning_content": "So be it.", "tool_calls": functions}
     user = {"role": "user", "content": "?"}
     whole = text.chat([user, {"role": "assistant", **told}], add_generation_prompt=False)
-    for options, how in (({}, "unsaid"), ({"enable_thinking": True}, "open"), ({"enable_thinking": False}, "closed")):
+    for options, how in (({}, "neither"), ({"enable_thinking": True}, "open"), ({"enable_thinking": False}, "closed")):
         prompt = text.chat([user], **options)
         assert opening(formats.thoughts, prompt) == how
         answer = whole.removeprefix(text.chat([user])).removesuffix("<end>")
-        if how != "unsaid":  # the template begins or skips the opening of the answer
+        if how != "neither":  # the template begins or skips the opening of the answer
             answer = answer.removeprefix("<think>\n") if how == "open" else answer.partition("</think>\n\n")[2]
         parser = AnswerParser(with_thoughts(formats.tools, formats.thoughts, how), tools=TOOLS, make_id=str)
         read = ParsedAnswer.of(parser.feed(answer) + parser.finish())
@@ -172,7 +172,7 @@ def test_formats_are_named_or_found_or_none() -> None:
     # A template that removes thoughts and never opens them: the model begins within them.
     assert choose("auto", "auto", "{{ content.split('</think>')[-1] }}").names() == ("none", "deepseek_r1")
     begun = "<user>?<assistant><think>\nSo"
-    assert opening(THOUGHTS["qwen3"], begun) == "unsaid"
+    assert opening(THOUGHTS["qwen3"], begun) == "neither"
     assert opening(THOUGHTS["qwen3"], begun, going_on=True) == "open"
     assert opening(THOUGHTS["qwen3"], begun + "</think> is", going_on=True) == "closed"
 

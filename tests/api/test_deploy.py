@@ -297,7 +297,7 @@ def test_what_is_watched_is_there(emulated: LiveServer) -> None:
     request = urllib.request.Request(f"{emulated.url}/v1/completions", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=120).read()
     shown = urllib.request.urlopen(f"{emulated.url}/metrics", timeout=120).read().decode()
-    for name in set(re.findall(r"lockstep_[a-z_]+", PAGE.partition("## Watching it")[2])):
+    for name in set(re.findall(r"lockstep_[a-z_]+", PAGE.partition("## Monitoring")[2])):
         assert re.search(rf"^{name}{{", shown, re.MULTILINE), name
     for path in set(re.findall(r"`(/[a-z]+)`", PAGE)) - {"/src"}:
         assert emulated.status_of(path) == 200, path

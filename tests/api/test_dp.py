@@ -630,7 +630,7 @@ def test_requests_wait_at_the_router_and_end_there_too(queueing: LiveServer) -> 
     assert [state["waiting"] for state in states(queueing)] == [0, 0]
     full = httpx2.post(f"{queueing.url}/generate", json={"text": "b"}, headers=USER, timeout=120)
     assert (full.status_code, full.headers["retry-after"]) == (503, "1")
-    assert "wait at the router" in full.json()["error"]["message"]
+    assert "the waiting queue of the router is full" in full.json()["error"]["message"]
     for name in ("unwanted", "gone"):
         abort(name)
         until(partial(ended.__contains__, name))

@@ -141,7 +141,7 @@ def test_statuses_of_http(client: Any) -> None:
     assert (wrong.headers["Allow"], "takes POST" in error_of(wrong)["message"]) == ("POST", True)
     assert client.post("/v1/completions", content=b"prompt=a").status_code == 415
     operators = error_of(client.post("/flush_cache"))["message"]
-    assert operators == "/flush_cache is an operator's: on --admin-socket, where there is one"
+    assert operators == "/flush_cache is for operators, and served on --admin-socket only"
     for nothing in (b"null", b"[]", b'"a"', b"5"):
         said = error_of(client.post("/v1/completions", content=nothing, headers=JSON))
         assert (said["message"], said["code"]) == ("Input should be a JSON object", 400)

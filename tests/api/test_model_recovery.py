@@ -111,7 +111,7 @@ def test_logprobs_that_were_written_and_not_sent_are_sent_by_the_next_engine(
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:9:3:BatchFinished")
     with serving(tmp_path / "log", *SETTINGS) as server:
         equal(Reader(server).wait(), undisturbed)
-        assert server.text().count(" s after the end of the one before") == 3
+        assert server.text().count(" s after the end of the previous generation") == 3
 
 
 def test_with_one_of_two_engines_killed_answers_equal_the_undisturbed_ones(undisturbed: Found, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_vectors_and_scores_are_computed_again_by_the_next_engine(
     with serving(tmp_path / "log", *SETTINGS, "--journal", str(run)) as server:
         with httpx2.Client(base_url=server.url, timeout=120) as client:
             found = [client.post(path, json=body).raise_for_status().json() for path, body in (vectors, scores)]
-            assert server.text().count(" s after the end of the one before") == 1
+            assert server.text().count(" s after the end of the previous generation") == 1
             again = [client.post(path, json=body).raise_for_status().json() for path, body in (vectors, scores)]
         assert server.end() == 0
     for one, other in zip(found[0]["data"], again[0]["data"], strict=True):
@@ -164,7 +164,7 @@ def test_drafts_change_no_text_and_are_counted(
     drafting = ("--set", "speculative_method=ngram", "--metrics-compat", "vllm", "--journal", str(run))
     with serving(tmp_path / "log", *SETTINGS, *drafting) as server:
         equal(Reader(server).wait(), undisturbed)
-        assert server.text().count(" s after the end of the one before") == 1
+        assert server.text().count(" s after the end of the previous generation") == 1
         figures = {
             line.partition("{")[0]: float(line.rpartition(" ")[2])
             for line in httpx2.get(f"{server.url}/metrics", timeout=120).text.splitlines()

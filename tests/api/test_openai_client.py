@@ -235,7 +235,7 @@ def test_structured_output_is_refused_where_there_is_no_tokenizer(client: Any) -
     )
     for asked in fields:
         (name,) = asked
-        with pytest.raises(openai.BadRequestError, match=f"`{name}` asks for structured output: .* --tokenizer DIR"):
+        with pytest.raises(openai.BadRequestError, match=f"`{name}` requests structured output: .* --tokenizer DIR"):
             client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=asked)
 
 

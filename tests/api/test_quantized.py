@@ -31,7 +31,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "features.md"
 def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine ends within the answer; the next generation continues, with weights and KV of the same kind."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "written:4:1:BatchFinished")
-    section = PAGE.read_text("utf-8").partition("\n## Weights and KV in fewer bits\n")[2]
+    section = PAGE.read_text("utf-8").partition("\n## Quantised weights and KV\n")[2]
     source = section.partition("```python\n")[2].partition("```")[0]
     assert "--kv-cache-dtype fp8_e4m3" in section
     assert "http://127.0.0.1:8000" in source
@@ -49,7 +49,7 @@ def test_the_guides_example_runs_as_printed_over_a_kill(tmp_path: Path, monkeypa
     with serving(tmp_path / "log", *words, "--shutdown-s", "1") as server:
         (tmp_path / "example.py").write_text(source.replace("http://127.0.0.1:8000", server.url), "utf-8")
         done = subprocess.run([sys.executable, tmp_path / "example.py"], capture_output=True, text=True, timeout=120)
-        assert server.text().count(" s after the end of the one before") == 1
+        assert server.text().count(" s after the end of the previous generation") == 1
         assert "recovered 1 requests" in server.text()
         assert server.end() == 0
     assert done.stdout == "demo-awq 16 tokens\n", done.stdout + done.stderr

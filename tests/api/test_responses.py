@@ -314,7 +314,7 @@ def test_answers_in_progress_are_not_removed(tmp_path: Path) -> None:
         assert not store.put("a", under_way(name), [], over=False)
     assert there("slow", "slow2", "slow3", "done2", "done3") == [True, True, True, False, False]
     for over in (False, True):
-        assert "3 answers are on their way" in store.put("a", under_way("late"), [], over=over)
+        assert "3 answers are in progress" in store.put("a", under_way("late"), [], over=over)
     assert there("late") == [False]
     assert not store.put("b", under_way("late"), [], over=False)  # each tenant has its own limits
     now_s[0] += 1000.0
@@ -379,7 +379,7 @@ def test_no_answer_is_begun_in_the_background_for_which_there_is_no_place(tmp_pa
     request: Any = SimpleNamespace(receive=nobody_leaves)
     call = Call(request, ResponseBody(input="a"), "a", 0.0)
     assert not store.put("a", under_way("now"), [], over=False)
-    with pytest.raises(ApiError, match=r"`background`: .* 1 answers are on their way, .*stored_responses") as caught:
+    with pytest.raises(ApiError, match=r"`background`: .* 1 answers are in progress, .*stored_responses") as caught:
         asyncio.run(_begun(server, call, generation, shape, []))
     assert (caught.value.status, caught.value.param) == (503, "background")
     assert cancelled == ["later"]

@@ -18,7 +18,9 @@ from lockstep.api.engines import HINTS
 from lockstep.api.processes.launch import listen
 from lockstep.api.serve import check, serve
 from lockstep.api.settings import ServeSettings, read_settings, sched_values
+from lockstep.core.cluster.router import RouterConfig, policy_settings
 from lockstep.core.contract.errors import ConfigError
+from lockstep.host.options import options_of
 from lockstep.sim import cost
 
 
@@ -35,6 +37,24 @@ def test_folders_that_are_none_are_found_before_anything_starts(given: dict[str,
     with pytest.raises(ConfigError) as caught:
         check(read_settings(None, given))
     assert str(caught.value).startswith(said)
+
+
+def test_every_setting_of_the_router_is_one_of_the_server() -> None:
+    router, options = RouterConfig(), options_of(ServeSettings)
+    assert {name for name in options if name.startswith("router_")} == {f"router_{name}" for name in policy_settings()}
+    for name in policy_settings():
+        assert options[f"router_{name}"].default == getattr(router, name)
+
+
+def test_an_option_of_an_engine_has_one_name_in_programs_and_settings() -> None:
+    pytest.importorskip("torch", reason="needs the runtime")
+    from lockstep.runtime.engine_config import EngineConfig
+
+    programs, served = options_of(EngineConfig), options_of(ServeSettings)
+    by_flag = {field.flag: name for name, field in programs.items()}
+    assert {name for name, field in served.items() if by_flag.get(field.flag, name) != name} == set()
+    assert {"tp", "random_weights"} <= set(programs) & set(served)
+    assert "lora" in set(EngineConfig.__struct_fields__) & set(ServeSettings.__struct_fields__)
 
 
 def test_flags_go_before_the_file(tmp_path: Path) -> None:
@@ -54,8 +74,8 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"port": "80"}, r"Expected `int`, got `str` - at `\$\.port`"),
         ({"port": 70_000}, "`port` must be at most 65535, got `70000`"),
         ({"api_workers": 0}, "`api_workers` must be at least 1"),
-        ({"host": "0.0.0.0"}, "`host` 0.0.0.0 can be reached by others"),
-        ({"host": "example.org"}, "can be reached by others"),
+        ({"host": "0.0.0.0"}, "`host` 0.0.0.0 can be reached from other machines"),
+        ({"host": "example.org"}, "can be reached from other machines"),
         ({"emulate": "qwen3-8b"}, "`emulate` must be MODEL@GPU"),
         ({"emulate": "a@b", "model": "c"}, "two kinds of engine"),
         ({"speed": 0.0, "emulate": "a@b"}, "`speed` must be above 0"),
@@ -68,7 +88,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ({"set": {"foo": 1}}, r"no setting `foo` of the scheduler\nhint: `lockstep serve --dry-run` prints them all"),
         (
             {"set": {"speculative_method": "eagle"}},
-            "`speculative_method` is eagle, but what is served drafts by ngram or draft_model only",
+            "`speculative_method` is eagle, but a server drafts by ngram or draft_model only",
         ),
         (
             {"set": {"speculative_method": "draft_model"}},
@@ -204,7 +224,7 @@ def test_a_share_of_an_unknown_tenant_is_reported_at_the_start(
     assert not caplog.messages
     check(read_settings(None, {**settings, "admission": "open=4,share.a=2,share.nosuch=2"}))
     (told,) = caplog.messages
-    assert f"`admission` has shares of `nosuch`, and no key of {file} is such a tenant's: those are of `a`, `b`" in told
+    assert f"`admission` has shares of `nosuch`, but the tenants of {file} are `a`, `b`;" in told
 
 
 def test_errors_of_an_emulated_engine_name_options_that_there_are() -> None:

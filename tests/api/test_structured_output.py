@@ -295,7 +295,7 @@ def test_killed_in_the_middle_of_an_answer_it_goes_on_and_its_journal_replays_st
     settings = ("--set", f"jump_forward_tokens={jump}", "--journal", str(tmp_path / "run"))
     with serving(tmp_path / "log", *SETTINGS, *settings) as made:
         assert answers(made.url) == undisturbed
-        assert made.text().count(" s after the end of the one before") == 1
+        assert made.text().count(" s after the end of the previous generation") == 1
         assert "recovered 0 requests" not in made.text()
         figures = httpx2.get(f"{made.url}/metrics", timeout=120).text
         forced = [line for line in figures.splitlines() if line.startswith("lockstep_forced_tokens_total")]

@@ -103,7 +103,7 @@ def test_what_expired_is_gone_and_what_is_left_replays(tmp_path: Path) -> None:
     assert replay(part).steps == len(states) - kept.first_step
     assert [step.digest for _, step in fold(part)] == [step.digest for _, step in fold(whole)][kept.first_step :]
     assert snapshot.dump(recover(part).engine) == states[-1]
-    with pytest.raises(JournalError, match="have expired, so that it can only be replayed as it was decided"):
+    with pytest.raises(JournalError, match="have expired, so that it can only be replayed with its own settings"):
         list(fold(part, lambda header: Engine(header.config), strict=False))
 
 

@@ -359,21 +359,21 @@ def test_another_version_is_refused(folder: Path) -> None:
     config = SchedConfig(schedule_policy="fair")
     assert config.schedule_policy_version == "2.0"
     recorded = msgspec.json.decode(msgspec.json.encode(config).replace(b'"2.0"', b'"1.0"'), type=SchedConfig)
-    with pytest.raises(ConfigError, match=r"`schedule_policy` fair is asked for in version 1.0, but lockstep-fair 2.0"):
+    with pytest.raises(ConfigError, match=r"`schedule_policy` fair is required in version 1.0, but lockstep-fair 2.0"):
         Engine(recorded)
 
 
 def test_a_recorded_policy_can_be_read_without_being_installed(folder: Path) -> None:
     recorded = SchedConfig(schedule_policy="fair", schedule_policy_version="1.0")
     assert msgspec.json.decode(msgspec.json.encode(recorded), type=SchedConfig) == recorded
-    with pytest.raises(ConfigError, match=r"fair is asked for in version 1.0, but no installed package brings it"):
+    with pytest.raises(ConfigError, match=r"fair is required in version 1.0, but no installed package provides it"):
         Engine(recorded)
 
 
 def test_two_packages_with_one_policy_are_refused(folder: Path) -> None:
     guide.install(folder)
     guide.install(folder, name="lockstep-unfair", version="3.1")
-    with pytest.raises(ConfigError, match=r"fair is brought by lockstep-fair 1.0 and by lockstep-unfair 3.1"):
+    with pytest.raises(ConfigError, match=r"fair is provided by lockstep-fair 1.0 and by lockstep-unfair 3.1"):
         SchedConfig(schedule_policy="fair")
 
 

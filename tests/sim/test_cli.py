@@ -18,7 +18,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from lockstep.core.contract.config import SchedConfig, profile_settings
+from lockstep.core.contract.config import SchedConfig
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.core.journal.reader import read_journal
 from lockstep.core.journal.records import EndRecord
 from lockstep.core.journal.replay import replay
@@ -149,6 +150,7 @@ def test_every_scheduler_setting_has_an_option() -> None:
     fields.remove("hybrid")  # likewise
     fields.remove("dp_ranks")  # follows from --attention-dp and --rank-schedulers
     fields.remove("dp_rank")
+    fields.remove("tables_append_only")  # set by hosts for their executor
     assert [field for field, _, _ in SCHEDULER_OPTIONS] == fields
 
 
@@ -222,7 +224,7 @@ def test_a_policy_of_an_installed_package_runs_and_its_journal_replays(tmp_path:
     config = read_journal(out / "journal").header.config
     assert (config.schedule_policy, config.schedule_policy_version) == ("fair", "1.0")
     replay(out / "journal")
-    assert "is asked for in version 2, but lockstep-fair 1.0 is installed" in refused(
+    assert "is required in version 2, but lockstep-fair 1.0 is installed" in refused(
         *SMALL, "--schedule-policy", "fair", "--schedule-policy-version", "2"
     )
 

@@ -60,27 +60,27 @@ class Vocabulary:
     closing: tuple[int, ...] = ()
 
     def key(self, prompt: Int32s, seed: int | None, adapter: str = "") -> int:
-        """The key that determines an answer: 64 bits. Greedy answers have no seed."""
+        """Return the key that determines an answer: 64 bits. Greedy answers have no seed."""
         hashed = f"{seed} {adapter}".encode() + prompt.astype("<i4", copy=False).tobytes()
         return int.from_bytes(blake2b(hashed, digest_size=8).digest(), "little")
 
     def length(self, key: int) -> int:
-        """Number of tokens of an answer, end token included, if nothing else ends it; 0: it does not end."""
+        """Return the number of tokens of an answer, end token included, if nothing else ends it; 0: it does not end."""
         if self.mean_tokens < 2:
             return self.mean_tokens
         uniform = (int(_mixed(np.array([key], np.uint64))[0]) + 0.5) / 2.0**64
         return max(1, ceil(log(uniform) / log1p(-1.0 / self.mean_tokens)))
 
     def tokens_of(self, keys: UInt64s, numbers: NDArray[np.int64]) -> Int32s:
-        """Output tokens `numbers` of the answers with these `keys`, before their ends."""
+        """Return output tokens `numbers` of the answers with these `keys`, regardless of their ends."""
         drawn = _mixed(keys + (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
         return (np.uint64(self.first) + drawn % np.uint64(self.count)).astype(np.int32)
 
     def token_under_grammar(self, allowed: Int32s, key: int, number: int, *, long_enough: bool) -> int:
-        """Output token `number` of an answer under a grammar that allows the ids `allowed` (ascending): one of these.
+        """Return output token `number` of an answer under a grammar: one of the ids `allowed` (ascending).
 
-        It is determined by key and number, as other tokens are. Until it is long enough, an answer does not end while
-        it may go on; after that it ends as soon as the grammar allows.
+        Key and number determine the token, as they do without a grammar. Until the answer is long enough, it ends only
+        if the grammar allows nothing else; after that it ends as soon as the grammar allows.
         """
         if long_enough:
             for token in (self.end, *self.closing):
@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rule of a script."""
+    """One rule of a script: a text that prompts contain, and the answer to them."""
 
     when: str
     say: str
@@ -104,10 +104,8 @@ class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Script:
     """Prepared answers of an emulated model to certain prompts, for trying clients of tool calls and the like.
 
-    [[answer]]
-    when = "weather"                       # of the rules with a text in the prompt, the one found last is
-    used
-    say = "<tool_call>..."
+    A script is a TOML file of rules; docs/serving.md shows one. A rule applies if its text occurs in the prompt. Of
+    several such rules, the one with the last occurrence is used.
     """
 
     def __init__(self, text: Texts, answers: Sequence[tuple[str, str]]) -> None:
@@ -130,7 +128,7 @@ class Script:
         return cls(text, pairs)
 
     def answer(self, prompt: Int32s) -> Int32s | None:
-        """The answer to this prompt; None if no rule matches."""
+        """Return the answer to this prompt; None if no rule matches."""
         text = self._text.decode(prompt.tolist())
         at, answer = max(
             ((text.rfind(when), answer) for when, answer in self._answers), key=itemgetter(0), default=(-1, None)
@@ -152,9 +150,9 @@ class EmulatedTimes:
         self._adapters = RowAdapters() if adapters else None
 
     def us(self, plan: BatchPlan) -> float:
-        """Duration of a plan in microseconds: the cost model's value with its spread, drawn from the batch id.
+        """Return the duration of a plan in microseconds: the cost model's value plus its spread, drawn by batch id.
 
-        To be called once for each plan, in the order of launches.
+        Must be called once for each plan, in the order of launches.
         """
         shape = _shape_of(plan)
         if self._adapters is not None:
@@ -162,7 +160,7 @@ class EmulatedTimes:
             shape = self._adapters.on(plan, shape)
         expected = self._cost.batch_us(shape)
         took_us = expected.mean_us
-        for further in range(1, plan.steps):  # each step is one position on, with every row of the launch
+        for further in range(1, plan.steps):  # each further step has all rows of the launch, one position later
             context_tokens = shape.decode_context_tokens + further * shape.decode_rows
             took_us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         if expected.spread_us > 0.0:
@@ -171,7 +169,7 @@ class EmulatedTimes:
 
 
 class EmulatedExecutor:
-    """Runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
+    """An executor that runs plans by the clock; see `lockstep.host.batches.BatchExecutor`.
 
     Args:
         clock: the host's clock.
@@ -200,7 +198,7 @@ class EmulatedExecutor:
         self._unsampled: set[BatchId] = set()  # batches in the queue with matchers that have not moved yet
         self._queue: deque[BatchResult] = deque()
         self._free_us = 0.0  # when the last batch launched will have ended, microseconds
-        self.weights_version = 0  # other weights give other tokens
+        self.weights_version = 0  # tokens depend on the version
 
     @property
     def in_flight(self) -> int:
@@ -233,19 +231,17 @@ class EmulatedExecutor:
         self._sample(next(result for result in self._queue if result.plan.batch_id == batch_id))
 
     def ready(self) -> bool:
-        """Whether the oldest batch has ended and was sampled."""
+        """Return whether the oldest batch has ended and was sampled."""
         if not self._queue or self._queue[0].plan.batch_id in self._unsampled:
             return False
         return self._clock() >= self._queue[0].finished_us
 
     def pause_s(self) -> float:
-        """Seconds until the oldest batch ends."""
+        """Return the seconds until the oldest batch ends."""
         return max(0, self._queue[0].finished_us - self._clock()) / 1e6
 
     def collect(self) -> BatchResult:
-        """The results of the oldest batch; sleeps until it ends. Raises ContractError if the batch has yet to be
-        sampled.
-        """
+        """Return the results of the oldest batch; sleeps until it ends. Raises ContractError if it was not sampled."""
         if self._queue[0].plan.batch_id in self._unsampled:
             raise ContractError(f"batch {self._queue[0].plan.batch_id} is collected before it was sampled")
         while (pause_s := self.pause_s()) > 0.0:
@@ -268,7 +264,7 @@ class EmulatedExecutor:
         self._scripted.pop(taken.row, None)
         if self._script is not None and (answer := self._script.answer(prompt)) is not None:
             self._scripted[taken.row] = answer
-        # other adapters give other tokens
+        # tokens depend on the adapter
         adapter = f"{taken.adapter}@{taken.adapter_version}" if taken.adapter else ""
         key = self._vocabulary.key(prompt, seed, adapter)
         self._keys[taken.row] = key
@@ -304,7 +300,7 @@ class EmulatedExecutor:
         result.invalid = tuple(invalid)
 
     def _tokens(self, plan: BatchPlan) -> Int32s:
-        """Tokens of the sampling rows, the tokens of each row contiguous."""
+        """Return the tokens of the sampling rows, the tokens of each row contiguous."""
         rows, stops = plan.rows[plan.sample_rows], plan.stops[plan.sample_rows].astype(np.int64)
         if plan.steps > 1:
             counts = stops - plan.starts[plan.sample_rows]
@@ -325,9 +321,9 @@ class EmulatedExecutor:
 
 
 class EmulatedWeightLoader:
-    """Loads new weights and releases memory, in time; see `lockstep.host.weights`. Nothing is read.
+    """A weight loader that only takes the time of its operations; see `lockstep.host.weights`. Nothing is read.
 
-    Weights, `weights_bytes` on each GPU, come from the host's memory over the bus; the KV cache takes no time.
+    Weights, `weights_bytes` on each GPU, are copied from host memory over the bus. The KV cache takes no time.
 
     Args:
         bus_gbs: bandwidth of one GPU in one direction, 1e9 bytes a second.
@@ -349,11 +345,11 @@ class EmulatedWeightLoader:
 
 
 class EmulatedAdapterCache:
-    """Adapters, in time; see `lockstep.host.adapters`. Nothing is read.
+    """An adapter cache that only takes the time of its loads; see `lockstep.host.adapters`. Nothing is read.
 
     Args:
         size: bytes of a slot on one GPU, which one load transfers.
-        link: from the host; loads use it one after the other, each GPU has its own.
+        link: from host to device. Loads use it one after the other. Each GPU has its own link.
     """
 
     def __init__(self, size: int, link: Link, clock: HostClock, *, speed: float = 1.0) -> None:
@@ -378,7 +374,7 @@ class EmulatedAdapterCache:
 
 
 def emulated_source(path: str | Path) -> str:
-    """The name of a folder, which need not exist."""
+    """Return the source text of a folder, which need not exist."""
     return write_source(Folder(str(path)))
 
 

@@ -1,4 +1,7 @@
-"""Puts an engine together: a model with its executor, or a cost model and a clock. Runs in the engine process only."""
+"""Assembly of an engine: a model with its executor, or a cost model with a clock.
+
+Engines are built in the engine process, and by `lockstep serve --dry-run`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ from lockstep.host.durable import DurableJournal, Retention
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.grammar_backends import choose_backend
 from lockstep.host.grammar_compiler import CompileLimits, make_compilers
-from lockstep.host.loop import HostClock, Observer, RuntimeHost
+from lockstep.host.host_header import EMULATED, HostHeader
+from lockstep.host.loop import DeviceServices, EarlierGeneration, HostClock, Observer, RequestServices, RuntimeHost
 from lockstep.host.options import options_of
 from lockstep.host.recovery import Death
 from lockstep.host.startup import Keeper
@@ -50,14 +54,15 @@ class EngineUnit:
     """An engine that is ready to run.
 
     Args:
-        memory: what takes how much of the device, as a table for people.
-        weights: how they are stored, and what they are multiplied with, for people; empty where not quantised.
-        drift: how far predictions of batches were off so far; nothing without a calibration.
-        start: its thread begins to serve, unless it does already; `host.failure` says that it ended, and why.
-        close: ends it.
-        group: joins or leaves a trainer's group, for any thread. Raises ConfigError.
-        read_weights: the first rows of a tensor, for any thread. Raises ConfigError.
-        trace: begins (with options) or ends a profile of its device. It waits for the engine. Raises ConfigError.
+        memory: table of the device memory that each part takes, for display.
+        weights: storage format of the weights and their arithmetic, for display; empty if they are not quantised.
+        drift: returns measured over predicted batch times so far; empty without a calibration.
+        start: starts the host's thread. If the thread ends by itself, `host.failure` contains the reason.
+        close: ends the engine and its thread.
+        group: joins or leaves a trainer's group; may be called from any thread. Raises ConfigError.
+        read_weights: reads the first rows of a tensor; may be called from any thread. Raises ConfigError.
+        trace: begins (with options) or ends (None) a profile of the device, and returns a message. It blocks until the
+            engine has done so. Raises ConfigError.
     """
 
     host: RuntimeHost
@@ -76,12 +81,13 @@ class EngineUnit:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an engine begins.
+    """The place of an engine process in its server.
 
     Args:
-        folder: of the server's sockets; what recovery needs is there, unless the settings name another folder.
-        death: how the engine before it ended, if there was one in this server.
-        number: of several engines.
+        folder: folder of the engine's sockets. It also holds the journal for recovery, unless the settings name a
+            folder for it.
+        death: how the previous engine generation of this server ended; None: this is the first.
+        number: number of the engine among several.
     """
 
     folder: Path
@@ -91,7 +97,7 @@ class Place:
 
 def preload(settings: ServeSettings) -> None:
     """Import what an engine of these settings needs, and read what does not change. Opens no device."""
-    with suppress(LockstepError, ImportError):  # what is missing is said by the engine that needs it
+    with suppress(LockstepError, ImportError):  # the engine that needs it reports a missing package
         if settings.emulate is None:
             import lockstep.runtime.llm  # and with it torch, which takes seconds
         else:
@@ -102,11 +108,11 @@ def preload(settings: ServeSettings) -> None:
 
 
 def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:
-    """What keeps the engine's journal; None where there is none, and for an engine that is only looked at."""
+    """Return the keeper of the engine's journal. None: there is no journal, or the engine is built for a dry run."""
     if place is None or (settings.journal is None and not settings.restarts):
         return None
     run = place.folder if settings.journal is None else Path(settings.journal)
-    bytes_max = settings.journal_bytes if settings.journal is not None else 0  # no more than recovery needs
+    bytes_max = settings.journal_bytes if settings.journal is not None else 0  # 0: only what recovery needs
     return Keeper(
         run,
         content=settings.journal_content,
@@ -117,7 +123,7 @@ def _keeper(settings: ServeSettings, place: Place | None) -> Keeper | None:
 
 
 def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineUnit:
-    """The engine of these settings; without a place it keeps no journal. Raises ConfigError, JournalError."""
+    """Build the engine of these settings. Without a place it has no journal. Raises ConfigError, JournalError."""
     keeper = _keeper(settings, place)
     if settings.emulate is None:
         return _model(settings, keeper, 0 if place is None else place.number)
@@ -126,7 +132,7 @@ def build_engine(settings: ServeSettings, place: Place | None = None) -> EngineU
 
 
 def check_names(settings: ServeSettings) -> None:
-    """Find out, before anything is started, whether there is what the settings name. Raises ConfigError."""
+    """Check that models, adapters and calibrations named in the settings exist. Starts nothing. Raises ConfigError."""
     if settings.calibration is not None:
         with _config_errors("calibration"):
             from lockstep.sim.catalogue import load_calibration
@@ -158,12 +164,12 @@ HINTS = {
     "leave out --adapters": "leave out --lora and --set max_loras=N",
     "--lora-targets all, or ": "",
 }
-"""What hints of the simulator say of options that `lockstep serve` does not have, and what they say here."""
+"""Options in hints of the simulator that `lockstep serve` lacks -> the equivalent text for `lockstep serve`."""
 
 
 @contextmanager
 def _config_errors(setting: str = "emulate") -> Iterator[None]:
-    """What the simulator cannot find or fit is a setting that cannot be."""
+    """Raise errors of the simulator (calibration, capacity, catalogue) as ConfigError of this setting."""
     try:
         from lockstep.sim.cost import CalibrationError, CapacityError, CatalogueError
     except ImportError as error:
@@ -171,16 +177,16 @@ def _config_errors(setting: str = "emulate") -> Iterator[None]:
     try:
         yield
     except (CalibrationError, CapacityError, CatalogueError) as error:
-        told = str(error)
+        message = str(error)
         for theirs, ours in HINTS.items():
-            told = told.replace(theirs, ours)
-        raise ConfigError(f"`{setting}`: {told}") from error
+            message = message.replace(theirs, ours)
+        raise ConfigError(f"`{setting}`: {message}") from error
 
 
 def text_of(settings: ServeSettings) -> Texts | None:
-    """What these settings have for a tokenizer; None for a model that comes without.
+    """Return the tokenizer of these settings; None for a model without one. Raises ConfigError.
 
-    Special tokens that belong to its calls of tools or to its thoughts are text, for engine and workers alike.
+    Special tokens that mark tool calls or thoughts are decoded as text, in the engine and in the workers alike.
     """
     if settings.tokenizer is None and settings.emulate is not None:
         return PlainText()
@@ -193,13 +199,13 @@ def text_of(settings: ServeSettings) -> Texts | None:
 
 
 def formats_of(settings: ServeSettings, text: Texts | None) -> ChatFormats:
-    """How the model writes calls and thoughts."""
+    """Return the formats in which the model writes tool calls and thoughts."""
     template = None if text is None else text.chat_template
     return choose(settings.tool_call_parser, settings.reasoning_parser, template)
 
 
 def check_folder(setting: str, given: str) -> Path:
-    """A model's folder. Raises ConfigError."""
+    """Return the path of a model's folder. Raises ConfigError if it has no config.json."""
     folder = Path(given)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"`{setting}`: {folder} has no config.json\nhint: give a Hugging Face folder")
@@ -207,7 +213,7 @@ def check_folder(setting: str, given: str) -> Path:
 
 
 def model_folder(settings: ServeSettings) -> Path:
-    """Where the model is. Raises ConfigError if the runtime is to bring one and is not installed."""
+    """Return the folder of the model or of the demo model. Raises ConfigError if it or the runtime is missing."""
     if settings.model is not None:
         return check_folder("model", settings.model)
     try:
@@ -221,7 +227,7 @@ def model_folder(settings: ServeSettings) -> Path:
 
 
 def _scheduler(settings: ServeSettings) -> dict[str, Any]:
-    """Settings of the scheduler. Where there are keys, tenants share no prefixes unless it is said that they do."""
+    """Return the settings of the scheduler. With keys, `isolate_tenants` is on unless the settings turn it off."""
     shared = {} if settings.api_keys is None else {"isolate_tenants": True}
     return shared | for_scheduler(settings.set)
 
@@ -255,13 +261,11 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     loras = scheduler.get("max_loras", LORAS if settings.lora else None)
     meter = None if settings.calibration is None else _meter(settings, settings.calibration, folder, loras)
     text = text_of(settings)
-    assert text is None or isinstance(text, Text)  # of another kind is only that of an emulated model
+    assert text is None or isinstance(text, Text)  # only an emulated model has another kind
     config = EngineConfig(
         **{name: getattr(settings, name) for name in options_of(EngineOptions)},
         text=text,
-        random_weights_seed=settings.random_weights,
-        tensor_parallel=settings.tp,
-        adapters=settings.lora,
+        lora=settings.lora,
         grammar_limits=_grammar_limits(settings),
         keeper=keeper,
         start=False,
@@ -286,11 +290,13 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
     )
 
     def trace(options: dict[str, Any] | None) -> str:
-        """Begin a profile with these options, or end the one there is; says where its files are. Raises ConfigError."""
+        """Begin or (options None) end a profile. Returns a message. Raises ConfigError."""
         if options is not None:
             llm.start_profile(str(settings.profile_dir), **options)
             return f"traces go to {settings.profile_dir}"
-        return "written: " + (", ".join(path.name for path in llm.stop_profile()) or "nothing, as nothing was launched")
+        return "written: " + (
+            ", ".join(path.name for path in llm.stop_profile()) or "nothing, because no batch was launched"
+        )
 
     def group(message: JoinGroup | LeaveGroup) -> None:
         """Join or leave a trainer's group. Raises ConfigError."""
@@ -320,7 +326,7 @@ def _model(settings: ServeSettings, keeper: Keeper | None, number: int) -> Engin
 
 
 def _device(settings: ServeSettings, number: int) -> str:
-    """Where one of several engines runs: each has GPUs of its own, or its part of the CPU's threads.
+    """Return the device of an engine. Of several, each has its own GPUs, or its share of the CPU's threads.
 
     Raises: ConfigError if there are fewer GPUs than all of them need.
     """
@@ -345,7 +351,7 @@ def _device(settings: ServeSettings, number: int) -> str:
 
 
 def check_journal(settings: ServeSettings) -> None:
-    """Refuse a run folder that was begun with another number of engines. Raises ConfigError."""
+    """Refuse a run folder that was written with another number of engines. Raises ConfigError."""
     if settings.journal is None:
         return
     run = Path(settings.journal)
@@ -363,7 +369,7 @@ def _grammar_limits(settings: ServeSettings) -> CompileLimits:
 
 
 def both(first: Observer | None, second: Observer) -> Observer:
-    """Two observers as one."""
+    """Return an observer that calls both observers in this order."""
     if first is None:
         return second
 
@@ -375,7 +381,7 @@ def both(first: Observer | None, second: Observer) -> Observer:
 
 
 def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None) -> DriftMeter:
-    """What holds the times of a model's batches against a calibrated cost model, with room for so many adapters.
+    """Return the meter of batch times against a calibrated cost model with `loras` adapter slots.
 
     Raises: ConfigError if the calibration was made on another device than this one.
     """
@@ -394,7 +400,7 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
         if calibration.gpu != gpu.name:
             raise ConfigError(
                 f"`calibration` {named} was made on {calibration.gpu}, and this engine runs on {gpu.name}\n"
-                "hint: lockstep calibrate --from RUN makes one of a journal of this server"
+                "hint: lockstep calibrate --from RUN makes one from a journal of this server"
             )
         model = load_model(name if name == "demo" else str(folder))
         kinds: dict[str, Any] = {"kv_dtype": _kv_dtype(settings), "fp8_activations": settings.fp8_activations}
@@ -407,12 +413,12 @@ def _meter(settings: ServeSettings, named: str, folder: Path, loras: int | None)
 
 
 def _kv_dtype(settings: ServeSettings) -> Literal["bf16", "fp8"]:
-    """As the cost models call it."""
+    """Return the KV data type under its name in the cost models."""
     return "fp8" if settings.kv_cache_dtype == "fp8_e4m3" else "bf16"
 
 
 def _matryoshka(folder: Path) -> tuple[int, ...] | None:
-    """The shorter sizes of embeddings that a model was trained for, as its config.json says; () for any."""
+    """Return the shorter embedding sizes that config.json lists for a model; () for any size, None for no other."""
     try:
         config = msgspec.json.decode((folder / "config.json").read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -423,7 +429,7 @@ def _matryoshka(folder: Path) -> tuple[int, ...] | None:
     return () if isinstance(config, dict) and config.get("is_matryoshka") is True else None
 
 
-# --------------------------------------------------------------------------------------------------------- emulated one
+# ------------------------------------------------------------------------------------------------------ an emulated one
 
 
 def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
@@ -494,32 +500,31 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         matchers=None if grammars is None else grammars.matchers,
     )
 
-    no_grammars = "an emulated engine has words for it only with --tokenizer DIR"
+    no_grammars = "an emulated engine has a vocabulary for it only with --tokenizer DIR"
     if not named:
         no_grammars = "this engine has no grammar backend; install llguidance, and leave --grammar-backend at auto"
 
     journal: DurableJournal | None = None
     engine = Engine(config) if keeper is None else None
     if keeper is not None:
-        told: dict[str, str | int | float] = {"kind": "emulated", "model": model.name, "gpu": gpu.name}
-        told |= {"tp": settings.tp, "speed": settings.speed}
-        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=told))
+        host = HostHeader(kind=EMULATED, model=model.name, gpu=gpu.name, tp=settings.tp, speed=settings.speed)
+        engine, journal = keeper.begin(JournalHeader(config=config, seed=settings.seed, host=host.entries()))
     assert engine is not None
 
     def check(request: RequestArrived) -> None:
-        """Refuse what an emulated model cannot do."""
+        """Refuse a request that an emulated model cannot serve. Raises ConfigError."""
         largest = int(np.frombuffer(prompt_bytes(request.prompt), np.int32).max(initial=0))
         if largest >= model.vocab:
             raise ConfigError(f"`prompt` holds token {largest}, but the model has {model.vocab}")
         if request.grammar is not None and grammars is None:
-            raise ConfigError(f"`grammar` asks for structured output: {no_grammars}")
+            raise ConfigError(f"`grammar` requests structured output: {no_grammars}")
         if request.kind != "generate" or request.return_hidden_states:
             raise ConfigError(f"`kind` is {request.kind}, but an emulated engine has no hidden states")
         if request.logprob_start is not None or (request.sampling is not None and request.sampling.top_logprobs):
-            raise ConfigError("`logprobs` are asked for, but an emulated engine has no logits")
+            raise ConfigError("`logprobs` are requested, but an emulated engine has no logits")
         if request.sampling is not None and (request.sampling.allowed_token_ids or request.sampling.logit_processors):
             name = "allowed_token_ids" if request.sampling.allowed_token_ids else "logit_processors"
-            raise ConfigError(f"`{name}` is asked for, but an emulated engine has no logits")
+            raise ConfigError(f"`{name}` is requested, but an emulated engine has no logits")
 
     def watch(request: RequestArrived) -> StopTexts:
         ids = np.frombuffer(prompt_bytes(request.prompt), np.int32).tolist()
@@ -540,14 +545,11 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         executor,
         journal or NoJournal(),
         clock,
-        check_request=check,
-        watch_text=watch,
-        compile_grammar=None if grammars is None else grammars.compiler,
-        weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed),
-        weights=weights,
-        adapters=cache,
-        adapters_log=None if keeper is None else keeper.adapters,
-        orders=() if keeper is None else keeper.orders,
+        requests=RequestServices(check, watch, None if grammars is None else grammars.compiler),
+        device=DeviceServices(
+            weight_loader=EmulatedWeightLoader(executor, weights_bytes, bus_gbs, speed=settings.speed), adapters=cache
+        ),
+        earlier=EarlierGeneration(weights) if keeper is None else keeper.earlier_generation(),
         observe=observe,
     )
 
@@ -561,7 +563,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         try:
             runtime_host.run()
         except Exception:
-            log.exception("the engine failed")  # every waiting client has the error
+            log.exception("the engine failed")  # every waiting client receives the error
 
     thread = threading.Thread(target=serve, name="lockstep-host", daemon=True)
 
@@ -584,7 +586,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
         grammars="" if grammars is None else grammars.backend,
         no_grammars=no_grammars,
     )
-    memory = "the pool was given" if kv is None else _memory(kv.describe())
+    memory = "the size of the page pool is a setting" if kv is None else _memory(kv.describe())
     unit = EngineUnit(
         host=runtime_host,
         info=info,
@@ -598,7 +600,7 @@ def _emulated(settings: ServeSettings, keeper: Keeper | None) -> EngineUnit:
 
 
 def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:
-    """Which tokens an emulated answer is made of: words of the tokenizer that are not special."""
+    """Return the vocabulary of emulated answers: the longest span of ids without special tokens. Raises ConfigError."""
     from lockstep.api.emulate import Vocabulary
 
     mean_tokens = settings.answer_tokens
@@ -628,11 +630,11 @@ def _vocabulary(text: Texts, size: int, settings: ServeSettings) -> Any:
 
 
 CLOSING = ('"', "}", "]", ",", ":", "0", "1", "n", "t", "-", "a")
-"""Tokens by which JSON comes to its end, the best first, as byte-level vocabularies write them."""
+"""Tokens that close JSON in byte-level vocabularies, the most preferred first."""
 
 
 def _memory(parts: dict[str, Any]) -> str:
-    """A table of what takes how much of a GPU."""
+    """Return a table of the bytes that each part takes on one GPU."""
     rows = [(name.removesuffix("_bytes"), value) for name, value in parts.items() if name.endswith("_bytes")]
     lines = [f"{name.replace('_', ' '):12} {value / 1e9:9.2f} GB" for name, value in rows]
     return "\n".join([*lines, f"{'KV tokens':12} {parts['tokens']:9,}"])

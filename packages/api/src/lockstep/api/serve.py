@@ -1,4 +1,4 @@
-"""`lockstep serve`: argument parsing, and what would run."""
+"""The command `lockstep serve`: parses and checks its arguments, then starts the launcher or prints the dry run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,19 @@ DEFAULTS = ServeSettings()
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A TOML file with these settings.")
 @with_flags(click.option, options_of(ServeSettings).values(), keep_absent=True, choice=click.Choice)
 @click.option(
-    "--lora", multiple=True, metavar="NAME=PATH", help="A LoRA adapter, a folder as PEFT writes it; requests name it."
+    "--lora",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="LoRA adapter NAME from a PEFT folder; requests select it by name.",
 )
 @click.option("--set", "scheduler", multiple=True, metavar="NAME=VALUE", help="A setting of the scheduler.")
-@click.option("--dry-run", is_flag=True, help="Print what would run, and end.")
+@click.option("--dry-run", is_flag=True, help="Print settings, memory and processes of the server without starting it.")
 def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **given: Any) -> int:
     """Serve a model over HTTP, for clients of OpenAI's API.
 
-    Without arguments it serves the small demo model on the CPU, at http://127.0.0.1:8000. Ctrl-C ends it in order, with
-    exit status 130; SIGTERM does with 0. Limits of requests are set in the file of --config, under [limits].
+    Without arguments it serves the small demo model on the CPU, at http://127.0.0.1:8000. Ctrl-C shuts
+    the server down in order, with exit status 130; SIGTERM does the same with exit status 0. Limits of requests are set
+    in the table [limits] of the --config file.
     """
     options = {name: value for name, value in given.items() if value not in (None, ())}
     if scheduler:
@@ -60,7 +64,7 @@ def serve(config: Path | None, scheduler: tuple[str, ...], dry_run: bool, **give
 
 
 def check(settings: ServeSettings) -> None:
-    """Find out what can be found out before processes are started. Raises ConfigError."""
+    """Check everything that can be checked before processes are started. Raises ConfigError."""
     from lockstep.api.endpoints.keys import read_keys
     from lockstep.api.engines import check_journal, check_names
     from lockstep.api.observability.spans import check_endpoint
@@ -72,8 +76,8 @@ def check(settings: ServeSettings) -> None:
         admission = settings.admission_config()
         if unknown := sorted(set(() if admission is None else admission.tenant_weights) - keys.tenants):
             log.warning(
-                "`admission` has shares of %s, and no key of %s is such a tenant's: those are of %s; "
-                "they count once there is one",
+                "`admission` has shares of %s, but the tenants of %s are %s; "
+                "these shares apply once there is a key of such a tenant",
                 *(_named(unknown), settings.api_keys, _named(sorted(keys.tenants))),
             )
     if settings.otlp_endpoint is not None:
@@ -81,10 +85,10 @@ def check(settings: ServeSettings) -> None:
 
 
 def try_folders(settings: ServeSettings, *, make: bool) -> None:
-    """Find out whether folders that will be written to can be. Raises ConfigError.
+    """Check that the folders of journal, usage and profiles are writable. Raises ConfigError.
 
     Args:
-        make: make them, as is only fit for what then runs.
+        make: create missing folders; for a server that is about to run.
     """
     for name in ("journal", "usage_dir", "profile_dir"):
         given = getattr(settings, name)
@@ -94,13 +98,13 @@ def try_folders(settings: ServeSettings, *, make: bool) -> None:
         try:
             if make:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            there = next(one for one in (path, *path.absolute().parents) if one.exists())
-            if not there.is_dir():
-                raise NotADirectoryError(ENOTDIR, f"{there} is no folder")
-            if there == path:
+            nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+            if not nearest.is_dir():
+                raise NotADirectoryError(ENOTDIR, f"{nearest} is not a folder")
+            if nearest == path:
                 with TemporaryFile(dir=path):
                     pass
-            elif not os.access(there, os.W_OK | os.X_OK):
+            elif not os.access(nearest, os.W_OK | os.X_OK):
                 raise PermissionError(EACCES, os.strerror(EACCES))
         except OSError as error:
             why = error.strerror or error
@@ -108,7 +112,7 @@ def try_folders(settings: ServeSettings, *, make: bool) -> None:
 
 
 def describe(settings: ServeSettings) -> str:
-    """What would run: the settings, the engine, its memory, the processes. The engine is built, and not started."""
+    """Return the text of a dry run: settings, memory, processes. Builds an engine, unstarted. Raises ConfigError."""
     from lockstep.api.engines import build_engine, formats_of, text_of
 
     check(settings)
@@ -126,18 +130,18 @@ def describe(settings: ServeSettings) -> str:
     indented = unit.memory.replace("\n", "\n  ")
     lines = [
         f"model      {model} ({info.kind}) on {where}",
-        f"chats      calls of tools are read as {calls}, thoughts as {thoughts}",
+        f"chats      tool calls are read as {calls}, thoughts as {thoughts}",
         f"context    {info.request_tokens_max:,} tokens, prompt and output together",
         *([f"weights    {unit.weights}"] if unit.weights else []),
         f"memory{' of each engine' * (settings.dp > 1)}\n  {indented}",
         f"listens    {settings.host}:{settings.port}"
-        + (f", and {settings.admin_socket} for an operator" if settings.admin_socket else ""),
-        f"keys       {settings.api_keys or 'none: every client that reaches it may use it'}",
+        + (f", and {settings.admin_socket} for operators" if settings.admin_socket else ""),
+        f"keys       {settings.api_keys or 'none: any client that can connect may use the server'}",
         f"processes  {_count(settings.dp, 'engine')}, {_count(settings.api_workers, 'API worker')}",
         *([f"router     {settings.router}"] if settings.dp > 1 else []),
         *([f"admission  {settings.admission}"] if settings.admission is not None else []),
         f"journal    {settings.journal or ('private, for recovery' if settings.restarts else 'none')}",
-        f"given      {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
+        f"changed    {shlex.join(f'{name}={value}' for name, value in changed.items()) or 'nothing'}",
         "scheduler",
         *(f"  {name} = {value}" for name, value in info.settings.items()),
     ]
@@ -145,7 +149,7 @@ def describe(settings: ServeSettings) -> str:
 
 
 def _named(tenants: list[str]) -> str:
-    """The first few."""
+    """Return the first TENANTS_NAMED names as text, with the number of the rest."""
     shown = ", ".join(f"`{one}`" for one in tenants[:TENANTS_NAMED])
     return shown + (f" and {len(tenants) - TENANTS_NAMED} more" if len(tenants) > TENANTS_NAMED else "")
 
@@ -155,7 +159,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _devices(settings: ServeSettings, first: str) -> str:
-    """Where all engines run, given where the first does, such as `cuda:0`, `2 x cuda:0` or `1 x h200, emulated`."""
+    """Return the devices of all engines as text. `first` is that of engine 0: `2 x cuda:0`, `1 x h200, emulated`."""
     if settings.dp == 1:
         return first
     head, _, index = first.rpartition("cuda:")

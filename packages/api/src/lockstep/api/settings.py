@@ -1,6 +1,6 @@
-"""What to serve and how: the settings of `lockstep serve`, from flags, one TOML file, and defaults, in this order.
+"""Settings of `lockstep serve`: flags override one TOML file, which overrides the defaults.
 
-They travel to the processes of the server as JSON, in the folder of its sockets.
+The launcher writes them as JSON into the folder of the server's sockets; the other processes read them there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import msgspec
 from lockstep.api.observability.logs import LogFormat
 from lockstep.api.text.chat_formats.tables import THOUGHTS, TOOL_FORMATS
 from lockstep.core.cluster.dispatch import DispatchConfig
-from lockstep.core.cluster.router import RouterConfig, RouterPolicy
+from lockstep.core.cluster.router import RouterConfig, RouterPolicy, policy_settings
 from lockstep.core.contract.config import SchedConfig, refuse_simulated_only
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import setting_fields
 from lockstep.host.admission_options import parse_admission
 from lockstep.host.engine_options import EngineOptions
 from lockstep.host.options import Option, options_of
 
 LOOPBACK = ("localhost",)
 EMULATED_TOO = (
+    "tp",
     "kv_cache_dtype",
     "fp8_activations",
     "mem_fraction",
@@ -34,9 +36,8 @@ EMULATED_TOO = (
     "grammar_backend",
     "batch_timeout_s",
 )
-MODEL_OPTIONS = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
-OF_A_MODEL = (*MODEL_OPTIONS, "random_weights")
-"""Options that an emulated engine does not have."""
+OF_A_MODEL = tuple(name for name in options_of(EngineOptions) if name not in EMULATED_TOO)
+"""Options of engines with a model. An emulated engine rejects them."""
 AT_MOST = {
     "port": 65535,
     "dp": 256,
@@ -47,14 +48,19 @@ AT_MOST = {
     "answer_tokens": 2**31 - 1,
     "max_lora_rank": 512,
 }
-ROUTER_SETTINGS = (
-    *("router", "router_load_bound", "router_load_floor", "router_block_tokens", "router_sessions_max"),
-    "admission",
-)
+ROUTER_SETTINGS = ("router", *(f"router_{name}" for name in policy_settings()), "admission")
+"""Options of a server with several engines."""
+USUAL_ROUTER = RouterConfig()
+
+
+def router_option(name: str) -> Option:
+    """The option of a setting of the router, by its name in RouterConfig."""
+    setting = policy_settings()[name]
+    return Option(f"Under {setting.policy}: {setting.help}.")
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request may ask for. All are looked at before anything is tokenised, copied or multiplied."""
+    """Limits of requests, workers and tenants. Those of a request are checked before it is tokenised or copied."""
 
     body_bytes_max: int = 32 * 2**20
     prompts_max: int = 256  # in one request
@@ -65,21 +71,21 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     logprobs_max: int = 20
     logit_bias_max: int = 1024
     messages_max: int = 4096
-    template_s: float = 10.0  # that a chat template may take for one conversation
+    template_s: float = 10.0  # time in which a chat template must render one conversation
     allowed_tokens_max: int = 65536
     processors_max: int = 16
-    grammar_bytes_max: int = 256 * 2**10  # of a schema, an expression, a grammar
+    grammar_bytes_max: int = 256 * 2**10  # of a schema, a regular expression or a grammar
     grammar_depth_max: int = 64  # levels of a schema
-    requests_max: int = 4096  # answers that one worker has open
-    waiting_max: int = 2048  # answers that one worker has asked for of which nothing came back yet,
-    waiting_tokens_max: int = 4 * 2**20  # and the tokens of their prompts
-    connections_max: int = 8192  # that one worker has open, requests on them or not
-    head_s: float = 10.0  # from a connection's first byte, or the answer before, to the end of the headers
-    body_s: float = 60.0  # from there to the end of the body
+    requests_max: int = 4096  # open answers of one worker
+    waiting_max: int = 2048  # open answers of one worker for which the engine has sent nothing yet
+    waiting_tokens_max: int = 4 * 2**20  # prompt tokens of these answers
+    connections_max: int = 8192  # open connections of one worker, idle ones included
+    head_s: float = 10.0  # from the opening of a connection, or the first byte of a later request, to the head's end
+    body_s: float = 60.0  # from the end of the head to the end of the body
     session_tokens_max: int = 2**20
-    session_idle_s: float = 3600.0  # the longest that a session may wait for its next turn
-    responses_bytes_max: int = 64 * 2**20  # of stored answers of one tenant, with what led to them
-    response_kept_s: float = 86_400.0  # that one stays stored, from its end
+    session_idle_s: float = 3600.0  # greatest time that a session waits for its next turn, and the default
+    responses_bytes_max: int = 64 * 2**20  # stored answers of one tenant, with the conversations before them
+    response_kept_s: float = 86_400.0  # time from the end of an answer until it is deleted
 
     def __post_init__(self) -> None:
         for one in msgspec.structs.fields(Limits):
@@ -88,7 +94,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The settings of a server, with those of an engine. Names are those of the flags, with _ for -."""
+    """Settings of a server, which include those of an engine. Names are those of the flags, with _ for -."""
 
     model: Annotated[
         str | None, Option("A Hugging Face folder; without it and --emulate, the demo model.", metavar="DIR")
@@ -97,116 +103,114 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         str | None, Option("Serve a cost model in real time; no torch, no weights.", metavar="MODEL@GPU")
     ] = None
     served_model_name: Annotated[
-        tuple[str, ...], Option("Name of the model for clients; may be repeated, and answers have the first.")
+        tuple[str, ...], Option("Name of the model for clients; may be repeated, and answers contain the first.")
     ] = ()
     tokenizer: Annotated[
         str | None, Option("A folder with tokenizer.json, if not that of the model.", metavar="DIR")
     ] = None
-    journal: Annotated[str | None, Option("Record every fact and decision there.", metavar="DIR")] = None
-    set: dict[str, Any] = msgspec.field(default_factory=dict)  # of the scheduler: fields of SchedConfig
+    journal: Annotated[str | None, Option("Folder of the journal of all facts and decisions.", metavar="DIR")] = None
+    set: dict[str, Any] = msgspec.field(default_factory=dict)  # settings of the scheduler, by field of SchedConfig
 
-    # several engines, and which of them takes a request: docs/routing.md
-    dp: Annotated[int, Option("Engines behind a router, each with a journal and, on GPUs, --tp of its own.")] = 1
-    router: Annotated[RouterPolicy, Option("Which engine takes a request: docs/routing.md.")] = "least_requests"
-    router_load_bound: Annotated[float, Option("prefix_affinity: an engine's load over the mean, at most.")] = 1.25
-    router_load_floor: Annotated[
-        int, Option("prefix_affinity: open requests up to which no engine counts as loaded.")
-    ] = 8
-    router_block_tokens: Annotated[
-        int, Option("prefix_affinity: prompts are compared in blocks of so many tokens.")
-    ] = 256
-    router_sessions_max: Annotated[int, Option("Sessions that the router remembers.")] = 100_000
+    # several engines behind a router: docs/routing.md
+    dp: Annotated[
+        int, Option("Engines behind a router, each with its own journal and, on GPUs, its own --tp GPUs.")
+    ] = 1
+    router: Annotated[RouterPolicy, Option("Policy that assigns requests to engines: docs/routing.md.")] = (
+        USUAL_ROUTER.policy
+    )
+    router_load_bound: Annotated[float, router_option("load_bound")] = USUAL_ROUTER.load_bound
+    router_load_floor: Annotated[int, router_option("load_floor")] = USUAL_ROUTER.load_floor
+    router_block_tokens: Annotated[int, router_option("block_tokens")] = USUAL_ROUTER.block_tokens
+    router_sessions_max: Annotated[int, router_option("sessions_max")] = USUAL_ROUTER.sessions_max
     admission: Annotated[
-        str | None, Option("Requests wait at the router: open=64,share.a=2; docs/routing.md.", metavar="SPEC")
+        str | None, Option("Waiting queue of the router, such as open=64,share.a=2: docs/routing.md.", metavar="SPEC")
     ] = None
 
     # the model
-    tp: Annotated[int, Option("GPUs, or on the CPU processes, that the model is split over.")] = 1
-    random_weights: Annotated[int | None, Option("Small random weights; only config.json is read.", metavar="SEED")] = (
-        None
-    )
-    grammar_compile_s: Annotated[float, Option("CPU time that one grammar may take to compile.")] = 2.0
-    grammar_compile_mb: Annotated[int, Option("Memory that it may take to do so.")] = 512
-    lora: dict[str, str] = msgspec.field(default_factory=dict)  # LoRA adapters: folders as PEFT writes them, by name
-    profile_dir: Annotated[str | None, Option("Where an operator's traces of CPU and GPU go.", metavar="DIR")] = None
+    grammar_compile_s: Annotated[float, Option("CPU seconds that compiling one grammar may take.")] = 2.0
+    grammar_compile_mb: Annotated[int, Option("MiB of memory that compiling one grammar may take.")] = 512
+    lora: dict[str, str] = msgspec.field(default_factory=dict)  # LoRA adapters: name -> folder as written by PEFT
+    profile_dir: Annotated[
+        str | None, Option("Folder for traces of CPU and GPU that operators request.", metavar="DIR")
+    ] = None
 
     calibration: Annotated[
-        str | None, Option("Predict batches by it: /metrics has the deviation. Emulated: time them.")
+        str | None, Option("Predict batch times by it; /metrics reports the deviation. Emulated: it sets batch times.")
     ] = None
 
-    # the emulated one
+    # an emulated engine
     profile: Annotated[str, Option("Emulated: family of scheduler settings: lockstep, sglang, vllm.")] = "lockstep"
-    speed: Annotated[float, Option("Emulated: times faster than real.")] = 1.0
-    answer_tokens: Annotated[int, Option("Emulated: mean length of an answer that ends by itself; 0: none does.")] = 256
+    speed: Annotated[float, Option("Emulated: factor by which batches are faster than predicted.")] = 1.0
+    answer_tokens: Annotated[int, Option("Emulated: mean tokens of an answer; 0: no answer ends by itself.")] = 256
     answers: Annotated[
         str | None,
-        Option("Emulated: texts of answers, and the prompts that they answer: docs/serving.md.", metavar="FILE"),
+        Option("Emulated: file of prepared answers and their prompts: docs/serving.md.", metavar="FILE"),
     ] = None
 
-    # calls of tools and thoughts in chats: a format's name, auto (what the chat template teaches) or none
-    tool_call_parser: Annotated[str, Option("Format of tool calls: hermes, mistral, ...; auto: as its template.")] = (
-        "auto"
-    )
-    reasoning_parser: Annotated[str, Option("Format of thoughts: qwen3, deepseek_r1, ...; auto: as its template.")] = (
-        "auto"
-    )
+    # tool calls and thoughts in chats: a format's name, auto (the format in the chat template) or none
+    tool_call_parser: Annotated[
+        str, Option("Format of tool calls: hermes, mistral, ...; auto: by the chat template.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, Option("Format of thoughts: qwen3, deepseek_r1, ...; auto: by the chat template.")
+    ] = "auto"
 
     # HTTP
     host: Annotated[str, Option("Address to listen on. Beyond loopback it needs --api-keys.")] = "127.0.0.1"
     port: Annotated[int, Option("Port to listen on; 0 takes a free one.")] = 8000
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Option("A name under which a proxy reaches it, without keys; may be repeated.", flag="--allowed-host"),
+        Option(
+            "Host name of requests from a proxy, for a server without keys; may be repeated.", flag="--allowed-host"
+        ),
     ] = ()
     api_workers: Annotated[int, Option("Processes that serve HTTP.")] = 1
-    api_keys: Annotated[
-        str | None, Option("A TOML file of keys and the tenants that they belong to.", metavar="FILE")
-    ] = None
+    api_keys: Annotated[str | None, Option("TOML file of keys and their tenants.", metavar="FILE")] = None
     usage_dir: Annotated[
-        str | None, Option("Where the usage of tenants is kept beyond the server's end.", metavar="DIR")
+        str | None, Option("Folder in which the usage of tenants is stored beyond the server's end.", metavar="DIR")
     ] = None
     admin_socket: Annotated[
-        str | None, Option("A Unix socket for an operator's routes; without it there are none.")
+        str | None, Option("Unix socket of the routes for operators; without it these routes are off.")
     ] = None
-    strict: Annotated[bool, Option("Refuse unknown fields.")] = False
-    stored_responses: Annotated[int, Option("Answers of /v1/responses that a tenant can have again; 0: none.")] = 1000
+    strict: Annotated[bool, Option("Reject requests with unknown fields.")] = False
+    stored_responses: Annotated[int, Option("Stored answers of /v1/responses per tenant; 0: none.")] = 1000
     metrics_compat: Annotated[
         tuple[str, ...],
-        Option("Metrics under the names of vllm or sglang, too; may be repeated.", choices=("vllm", "sglang")),
+        Option("Export metrics also under the names of vllm or sglang; may be repeated.", choices=("vllm", "sglang")),
     ] = ()
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("How much to log.")] = "info"
-    log_format: Annotated[LogFormat, Option("Lines of text, or a JSON object each.")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option("Least severe level that is logged.")] = (
+        "info"
+    )
+    log_format: Annotated[LogFormat, Option("Format of log lines: text, or one JSON object each.")] = "text"
     otlp_endpoint: Annotated[
-        str | None, Option("Where OpenTelemetry spans of requests go: http://HOST:4318/v1/traces.", metavar="URL")
+        str | None, Option("Receiver of OpenTelemetry spans of requests: http://HOST:4318/v1/traces.", metavar="URL")
     ] = None
     limits: Limits = Limits()
 
-    # what survives
+    # restarts and the journal
     restarts: Annotated[
         int,
-        Option(
-            "Restarts of the engine within --restart-window-s; 0: the server ends with it (with the last of several)."
-        ),
+        Option("Restarts of an engine within --restart-window-s; 0: none. The server ends with its last engine."),
     ] = 10
-    restart_window_s: Annotated[float, Option("In which so many restarts are too many.")] = 300.0
+    restart_window_s: Annotated[float, Option("Seconds in which at most --restarts restarts are allowed.")] = 300.0
     durability: Annotated[
-        Literal["none", "interval", "group", "every"], Option("When it is on disk: docs/journal.md.")
+        Literal["none", "interval", "group", "every"], Option("When the journal is on disk: docs/journal.md.")
     ] = "none"
     journal_content: Annotated[
-        Literal["full", "digests"], Option("With digests alone, a stored journal cannot be continued.")
+        Literal["full", "digests"], Option("Contents of the journal; one of digests cannot be continued.")
     ] = "full"
-    journal_bytes: Annotated[int, Option("The oldest part of it expires beyond so many.")] = (
-        2**30
-    )  # the oldest part expires beyond so many
-    journal_age_s: Annotated[float | None, Option("What is older expires.")] = None
+    journal_bytes: Annotated[int, Option("Bytes of the journal beyond which its oldest part expires.")] = 2**30
+    journal_age_s: Annotated[float | None, Option("Age in seconds at which parts of the journal expire.")] = None
     snapshot_s: Annotated[float, Option("Seconds between two snapshots, from which an engine is recovered.")] = 30.0
 
     # time
-    slow_reader_s: Annotated[float, Option("A stream that takes nothing for so long is cancelled.")] = 30.0
+    slow_reader_s: Annotated[
+        float, Option("Seconds after which a stream is cancelled if its client reads nothing.")
+    ] = 30.0
     stalled_s: Annotated[
         float, Option("Seconds without progress after which an engine with open requests is unhealthy.")
     ] = 120.0
-    shutdown_s: Annotated[float, Option("Answers get so long to end when the server is to stop.")] = 10.0
+    shutdown_s: Annotated[float, Option("Seconds that open answers have to end when the server stops.")] = 10.0
 
     def __post_init__(self) -> None:
         if self.emulate is not None and self.model is not None:
@@ -248,9 +252,9 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             if not name or not path or "\0" in name:
                 raise ConfigError(f"`lora` needs NAME=PATH, got `{name}={path}`")
             if name in self.served_model_name:
-                raise ConfigError(f"`lora` has {name}, which `served_model_name` calls the model\nhint: another name")
+                raise ConfigError(f"`lora` has {name}, which is also in `served_model_name`\nhint: another name")
         if self.lora and self.set.get("max_loras", 1) in (0, None):
-            raise ConfigError("`lora` names adapters, but `max_loras` is 0, which is no LoRA\nhint: drop it")
+            raise ConfigError("`lora` names adapters, but `max_loras` is 0, which turns LoRA off\nhint: drop it")
         for name in ("served_model_name", "allowed_hosts"):
             if "" in getattr(self, name):
                 raise ConfigError(f"`{name}` has an empty name\nhint: give one, or drop it")
@@ -279,7 +283,7 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         if self.journal is None:
             for name, unset in (("durability", "none"), ("journal_content", "full"), ("journal_age_s", None)):
                 if getattr(self, name) != unset:
-                    raise ConfigError(f"`{name}` is of a journal that stays\nhint: give journal, or drop it")
+                    raise ConfigError(f"`{name}` needs a stored journal\nhint: give journal, or drop it")
         for name in self.metrics_compat:
             if name not in ("vllm", "sglang"):
                 raise ConfigError(f"`metrics_compat` must be vllm or sglang, got `{name}`")
@@ -294,29 +298,29 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
         if method != "none" and self.emulate is not None:
             raise ConfigError(
                 f"`speculative_method` is {method}, but an emulated engine verifies no drafts\n"
-                "hint: leave it out; `lockstep simulate` says what it would bring"
+                "hint: leave it out; `lockstep simulate` predicts its effect"
             )
         if self.set.get("jump_forward_tokens") and self.emulate is not None:
             raise ConfigError(
                 f"`jump_forward_tokens` is {self.set['jump_forward_tokens']}, but an emulated engine draws each token "
-                "by itself\nhint: leave it out; `lockstep simulate` says what it would bring"
+                "by itself\nhint: leave it out; `lockstep simulate` predicts its effect"
             )
         if method not in ("none", "ngram", "draft_model"):
             raise ConfigError(
-                f"`speculative_method` is {method}, but what is served drafts by ngram or draft_model only\n"
-                "hint: take one of these; `lockstep simulate` says what others would bring"
+                f"`speculative_method` is {method}, but a server drafts by ngram or draft_model only\n"
+                "hint: take one of these; `lockstep simulate` predicts the effect of the other methods"
             )
         if self.draft_model is not None and "speculative_method" not in self.set:
             method = "draft_model"
         if (method == "draft_model") != (self.draft_model is not None) or (self.draft_model and self.tp > 1):
             raise ConfigError(
                 f"`draft_model` is {self.draft_model}, but `speculative_method` is {method} and `tp` is {self.tp}\n"
-                "hint: drafts of a model need its folder, and tp 1"
+                "hint: drafts of a model need its folder as draft_model, and tp 1"
             )
         if (role := self.set.get("role", "mixed")) != "mixed":
             raise ConfigError(
-                f"`role` is {role}, but what is served hands no requests over yet\n"
-                "hint: leave it out; `lockstep simulate --prefill-engines 1 --decode-engines 1` tells what it brings"
+                f"`role` is {role}, but a server does not hand requests over between engines yet\n"
+                "hint: leave it out; `lockstep simulate --prefill-engines 1 --decode-engines 1` predicts its effect"
             )
         for name, formats in (("tool_call_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHTS)):
             if getattr(self, name) not in ("auto", "none", *formats):
@@ -331,26 +335,22 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
                 if getattr(self, name) != defaults[name]:
                     raise ConfigError(f"`{name}` is for a model, and an emulated engine has none\nhint: drop it")
             if self.profile_dir is not None:
-                raise ConfigError("`profile_dir`: an emulated engine has no device to look at\nhint: drop it")
+                raise ConfigError("`profile_dir`: an emulated engine has no device to profile\nhint: drop it")
         if self.admin_socket is not None and self.api_keys is None:
-            raise ConfigError("`admin_socket` needs `api_keys`\nhint: with a key that has admin = true")
+            raise ConfigError("`admin_socket` needs `api_keys`\nhint: give api_keys, with a key that has admin = true")
         if not is_loopback(self.host) and self.api_keys is None:
             raise ConfigError(
-                f"`host` {self.host} can be reached by others, and there are no keys\n"
+                f"`host` {self.host} can be reached from other machines, and there are no keys\n"
                 "hint: give api_keys, or serve 127.0.0.1 behind a proxy that authenticates clients"
             )
 
     def router_config(self) -> RouterConfig:
-        """How requests are spread over engines. Raises ConfigError."""
+        """Return the policy by which requests are assigned to engines. Raises ConfigError."""
         try:
             return RouterConfig(
-                policy=self.router,
-                load_bound=self.router_load_bound,
-                load_floor=self.router_load_floor,
-                block_tokens=self.router_block_tokens,
-                sessions_max=self.router_sessions_max,
+                policy=self.router, **{name: getattr(self, f"router_{name}") for name in policy_settings()}
             )
-        except ConfigError as error:  # which names fields of RouterConfig
+        except ConfigError as error:  # its message has names of RouterConfig
             raise ConfigError(re.sub(r"^`(?!router)", "`router_", str(error))) from error
 
     def _check_admission(self) -> None:
@@ -366,11 +366,11 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
             )
 
     def admission_config(self) -> DispatchConfig | None:
-        """Limits and shares of requests that wait at the router; None: no request waits. Raises ConfigError."""
+        """Return the settings of the router's waiting queue; None: requests do not wait there. Raises ConfigError."""
         return None if self.admission is None else parse_admission(self.admission)
 
     def of_engine(self, engine: int) -> ServeSettings:
-        """Those of one engine of several: what it writes goes into a folder of its own."""
+        """Return the settings of one engine of several: journal and profiles are in a folder of its own."""
         changed = {
             name: str(Path(folder) / "engines" / str(engine))
             for name in ("journal", "profile_dir")
@@ -380,13 +380,13 @@ class ServeSettings(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def tenants_apart(self) -> bool:
-        """Whether tenants share no prefixes: where there are keys, unless it is said that they do."""
+        """Whether tenants share no prefixes: `isolate_tenants` if it is set, else whether there are keys."""
         return bool(self.set.get("isolate_tenants", self.api_keys is not None))
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Refuse what is no yes or no, or no list, where the scheduler requires one. Raises ConfigError."""
-    kind = next(one.type for one in msgspec.structs.fields(SchedConfig) if one.name == name)
+    """Check that a value is a boolean, or a list, if the scheduler requires one. Raises ConfigError."""
+    kind = setting_fields(SchedConfig)[name].type
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"`{name}` must be true or false, got `{value}`")
     if get_origin(kind) is tuple:
@@ -397,7 +397,7 @@ def _check_kind(name: str, value: Any) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether an address can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -405,9 +405,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
-    """Settings of a TOML file, and over them what was given on the command line.
+    """Return the settings of a TOML file, overridden by those of the command line.
 
-    Raises: ConfigError, which names the field, what it is and what it should be.
+    Raises: ConfigError, with the field, its value and the values allowed.
     """
     found: dict[str, Any] = {}
     if file is not None:
@@ -426,14 +426,14 @@ def read_settings(file: Path | None, given: dict[str, Any]) -> ServeSettings:
     except ConfigError:
         raise
     except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):  # of __post_init__
+        if isinstance(error.__cause__, ConfigError):  # raised by __post_init__
             raise error.__cause__ from None
         where = f"{file}: " if file is not None else ""
         raise ConfigError(f"{where}{error}") from error
 
 
 def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:
-    """NAME=VALUE each: numbers, lists and true, false, null as JSON says them; everything else is text."""
+    """Parse texts NAME=VALUE. A value that is no JSON (number, list, true, false, null) is text. Raises ConfigError."""
     found: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -447,7 +447,7 @@ def sched_values(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 def for_scheduler(settings: dict[str, Any]) -> dict[str, Any]:
-    """As SchedConfig takes them: JSON and TOML have lists where it has tuples."""
+    """Return the settings with tuples for lists, as SchedConfig requires; JSON and TOML have lists only."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 

@@ -38,7 +38,7 @@ from lockstep.core.contract.errors import LockstepError
 log = logging.getLogger("lockstep.worker")
 
 STOPS = "the server stops"
-LAST_ERRORS_S = 2  # for the last error messages to reach clients, after the time for answers has passed
+LAST_ERRORS_S = 2  # seconds after `shutdown_s` in which the last error messages reach clients
 
 
 class HttpServer(uvicorn.Server):
@@ -46,7 +46,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture nothing: the worker decides when to stop."""
+        """Capture nothing: `serve` handles SIGTERM itself."""
         yield
 
 
@@ -73,7 +73,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
         responses = StoredResponses(folder, most=most, bytes_max=bytes_max, kept_s=kept_s)
     server = Server(settings, bridge, text, keys, Metrics(settings.metrics_compat), usage, responses)
     server.on_ready.append(lambda: children.mark_ready(folder, number))
-    log.info("calls of tools are read as %s, thoughts as %s", *server.formats.names())
+    log.info("tool calls are read as %s, thoughts as %s", *server.formats.names())
     spans = None if settings.otlp_endpoint is None else SpanExporter(settings.otlp_endpoint, lambda: server.models()[0])
     if spans is not None:
         server.watchers.append(spans.add)
@@ -94,7 +94,7 @@ async def serve(settings: ServeSettings, folder: Path, number: int, listener: in
     serving = asyncio.gather(*(one.serve(sockets=[at]) for one, at in servers))
     try:
         await asyncio.wait((reading, serving), return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():  # it ends only with an exception
+        if reading.done():  # `bridge.run` ends only with an exception
             stop()
             reading.result()
     finally:
@@ -128,7 +128,7 @@ def _http(app: Any, settings: ServeSettings) -> HttpServer:
 
 
 def main(arguments: list[str]) -> int:
-    """Serve as one worker. Returns the exit status."""
+    """Run one worker until SIGTERM. Returns the exit status."""
     folder, number = Path(arguments[0]), int(arguments[1])
     descriptors = [int(one) for one in arguments[2:]]
     settings = children.begin(folder, f"worker {number}")

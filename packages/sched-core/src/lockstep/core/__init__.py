@@ -5,13 +5,13 @@ The whole host, simulated or real:
     engine = Engine(config)
     for event in host.events():                 # arrivals, cancels, finished batches, then one LaneReady
         step = engine.step(event)
-        journal.append(event, step.digest)      # written before anything of it leaves the process
+        journal.append(event, step.digest)      # written before any effect of the step leaves the process
         for command in step.commands:
             host.perform(command)               # sim: a timeout; runtime: kernels on a stream
 
-Public names, loaded when first asked for: `Engine`, `SchedConfig`, `Step`, the errors, `JournalWriter`, `read_journal`.
-Events are in `lockstep.core.contract.events`, commands in `lockstep.core.contract.commands`, replay of a journal in
-`lockstep.core.journal.replay`.
+Public names: `Engine`, `SchedConfig`, `Step`, the errors, `JournalWriter`, `read_journal`. Each is imported when it is
+first used. Events are in `lockstep.core.contract.events`, commands in `lockstep.core.contract.commands`, replay of a
+journal in `lockstep.core.journal.replay`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The one command, `lockstep`. Its subcommands come from the installed packages; only the one given is imported.
+"""The `lockstep` command. Installed packages contribute its subcommands; only the requested one is imported.
 
 A package contributes a subcommand with an entry point in the group `lockstep.commands`. The entry point names a click
 command, or any callable that takes a list of arguments and returns an exit status or None. This file needs neither
 click nor any of the packages: it finds the entry point, imports it, and passes on the rest of the command line.
 
-Exit status: the subcommand's own; 1 when it cannot be imported; 2 for a command line or a setting that cannot work;
-130 after Ctrl-C; 141 when the reader of stdout went away. 130 and 141 are what a shell reports for SIGINT and SIGPIPE.
+Exit status: that of the subcommand; 1 when the subcommand cannot be imported; 2 for an invalid command line or an
+invalid setting; 130 after Ctrl-C; 141 when the reader of stdout closed the pipe. A shell reports SIGINT as 130 and
+SIGPIPE as 141.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one `lockstep` command line and return its exit status; `argv` is without the program's name."""
+    """Run one `lockstep` command line and return its exit status. `argv` excludes the program's name."""
     try:
         status = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, where a broken pipe can still be handled, and not while the interpreter shuts down
+        sys.stdout.flush()  # a broken pipe can be handled here; at interpreter shutdown it could not
         return status
     except ConfigError as error:
         return _fail(f"ConfigError: {error}", EXIT_USAGE)
@@ -66,14 +67,14 @@ def _run_named(name: str, argv: list[str]) -> int:
     if not entries:
         return _fail(_unknown(name), EXIT_USAGE)
     if len(entries) > 1:
-        givers = " and ".join(_giver(entry) for entry in entries)
-        return _fail(f"lockstep: `{name}` is given by {givers}\nhint: uninstall one of them", EXIT_USAGE)
+        providers = " and ".join(_provider(entry) for entry in entries)
+        return _fail(f"lockstep: `{name}` is provided by {providers}\nhint: uninstall one of them", EXIT_USAGE)
     (entry,) = entries
     try:
         target = entry.load()
     except Exception as error:
         return _fail(
-            f"lockstep: `{name}` from {_giver(entry)} cannot be loaded: {type(error).__name__}: {error}\n"
+            f"lockstep: `{name}` from {_provider(entry)} cannot be loaded: {type(error).__name__}: {error}\n"
             f"hint: `python -c 'import {entry.module}'` shows where it fails",
             EXIT_CANNOT_LOAD,
         )
@@ -81,7 +82,7 @@ def _run_named(name: str, argv: list[str]) -> int:
 
 
 def _call(target: Any, name: str, argv: list[str]) -> int:
-    """Run a click command or a plain callable, and give its exit status back instead of leaving the interpreter."""
+    """Run a click command or a plain callable, and return its exit status instead of exiting the interpreter."""
     try:
         if hasattr(target, "make_context"):
             result = _invoke_click(target, name, argv)
@@ -89,25 +90,25 @@ def _call(target: Any, name: str, argv: list[str]) -> int:
             result = target(argv)
         else:
             return _fail(f"lockstep: `{name}` is of type {type(target).__name__}, not a command", EXIT_CANNOT_LOAD)
-    except SystemExit as leaving:
-        # rich leaves with 1 after a broken pipe; what happened is still in the chain.
-        for cause in _causes(leaving):
+    except SystemExit as error:
+        # rich exits with 1 after a broken pipe. The original exception is still in the chain.
+        for cause in _causes(error):
             if isinstance(cause, KeyboardInterrupt | BrokenPipeError):
                 raise cause from None
-        if isinstance(leaving.code, str):
-            return _fail(leaving.code, 1)
-        return leaving.code or 0
+        if isinstance(error.code, str):
+            return _fail(error.code, 1)
+        return error.code or 0
     return result if type(result) is int else 0
 
 
 def _invoke_click(command: Any, name: str, argv: list[str]) -> object:
-    """Do what click's own `main` does, except that Ctrl-C and a broken pipe come out as they are and not as a 1."""
-    click: Any = sys.modules["click"]  # imported by the command's module; the core does not depend on it
+    """Run a click command like click's own `main`, but let Ctrl-C and a broken pipe propagate as exceptions."""
+    click: Any = sys.modules["click"]  # imported by the command's module; the core does not depend on click
     try:
         with command.make_context(f"lockstep {name}", argv) as context:
             return command.invoke(context)
-    except click.exceptions.Exit as leaving:
-        return leaving.exit_code
+    except click.exceptions.Exit as error:
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -123,10 +124,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _entries() -> list[EntryPoint]:
-    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _giver(entry)))
+    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, _provider(entry)))
 
 
-def _giver(entry: EntryPoint) -> str:
+def _provider(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
 
 
@@ -137,18 +138,18 @@ def _help() -> str:
     lines = ["usage: lockstep COMMAND [OPTIONS]", "", ABOUT, ""]
     if rows:
         lines.append("commands:")
-        for name, summary, giver in rows:
-            lines.append(f"  {name:{name_width}}  {summary:{summary_width}}  {giver}".rstrip())
+        for name, summary, package in rows:
+            lines.append(f"  {name:{name_width}}  {summary:{summary_width}}  {package}".rstrip())
     else:
-        lines.append("No commands are installed: lockstep-sim and lockstep-tools bring the first ones.")
+        lines.append("No commands are installed: lockstep-sim and lockstep-tools contain the first ones.")
     lines += ["", "`lockstep COMMAND --help` explains one command; `lockstep --version` lists the installed packages."]
     return "\n".join(lines)
 
 
 def _summary(entry: EntryPoint) -> str:
-    """The first line of a command's docstring, read from its source so that listing commands imports none of them.
+    """Return the first line of a command's docstring, read from its source so that no command is imported.
 
-    A command without a docstring there (help given as an argument, no source at hand) is imported after all.
+    A command is imported only if its source has no docstring (help passed as an argument) or is not available.
     """
     source = _source_of(entry.module)
     if source is not None:
@@ -167,7 +168,7 @@ def _summary(entry: EntryPoint) -> str:
 
 
 def _source_of(module: str) -> Path | None:
-    """The file of `module`, found without importing the packages around it; None if it is not a plain file."""
+    """Return the file of `module` without importing its parent packages; None if it is not a plain file."""
     top, *rest = module.split(".")
     spec = find_spec(top)
     for folder in (spec.submodule_search_locations if spec else None) or []:
@@ -185,7 +186,7 @@ def _versions() -> str:
 
 
 def _unknown(name: str) -> str:
-    from difflib import get_close_matches  # 6 ms that only a typo should cost
+    from difflib import get_close_matches  # the import takes 6 ms, which only a typo should cost
 
     near = get_close_matches(name, [entry.name for entry in _entries()])
     message = f"lockstep: no command `{name}`"
@@ -204,8 +205,8 @@ def _fail(message: str, status: int) -> int:
 
 
 def _send_stdout_nowhere() -> None:
-    """Point stdout at the null device, so that what is still buffered cannot fail again at shutdown."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout is not a file, as under a test's capture
+    """Redirect stdout to the null device, so that flushing buffered output at shutdown cannot fail again."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: stdout is not a file, for example captured by a test
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.core.contract.config import HybridMemory, SchedConfig, profile_settings
+from lockstep.core.contract.config import HybridMemory, SchedConfig
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.profiles import profile_settings
 from lockstep.vllm.groups import divided, window_tokens
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""The HTTP side of an API worker: the application, one module for each family of endpoints, and what they share.
+"""HTTP of an API worker: the application, one module for each family of endpoints, and modules that these share.
 
-`schemas` holds the request bodies, `generation` the way from parameters to an engine's answers, `errors` every failure
-that a client can receive. Imports `processes` (the bridge), `text` and `observability`.
+`schemas` contains the request bodies, `generation` turns parameters into requests and results into answers, `errors`
+contains every failure that a client can receive. Imports `processes` (the bridge), `text` and `observability`.
 """

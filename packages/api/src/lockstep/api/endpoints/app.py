@@ -1,8 +1,8 @@
-"""The table of routes and their access. A route that is not in a table here does not exist.
+"""The tables of routes and their access. A route that is in none of these tables does not exist.
 
-The access of a route is `public` (health; no key, no detail), `user` (a key, where there are keys) or `admin` (always
-the key of an operator, on a Unix socket apart from the other routes, and only where one was configured). Access belongs
-to the handler, so no path is ever compared for it, however the path is written.
+The access of a route is `public` (health; no key, no detail), `user` (any key, if the server has keys) or `admin` (an
+operator's key, on a separate Unix socket, if one is configured). Access is checked in the handler of each route and not
+by comparing paths, so no spelling of a path can avoid the check.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Access = Literal["public", "user", "admin"]
 Handler = Callable[[Server, Any], Awaitable[Response]]
 
 LABEL = re.compile(r"[\x21-\x7e]{1,128}")
-"""Valid values of X-Request-Id, a client's name for its request; it is returned and logged, and has no other effect."""
+"""Valid values of X-Request-Id, a client's name for its request. It is returned and logged, and has no other effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class HttpRoute:
     access: Access
     handler: Handler
     body: type[Body] | None = None
-    optional: bool = False  # an absent body is a body with all defaults
+    optional: bool = False  # whether an absent body stands for all defaults
     errors: Literal["openai", "anthropic"] = "openai"  # shape of the errors
 
 
@@ -164,7 +164,7 @@ OPERATORS_PATHS = frozenset(route.path for route in ADMIN_ROUTES)
 
 
 def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
-    """The application of a table of routes, and /openapi.json, which describes it."""
+    """Return the application of a table of routes, with /openapi.json, which describes them."""
     app = FastAPI(title="Lockstep", docs_url=None, redoc_url=None, openapi_url=None)
     for route in routes:
         more: dict[str, Any] = {} if route.body is None else _body_schema(route.body)
@@ -187,7 +187,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
             )
 
     async def describe(server: Server, call: Call[None]) -> Response:
-        """The description of these routes."""
+        """Return the description of these routes."""
         return Response(_described(app, routes), media_type="application/json")
 
     own = HttpRoute("GET", "/openapi.json", "admin" if routes is ADMIN_ROUTES else "user", describe)
@@ -199,7 +199,7 @@ def make_app(server: Server, routes: tuple[HttpRoute, ...] = ROUTES) -> FastAPI:
         if error.status_code == 404:
             message = f"there is no route {path}; docs/serving.md lists the routes"
             if routes is ROUTES and path in OPERATORS_PATHS:
-                message = f"{path} is an operator's: on --admin-socket, where there is one"
+                message = f"{path} is for operators, and served on --admin-socket only"
         elif error.status_code == 405:
             message = f"{path} takes {headers.get('Allow', 'other methods')}, not {request.method[:20]}"
         response = error_response(ApiError(error.status_code, message))
@@ -230,7 +230,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
         label = named if LABEL.fullmatch(named) else secrets.token_hex(16)
         status, tenant = 500, ""
         try:
-            tenant = let_in(server, route.access, request)
+            tenant = authorise(server, route.access, request)
             body = None
             if route.body is not None:
                 body = await read_body(
@@ -247,7 +247,7 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
             response, status = error_response(error, route.errors), error.status
         except ClientLeft:
             response, status = Response(status_code=CLIENT_LEFT), CLIENT_LEFT
-        except Exception:  # an error of one request, which is answered; other requests go on
+        except Exception:  # an error of one request, which is answered; other requests continue
             log.exception("%s %s failed, request %s", route.method, route.path, label)
             response = error_response(ApiError(500, "the server failed; its log has the cause"), route.errors)
         response.headers["X-Request-Id"] = label
@@ -287,12 +287,12 @@ def _endpoint(server: Server, route: HttpRoute) -> Callable[[Request], Awaitable
     return endpoint
 
 
-def let_in(server: Server, access: Access, request: Request) -> str:
-    """The tenant of a request. Raises ApiError, 401, for a request without a key that gives access."""
+def authorise(server: Server, access: Access, request: Request) -> str:
+    """Return the tenant of a request. Raises ApiError: 401 without a key for this access, 403 for foreign web pages."""
     if access == "public":
         return ""
     if access == "user" and server.keys is None:
-        _refuse_strangers(server, request)
+        _refuse_foreign_pages(server, request)
         return ""
     tenant = None
     if server.keys is not None:
@@ -301,14 +301,14 @@ def let_in(server: Server, access: Access, request: Request) -> str:
             given = f"Bearer {request.headers['x-api-key']}"
         tenant = server.keys.tenant_of(given, admin=access == "admin")
     if tenant is None:
-        raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key that opens this")
+        raise ApiError(401, "Unauthorized: send the header `Authorization: Bearer KEY` with a key for this route")
     return tenant
 
 
-def _refuse_strangers(server: Server, request: Request) -> None:
-    """Refuse requests of foreign web pages: without keys, access is open to this machine, and so to its browsers.
+def _refuse_foreign_pages(server: Server, request: Request) -> None:
+    """Refuse requests of foreign web pages. Without keys, every process of this machine has access, browsers included.
 
-    A request with the `Origin` of another site is refused, and one with a `Host` name that was made to point to this
+    A request is refused if its `Origin` is another site, or if its `Host` is a foreign name that resolves to this
     machine. Raises ApiError, 403.
     """
     for header, value in (("Host", request.headers.get("host")), ("Origin", request.headers.get("origin"))):
@@ -320,7 +320,7 @@ def _refuse_strangers(server: Server, request: Request) -> None:
             message = (
                 f"the header `{header}` is {value[:60]!r}, and without keys only requests from this machine are allowed"
             )
-            raise ApiError(403, f"{message}; --allowed-host lets a name in")
+            raise ApiError(403, f"{message}; --allowed-host allows a name")
 
 
 def _body_schema(body: type[Body]) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def _body_schema(body: type[Body]) -> dict[str, Any]:
 
 
 def _described(app: FastAPI, routes: tuple[HttpRoute, ...]) -> bytes:
-    """openapi.json, with the bodies."""
+    """Return openapi.json, with the schemas of the bodies."""
     import msgspec
 
     described = app.openapi()

@@ -1,8 +1,7 @@
-"""Tools and thoughts of a conversation: which tools there are, whether one must be called, whether thoughts are split
-off.
+"""Tools and thoughts of a conversation: the tools, the choice of a tool, and the parsing of answers.
 
-    tools, tool_choice, reasoning ──> Tools ──┬──> variables of the chat template
-                                              └──> Reading ──AnswerParser per answer──> content, thoughts, calls
+tools, tool_choice, reasoning ──> Tools ──┬──> variables of the chat template
+                                          └──> Reading ──AnswerParser per answer──> content, thoughts, calls
 """
 
 from __future__ import annotations
@@ -43,8 +42,9 @@ class Tools:
     """The tools of a request, checked.
 
     Args:
-        given: as chat templates take them: {"type": "function", "function": {"name", "description", "parameters"}}.
+        given: in the form of chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
         choice: auto, none, required, or the name of the tool that must be called.
+        named: whether `choice` is the name of a tool.
         parallel: whether an answer may have more than one call.
     """
 
@@ -55,7 +55,7 @@ class Tools:
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
-        """The tools that the chat template receives: None if no tool may be called."""
+        """The tools for the chat template; None if no tool may be called."""
         return [dict(one) for one in self.given] if self.given and (self.named or self.choice != "none") else None
 
     @property
@@ -64,11 +64,11 @@ class Tools:
         return self.named or self.choice == "required"
 
     def schemas(self) -> dict[str, Any]:
-        """Schemas of the arguments, by name of the tool."""
+        """Return the schemas of the arguments, by name of the tool."""
         return {one["function"]["name"]: one["function"].get("parameters") for one in self.given}
 
     def grammar(self, limits: Limits) -> dict[str, Any]:
-        """The grammar of an answer that must be a call, as fields of `GenerationRequest`; empty if it need not be one.
+        """Return the grammar of an answer that must be a call, as fields of `GenerationRequest`; else an empty dict.
 
         Raises: ApiError for schemas beyond the limits.
         """
@@ -82,7 +82,7 @@ class Tools:
 
 
 def required_calls(schemas: Mapping[str, Any], *, alone: bool) -> dict[str, Any]:
-    """The schema of an answer that consists of calls, as the format REQUIRED parses it: [{"name", "parameters"}, ...].
+    """Return the schema of an answer that consists of calls, for the format REQUIRED: [{"name", "parameters"}, ...].
 
     A schema with references becomes a definition of its own, and its references are resolved within it.
     """
@@ -110,7 +110,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 def _refers(schema: Any) -> bool:
-    """Whether a schema contains a reference at any depth."""
+    """Return whether a schema contains a reference at any depth."""
     level = [schema]
     while level:
         below: list[Any] = []
@@ -126,7 +126,7 @@ def _refers(schema: Any) -> bool:
 
 
 def _moved(schema: Any, place: str, depth: int = 64) -> Any:
-    """A schema with its references to itself changed to another place. Raises ApiError if it is nested too deeply."""
+    """Return a schema with references into itself moved to `place`. Raises ApiError if it is nested too deeply."""
     if not depth:
         raise ApiError(400, "`tools` have a schema that is nested more than 64 levels deep", "tools")
     if isinstance(schema, list):
@@ -143,7 +143,7 @@ def _moved(schema: Any, place: str, depth: int = 64) -> Any:
 def tools_of(
     given: Sequence[Any], choice: str | Mapping[str, Any] | None, *, parallel: bool | None, where: str = "tools"
 ) -> Tools:
-    """The tools of a chat completion. Raises ApiError for an invalid tool, and for a choice that is not possible."""
+    """Read the tools of a chat completion. Raises ApiError for an invalid tool or an impossible choice."""
     functions = []
     for i, one in enumerate(given):
         if not isinstance(one, dict) or one.get("type") != "function":
@@ -157,7 +157,7 @@ def tools_of(
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: str) -> None:
-    """Refuse a tool without a valid name, or with arguments that are not an object. Raises ApiError.
+    """Check names and schemas of tools. Raises ApiError.
 
     Args:
         place: path of a tool in the client's body, with {} for its number.
@@ -169,7 +169,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: st
             message = f"`{where}.name` must be 1 to 128 letters, digits and any of _ . : -, got {str(name)[:40]!r}"
             raise ApiError(400, message, f"{where}.name")
         if name in names:
-            raise ApiError(400, f"`{where}.name` is {name!r}, which another tool is called already", f"{where}.name")
+            raise ApiError(400, f"`{where}.name` is {name!r}, which is the name of another tool", f"{where}.name")
         if schema is not None and not isinstance(schema, dict):
             raise ApiError(400, f"`{where}.{schema_field}` must be a JSON schema", f"{where}.{schema_field}")
         names.add(name)
@@ -178,7 +178,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]], place: str, schema_field: st
 def chosen(
     given: list[dict[str, Any]], choice: str | Mapping[str, Any] | None, *, parallel: bool | None = None
 ) -> Tools:
-    """Tools with OpenAI's `tool_choice`: a keyword, or the name of a tool. Raises ApiError."""
+    """Combine tools with OpenAI's `tool_choice`: a keyword, or the name of a tool. Raises ApiError."""
     tools = Tools(given, parallel=parallel is not False)
     if choice is None:
         return tools
@@ -193,7 +193,7 @@ def chosen(
         message = '`tool_choice` must be none, auto, required, or {"type": "function", "function": {"name": ...}}'
         raise ApiError(400, message, "tool_choice")
     if name not in names:
-        raise ApiError(400, f"`tool_choice` names {name[:60]!r}, which is none of `tools`", "tool_choice")
+        raise ApiError(400, f"`tool_choice` names {name[:60]!r}, which is not one of `tools`", "tool_choice")
     return Tools(given, name, named=True, parallel=tools.parallel)
 
 
@@ -203,14 +203,14 @@ EFFORT = "reasoning_effort"
 
 
 def reads(template: str, name: str) -> bool:
-    """Whether a chat template mentions a name."""
+    """Return whether a chat template contains a name as a word."""
     return re.search(rf"\b{name}\b", template) is not None
 
 
 def template_options(
     options: TemplateOptions | None, effort: str | None, template: str | None, effort_field: str = EFFORT
 ) -> dict[str, Any]:
-    """Variables of a chat template besides messages and tools. Raises ApiError for variables that it does not read."""
+    """Return the variables for a chat template besides messages and tools. Raises ApiError for one that it ignores."""
     requested: dict[str, tuple[str, Any]] = {}
     if options is not None:
         for name in options.model_extra or {}:
@@ -233,11 +233,13 @@ def template_options(
 
 @dataclass
 class Reading:
-    """How the answers to one request are parsed.
+    """The parsing of all answers to one request.
 
     Args:
         form: the format; None for plain text, which is not parsed.
+        schemas: schemas of the arguments, by name of the tool.
         thinks: whether thoughts are split off.
+        calls_max: number of calls in an answer; further calls are dropped. None: no limit.
     """
 
     form: Format | None
@@ -248,7 +250,7 @@ class Reading:
     _parsers: dict[int, AnswerParser] = field(default_factory=dict)
 
     def parser(self, index: int) -> AnswerParser:
-        """A parser for one answer, by its number."""
+        """Return the parser of an answer, by the number of the answer; made on first use."""
         parser = self._parsers.get(index)
         if parser is None:
             assert self.form is not None
@@ -265,7 +267,7 @@ class Reading:
         return ParsedAnswer.of(parser.feed(text) + parser.finish())
 
     def called(self, index: int) -> bool:
-        """Whether an answer has a complete call."""
+        """Return whether an answer has a complete call."""
         return index in self._parsers and self._parsers[index].calls > 0
 
     def _make_id(self) -> str:
@@ -274,7 +276,7 @@ class Reading:
         return self.id_prefix + secrets.token_hex(12)
 
     def thought_tokens(self, generation: Generation) -> int:
-        """Number of tokens of the thoughts so far, over all answers, tags included."""
+        """Return the number of tokens of thoughts so far, over all answers, tags included."""
         return sum(
             bisect_left(choice.answer.starts, self._parsers[choice.index].thought_stop)
             for choice in generation.choices
@@ -292,11 +294,11 @@ def reading_of(
     grammar: Grammar | None = None,
     id_prefix: str = "call_",
 ) -> Reading:
-    """How the answers to a prompt are parsed.
+    """Return the parsing of the answers to a prompt.
 
     Args:
-        separate: whether thoughts are to be split off.
-        grammar: grammar of the answer from its first token on: then there are no thoughts.
+        separate: whether thoughts are split off.
+        grammar: grammar of the answer from its first token on. Except with a structural tag, it excludes thoughts.
         going_on: the answer continues a message; its thoughts have ended unless they are open.
     """
     form = PLAIN
@@ -329,7 +331,7 @@ class Block:
 
     Args:
         number: position in the answer.
-        whole: of a call, whether it is complete.
+        whole: whether a call is complete; always true for other kinds.
     """
 
     kind: Literal["thought", "content", "call"]
@@ -345,10 +347,10 @@ Step = tuple[Literal["open", "more", "close"], Block, str]
 
 
 class Blocks:
-    """Builds the blocks of an answer while it comes.
+    """Builds the blocks of an answer piece by piece.
 
     Args:
-        first: open a text block at once, where no other kind can come first.
+        first: open a text block at once, for answers that cannot begin with another kind.
     """
 
     def __init__(self, reading: Reading, *, first: bool = False) -> None:
@@ -359,11 +361,11 @@ class Blocks:
         self._first = first
 
     def begin(self) -> list[Step]:
-        """The steps before any text."""
+        """Return the steps before any text."""
         return self._to("content") if self._first else []
 
     def take(self, text: str, *, over: bool) -> list[Step]:
-        """Take in more of the answer; at its end there is at least one block, and none is open."""
+        """Parse the next piece of the answer. At the end (`over`) there is at least one block, and none is open."""
         if self._reading.form is None:
             events: list[Event] = [ContentDelta(text)] if text else []
         else:
@@ -396,7 +398,7 @@ class Blocks:
                 return [*steps, *self._to("content"), self._more(event.rest)] if event.rest else steps
 
     def _to(self, kind: Literal["thought", "content"]) -> list[Step]:
-        """Ensure that a block of this kind is open."""
+        """Return the steps after which a block of this kind is open."""
         if self._open is not None and self._open.kind == kind:
             return []
         return [*self._close(), self._begin(Block(kind, len(self.all)))]
@@ -421,7 +423,7 @@ class Blocks:
 
 
 def blocks_of(answer: ParsedAnswer) -> list[Block]:
-    """The blocks of a complete answer, at least one."""
+    """Return the blocks of a complete answer, at least one."""
     blocks = [Block("thought", 0, answer.thought)] if answer.thought else []
     for one in answer.order or ([] if blocks else [""]):
         number = len(blocks)

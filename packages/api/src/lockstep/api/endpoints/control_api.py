@@ -1,8 +1,8 @@
 """Endpoints about the engine itself: sessions, for users, and operations for operators only.
 
-Each is a control request of `lockstep.core.admin.control`, sent by `bridge.ask`, or a message of its own where the
-scheduler takes no part. With several engines an operator's request goes to all of them, or with `?engine=N` to one. An
-operation that this runtime does not support is refused by name with 501, before anything is changed.
+Each is a control request of `lockstep.core.admin.control`, sent by the bridge, or a message of its own if the scheduler
+is not involved. With several engines an operator's request is sent to all of them, or with `?engine=N` to one. An
+operation that the runtime does not support is refused by name with status 501, before any change.
 """
 
 from __future__ import annotations
@@ -69,13 +69,15 @@ MODES: dict[str, Any] = {"keep": "in_place", "abort": "cancel"}
 
 
 async def open_session(server: Server, call: Call[OpenSessionBody]) -> Response:
-    """Keep the tokens of a conversation between its turns, and their KV as far as memory allows."""
+    """Open a session: its tokens are kept between turns, and their KV as far as memory allows."""
     body, limits = call.body, server.limits
     given = secrets.token_hex(16) if body.session_id is None else body.session_id
     if not given or "\0" in given:
         raise ApiError(400, "`session_id` must be a text, without zero characters", "session_id")
     if body.capacity_of_str_len > limits.session_tokens_max:
-        message = f"`capacity_of_str_len` is {body.capacity_of_str_len}, at most {limits.session_tokens_max} are kept"
+        message = (
+            f"`capacity_of_str_len` is {body.capacity_of_str_len}, at most {limits.session_tokens_max} are allowed"
+        )
         raise ApiError(400, message, "capacity_of_str_len")
     idle_s = limits.session_idle_s if body.timeout is None else body.timeout
     if idle_s > limits.session_idle_s:
@@ -109,7 +111,7 @@ async def flush_cache(server: Server, call: Call[None]) -> Response:
 
 
 async def pause(server: Server, call: Call[PauseBody]) -> Response:
-    """Stop launching; running requests stay in place, give their pages back (retract), or are cancelled (cancel)."""
+    """Stop launching. Running requests are kept in place, retracted or cancelled, by `mode`."""
     return await _control(server, call, Pause(MODES.get(call.body.mode, call.body.mode)))
 
 
@@ -122,20 +124,20 @@ async def resume(server: Server, call: Call[None]) -> Response:
 
 
 async def is_paused(server: Server, call: Call[None]) -> Response:
-    """Whether the engine is paused."""
+    """Report whether the engine is paused."""
     paused = [one.stats is not None and one.stats.paused for _, one in await _answers_to(server, call, GetState())]
     return JsonResponse({"is_paused": all(paused)} | ({"engines": paused} if len(paused) > 1 else {}))
 
 
 async def is_sleeping(server: Server, call: Call[None]) -> Response:
-    """Whether the engine's memory, or part of it, is released."""
+    """Report whether the engine's memory, or part of it, is released."""
     states = await _answers_to(server, call, GetState())
     sleeping = [one.stats is not None and bool(one.stats.memory_released) for _, one in states]
     return JsonResponse({"is_sleeping": all(sleeping)} | ({"engines": sleeping} if len(sleeping) > 1 else {}))
 
 
 async def drain(server: Server, call: Call[None]) -> Response:
-    """Take no more requests; answered once all accepted requests have ended."""
+    """Refuse new requests; answered once all accepted requests have ended."""
     for engine in _chosen(server, call):
         server.bridge.drained(engine, draining=True)
     return await _control(server, call, Drain())
@@ -147,7 +149,7 @@ async def abort_all(server: Server, call: Call[None]) -> Response:
 
 
 async def server_info(server: Server, call: Call[None]) -> Response:
-    """Settings, and the state of the engine."""
+    """Report the settings, and the state of the engine."""
     answered = await _answers_to(server, call, GetState())
     result = {
         "version": version_of("lockstep-api"),
@@ -160,19 +162,19 @@ async def server_info(server: Server, call: Call[None]) -> Response:
 
 
 def weight_version(server: Server) -> str:
-    """Weights version of the engines; where they differ, the version of each in turn."""
+    """Return the weights version of the engines; if they differ, all versions separated by commas."""
     return ",".join(dict.fromkeys(str(engine.weights_version) for engine in server.bridge.engines))
 
 
 async def set_internal_state(server: Server, call: Call[StateBody]) -> Response:
-    """Change settings of the scheduler, one after another, up to the first that is refused."""
+    """Change settings of the scheduler in order, up to the first change that is refused."""
     for name, value in call.body.server_args.items():
         await _control(server, call, SetState(name, value))
     return JsonResponse({"updated": True, "server_args": call.body.server_args})
 
 
 async def slow_down(server: Server, call: Call[SlowDownBody]) -> Response:
-    """Leave at least this many seconds between two launches, for tests; null or 0 ends it."""
+    """Set the least time between two launches in seconds, for tests; null or 0: none."""
     return await _control(server, call, SlowDown(round((call.body.forward_sleep_time or 0.0) * 1e6)))
 
 
@@ -204,7 +206,7 @@ async def stop_profile(server: Server, call: Call[None]) -> Response:
 
 
 async def load_adapter(server: Server, call: Call[LoadLoraBody]) -> Response:
-    """Load a LoRA adapter: it is read, checked, and available to requests that name it."""
+    """Load a LoRA adapter: read it, check it, and make it available to requests."""
     body = call.body
     if body.lora_name in server.models():
         raise ApiError(400, f"`lora_name` is {body.lora_name[:60]!r}, which is the model's own name", "lora_name")
@@ -253,25 +255,27 @@ async def update_weights_from_disk(server: Server, call: Call[WeightsFromDiskBod
 
 
 async def update_weights_from_tensor(server: Server, call: Call[WeightsFromTensorBody]) -> Response:
-    """Load tensors from shared memory, some or all of the model's."""
+    """Load some or all tensors of the model from shared memory."""
     return await _update(server, call, SharedMemory(call.body.shared_memory))
 
 
 async def update_weights_from_group(server: Server, call: Call[WeightsFromGroupBody]) -> Response:
-    """Load tensors that a trainer sends over a group, some or all of the model's."""
+    """Load some or all tensors of the model, sent by a trainer over a group."""
     body = call.body
     shapes = tuple(tuple(shape) for shape in body.shapes)
     return await _update(server, call, Group(body.group_name, tuple(body.names), tuple(body.dtypes), shapes))
 
 
 async def join_group(server: Server, call: Call[JoinGroupBody]) -> Response:
-    """Join the group of a trainer that will send weights; answered once all joined. Engine N has rank_offset + N."""
+    """Join the group of a trainer that will send weights; answered once all members have joined."""
     _needs_weights(server)
     body = call.body
     engines = _chosen(server, call)
     last = body.rank_offset + max(engine.number for engine in engines)
     if last >= body.world_size:
-        message = f"`world_size` is {body.world_size}, but an engine is to be rank {last}; it counts the trainer, too"
+        message = (
+            f"`world_size` is {body.world_size}, but an engine would have rank {last}; the trainer is counted as well"
+        )
         raise ApiError(400, message, "world_size")
 
     def join(engine: Bridge) -> Awaitable[Answered]:
@@ -294,24 +298,24 @@ def _needs_weights(server: Server) -> None:
 
 
 async def _update(server: Server, call: Call[Any], source: Source) -> Response:
-    """Update the selected engines to one version; requests that run meanwhile are handled by each engine separately."""
+    """Update the selected engines to one version. Each engine treats its running requests by its own mode."""
     body: WeightsBody = call.body
     states = [(engine, one.stats) for engine, one in await _answers_to(server, call, GetState())]
     newest = max(0 if stats is None else stats.weights_version for _, stats in states)
     version = newest + 1 if body.weight_version is None else int(body.weight_version)
     paused = {engine.number for engine, stats in states if stats is not None and stats.paused}
 
-    def ask(engine: Bridge) -> Awaitable[Answered]:
+    def update(engine: Bridge) -> Awaitable[Answered]:
         mode = body.mode or ("cancel" if body.abort_all_requests else None)
         mode = mode or ("in_place" if engine.number in paused else "wait")
         return engine.ask(UpdateWeights(version, write_source(source), MODES.get(mode, mode)))
 
-    _answer(await _of_each(server, call, ask))
+    _answer(await _of_each(server, call, update))
     return JsonResponse({"success": True, "message": f"weights {version} are in place", "weight_version": str(version)})
 
 
 async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> Response:
-    """The first rows of a tensor, by its name in a checkpoint; of the first selected engine."""
+    """Read the first rows of a tensor, by its name in a checkpoint, from the first selected engine."""
     _needs_weights(server)
     answered = await _waited(_chosen(server, call)[0].read_weights(call.body.name, call.body.truncate_size))
     if answered.weights is None:
@@ -321,7 +325,7 @@ async def get_weights_by_name(server: Server, call: Call[WeightsByNameBody]) -> 
 
 
 async def release_memory(server: Server, call: Call[MemoryBody]) -> Response:
-    """Release the memory of weights and KV cache, or of what `tags` names, once nothing runs. Requests then wait."""
+    """Release the memory of weights and KV cache, or of those in `tags`, once no request runs. Requests then wait."""
     return await _control(server, call, ReleaseMemory(_tags(call)))
 
 
@@ -331,14 +335,14 @@ async def resume_memory(server: Server, call: Call[MemoryBody]) -> Response:
 
 
 def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
-    """The value of `tags`, in the body or, as in vLLM, in the query; all tags if absent."""
+    """Return the tags from the body or, as in vLLM, from the query; all tags if absent. Raises ApiError."""
     level = call.request.query_params.get("level", "1")
     if level != "1":
-        raise ApiError(400, f"`level` must be 1, which keeps the weights in other memory, got {level[:20]!r}", "level")
+        raise ApiError(400, f"`level` must be 1, which keeps the weights in host memory, got {level[:20]!r}", "level")
     requested = tuple(call.body.tags or call.request.query_params.getlist("tags")) or MEMORY_TAGS
     for tag in requested:
         if tag not in MEMORY_TAGS:
-            raise ApiError(400, f"`tags` has {tag[:60]!r}; known are {', '.join(MEMORY_TAGS)}", "tags")
+            raise ApiError(400, f"`tags` has {tag[:60]!r}; allowed are {', '.join(MEMORY_TAGS)}", "tags")
     return requested
 
 
@@ -346,13 +350,13 @@ def _tags(call: Call[MemoryBody]) -> tuple[str, ...]:
 
 
 def _needs(server: Server, ability: str, otherwise: str) -> None:
-    """Raise ApiError if this engine was started without an ability."""
+    """Raise ApiError, 501, if this engine was started without an ability. `otherwise` is the remedy."""
     if ability not in server.info().able:
         raise ApiError(501, f"this engine was started without: {otherwise}")
 
 
 def _chosen(server: Server, call: Call[Any]) -> list[Bridge]:
-    """The engine of `?engine=N`, or all engines. Raises ApiError."""
+    """Return the engine of `?engine=N`, or all engines. Raises ApiError."""
     engines, named = server.bridge.engines, call.request.query_params.get("engine")
     if named is None:
         return [one for one in engines if not one.gone] or list(engines)
@@ -371,15 +375,15 @@ async def _answers_to(server: Server, call: Call[Any], control: Control) -> list
 
 
 async def _of_each(
-    server: Server, call: Call[Any], ask: Callable[[Bridge], Awaitable[Answered]]
+    server: Server, call: Call[Any], send: Callable[[Bridge], Awaitable[Answered]]
 ) -> list[tuple[Bridge, Answered]]:
-    """Call `ask` for each selected engine. Raises ApiError if one is unavailable; the others were asked."""
+    """Call `send` for each selected engine. Raises ApiError if one is unavailable; the other engines have answered."""
     engines = _chosen(server, call)
-    answers = await asyncio.gather(*(ask(one) for one in engines), return_exceptions=True)
+    answers = await asyncio.gather(*(send(one) for one in engines), return_exceptions=True)
     found = []
     for engine, answer in zip(engines, answers, strict=True):
         if isinstance(answer, EngineUnavailable) and len(engines) > 1:
-            raise ApiError(503, f"engine {engine.number}: {answer}; the others were asked") from answer
+            raise ApiError(503, f"engine {engine.number}: {answer}; the other engines received the request") from answer
         if isinstance(answer, EngineUnavailable):
             raise unavailable(answer) from answer
         if isinstance(answer, BaseException):
@@ -399,7 +403,7 @@ async def _waited(answer: Awaitable[Awaited]) -> Awaited:
 
 
 def _answer(answered: list[tuple[Bridge, Answered]]) -> Response:
-    """The answers of several engines as one. Raises ApiError if one refused; the others have done as requested."""
+    """Combine the answers of several engines. Raises ApiError if one refused; the other engines have complied."""
     answers = [(engine, one.ok, for_clients(one.message)) for engine, one in answered]
     shown = [(engine, ok, message) for engine, ok, message in answers if not ok] or answers
     messages = [message for _, _, message in shown]

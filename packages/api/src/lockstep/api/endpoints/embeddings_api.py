@@ -21,11 +21,11 @@ NOTHING = Sampling()
 
 
 async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
-    """Vectors for texts."""
+    """Compute a vector for each input."""
     body, info = call.body, server.info()
     name = server.model(body.model)
     if not info.vector_size:
-        raise ApiError(400, "an emulated engine has no hidden states, and so no embeddings", "model")
+        raise ApiError(400, "an emulated engine has no hidden states, so it has no embeddings", "model")
     check_dimensions(body.dimensions, info)
     given = prompts_of(body.input, "input")
     check_answers(len(given), 1, server.limits, "input")
@@ -41,7 +41,7 @@ async def embeddings(server: Server, call: Call[EmbeddingBody]) -> Response:
 
 
 async def prompt_of(server: Server, given: str | list[int], field: str, *, special: bool = True) -> Prompt:
-    """A text or token ids as a prompt."""
+    """Make a prompt from a text or token ids. Raises ApiError."""
     if isinstance(given, str):
         return Prompt(await server.encode(f"`{field}`", given, special=special), given)
     return Prompt(given)
@@ -50,12 +50,12 @@ async def prompt_of(server: Server, given: str | list[int], field: str, *, speci
 async def pooled(
     server: Server, call: Call[Any], prompts: list[Prompt], kind: RequestKind, field: str
 ) -> tuple[list[Float32s], int]:
-    """The result of each prompt, and the number of tokens of all prompts.
+    """Return the result of each prompt, and the number of tokens of all prompts.
 
     Args:
         kind: embed for vectors [hidden], score for the logits [vocabulary] after each prompt.
         field: the client's name of the prompts, for errors.
-    Raises: ApiError for the first that fails, ClientLeft.
+    Raises: ApiError for the first prompt that fails, ClientLeft.
     """
     parameters = GenerationRequest(
         sampling=NOTHING,
@@ -83,7 +83,7 @@ async def pooled(
 
 
 def check_dimensions(requested: int | None, info: EngineInfo) -> None:
-    """Refuse a size other than that of the model's vectors, unless the model was trained for it. Raises ApiError."""
+    """Check that `dimensions` is the size of the model's vectors or one that it was trained for. Raises ApiError."""
     if requested in (None, info.vector_size):
         return
     if info.matryoshka is None:
@@ -95,7 +95,7 @@ def check_dimensions(requested: int | None, info: EngineInfo) -> None:
 
 
 def shortened(vector: Float32s, dimensions: int | None) -> Float32s:
-    """The first `dimensions` of a vector, scaled to length 1, as OpenAI does; the vector itself for None."""
+    """Return the first `dimensions` of a vector, scaled to length 1, as OpenAI does; the vector itself for None."""
     if dimensions is None or dimensions == len(vector):
         return vector
     front = vector[:dimensions].astype(np.float64)
@@ -104,7 +104,7 @@ def shortened(vector: Float32s, dimensions: int | None) -> Float32s:
 
 
 def written(vector: Float32s, encoding: str | None) -> list[float] | str:
-    """A vector in JSON: numbers, or base64 of little-endian float32."""
+    """Return a vector as JSON: numbers, or base64 of little-endian float32."""
     if encoding == "base64":
         return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
     return [float(value) for value in vector]

@@ -1,4 +1,4 @@
-"""Errors in answers to clients: one shape, the status codes of the field, a sentence that helps.
+"""Errors in answers to clients: one shape, usual status codes, and a sentence with cause and remedy.
 
 {"error": {"message": "...", "type": "BadRequestError", "param": "max_tokens", "code": 400}}
 """
@@ -37,14 +37,14 @@ ANTHROPIC = {
     504: "timeout_error",
 }
 CLIENT_LEFT = 499
-"""Status for a client that left; appears in the log and in metrics only."""
+"""Status of a request whose client left. It occurs in the log and in metrics only."""
 
 
 class ApiError(Exception):
     """An answer that is an error.
 
     Args:
-        param: the field that is wrong, if the error is about a field.
+        param: the invalid field, if the error is about a field.
         retry_after_s: seconds after which a retry makes sense, if known.
     """
 
@@ -53,17 +53,17 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.retry_after_s = status, message, param, retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """The error as a JSON object."""
+        """Return the error as a JSON object of OpenAI's API."""
         kind = TYPES.get(self.status, "InternalServerError" if self.status >= 500 else "BadRequestError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def anthropic(self) -> dict[str, Any]:
-        """The error as a JSON object of Anthropic's API."""
+        """Return the error as a JSON object of Anthropic's API."""
         kind = ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
-        """Headers of the answer: Retry-After."""
+        """Return the headers of the answer: Retry-After for statuses 429 and 503."""
         return {"Retry-After": str(max(1, ceil(self.retry_after_s)))} if self.status in (429, 503) else {}
 
 
@@ -78,7 +78,7 @@ REJECTED = {
     "grammar": 400,
     "media": 400,
 }
-"""Reason of the core's rejection -> status."""
+"""Reason of a rejection by the core -> status."""
 
 FAILED = {
     "engine": 503,
@@ -88,7 +88,7 @@ FAILED = {
     "transfer": 500,
     "out_of_kv": 500,
 }
-"""Reason with which an answer failed -> status."""
+"""Reason of the failure of an answer -> status."""
 
 SENTENCES = {
     "timeout": "the request ran out of time",
@@ -100,7 +100,7 @@ SENTENCES = {
 
 
 def failure(ended: SampleEnded) -> ApiError | None:
-    """The error of an answer that ended; None if it did not fail."""
+    """Return the error of an answer that ended; None if it did not fail."""
     status = REJECTED.get(ended.reason, 400) if ended.rejected else FAILED.get(ended.reason)
     if status is None:
         return None
@@ -113,10 +113,10 @@ TENANT_MARK = re.compile(r"(?<=['\"])[0-9a-f]{16} ")
 
 
 def session_name(tenant: str, given: str) -> str:
-    """The engine's name of a tenant's session: sessions of different tenants with the same name are distinct."""
+    """Return the engine's name of a session. Sessions of different tenants with the same name are distinct."""
     return f"{sha256(tenant.encode('utf-8', 'surrogatepass')).hexdigest()[:16]} {given}"
 
 
 def for_clients(message: str) -> str:
-    """A message of the engine, with the session names that clients use."""
+    """Return a message of the engine with the session names of clients."""
     return TENANT_MARK.sub("", message)

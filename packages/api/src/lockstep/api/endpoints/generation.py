@@ -1,8 +1,8 @@
-"""From a client's parameters to requests of the engine, and from its results to pieces of the answer.
+"""Conversion of a client's parameters to requests of the engine, and of its results to pieces of the answer.
 
     body ──limits──> prompts ──tokens──> RequestArrived per prompt ──bridge──> replies ──AnswerText──> pieces
 
-Everything is checked before anything is sent, so a request with several prompts runs whole or not at all.
+All prompts are checked before the first one is sent, so a request with several prompts runs whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from lockstep.api.endpoints.errors import ApiError, failure
 from lockstep.api.endpoints.schemas import Sampling
-from lockstep.api.observability.metrics import Metrics
+from lockstep.api.observability.metrics import CountedAnswer, Metrics
 from lockstep.api.processes.bridge import EngineUnavailable, Reply, Ticket, fresh_seed
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.api.processes.wire import EngineInfo, SampleEnded
@@ -35,10 +35,10 @@ AT_ONCE_CHARACTERS = 4096
 """Text up to this length is tokenised in the event loop, in well under a millisecond; longer text in a thread."""
 
 REFUSED_WITHIN_S = 0.5
-"""The engine refuses within a step; a stream begins without its first token if that takes longer."""
+"""Seconds to wait for a refusal, which the engine sends within a step; after that the stream begins."""
 
 COMPILED_WITHIN_S = 5.0
-"""The same limit for a stream with a grammar, which is refused only after the grammar was compiled."""
+"""The same limit for a request with a grammar, which is refused only after the grammar was compiled."""
 
 MEASURED_AT_ONCE = 16
 """Messages with tokens of an answer between two updates of the metrics, not counting the first and the last message."""
@@ -46,7 +46,7 @@ MEASURED_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens, and as text if it came as text."""
+    """A prompt as tokens, and as text if the client sent text."""
 
     ids: list[int]
     text: str | None = None
@@ -57,7 +57,7 @@ class GenerationRequest:
     """The checked parameters of the answers to each prompt."""
 
     sampling: Sampling
-    max_tokens: int | None  # None: as many as fit
+    max_tokens: int | None  # None: as many as the context allows
     min_tokens: int = 0
     samples: int = 1
     tops: int | None = None  # number of likeliest tokens with each logprob; None: no logprobs
@@ -73,10 +73,10 @@ class GenerationRequest:
     kind: RequestKind = "generate"
     prompt_tops: int = 0  # number of likeliest tokens with each logprob of the prompt
     session: str = ""
-    session_start: int | None = None  # tokens of the session that stay before the prompt; None: all
-    grammar: Grammar | None = None  # of each answer; made by `structured_output`
+    session_start: int | None = None  # tokens of the session kept before the prompt; None: all
+    grammar: Grammar | None = None  # grammar of each answer; made by `structured_output`
     adapter: str = ""  # name of a loaded adapter
-    grammar_field: str = "grammar"  # the client's field for it
+    grammar_field: str = "grammar"  # the client's field of the grammar
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -85,14 +85,14 @@ class GenerationRequest:
 
 
 async def encode(text: Texts, prompt: str, *, special: bool) -> list[int]:
-    """Tokens of a text, made in a thread if that takes long."""
+    """Tokenise a text, in a thread if it is long."""
     if len(prompt) <= AT_ONCE_CHARACTERS:
         return text.encode(prompt, special=special)
     return await asyncio.to_thread(text.encode, prompt, special=special)
 
 
 def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]:
-    """One prompt or several, as a list. Raises ApiError for none."""
+    """Return one prompt or several as a list. Raises ApiError if there is none."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
     if not given:
@@ -101,7 +101,7 @@ def prompts_of(given: str | list[Any], field_name: str) -> list[str | list[int]]
 
 
 def check_sampling(sampling: Sampling, info: EngineInfo, limits: Limits, *, stop_field: str = "stop") -> None:
-    """Refuse parameters beyond the limits, before anything is made of them. Raises ApiError."""
+    """Check sampling parameters against the limits, before they are processed. Raises ApiError."""
     stops = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop or []
     _at_most(stop_field, "texts", len(stops), limits.stops_max)
     _at_most(stop_field, "characters in one text", max(map(len, stops), default=0), limits.stop_characters_max)
@@ -149,7 +149,7 @@ def _at_most(field_name: str, what: str, given: int, most: int) -> None:
 def check_answers(
     prompts: int, samples: int, limits: Limits, field_name: str = "prompt", *, samples_field: str = "n"
 ) -> None:
-    """Refuse more prompts or samples than one request may have. Raises ApiError."""
+    """Check the numbers of prompts and samples of a request against the limits. Raises ApiError."""
     _at_most(field_name, "prompts", prompts, limits.prompts_max)
     if samples > limits.samples_max:
         message = f"`{samples_field}` is {samples}, at most {limits.samples_max} are allowed"
@@ -163,7 +163,7 @@ def check_answers(
 
 
 def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> None:
-    """Refuse logprobs that the engine does not support, or too many. Raises ApiError."""
+    """Check that the engine supports logprobs, and that their number is within the limit. Raises ApiError."""
     if not info.logprobs:
         raise ApiError(400, f"`{name}` is set, but an emulated engine has no logits", name)
     if tops > limits.logprobs_max:
@@ -171,7 +171,7 @@ def check_logprobs(tops: int, name: str, info: EngineInfo, limits: Limits) -> No
 
 
 def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) -> RequestArrived:
-    """The engine's request for one prompt. Raises ApiError for a request that can never run."""
+    """Return the engine's request for one prompt. Raises ApiError for a request that can never run."""
     ids, length, prompt_field = prompt.ids, len(prompt.ids), parameters.prompt_field
     if parameters.kind == "generate" and not info.generates:
         raise ApiError(
@@ -194,10 +194,12 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
         )
     max_tokens = room if most is None else most
     if parameters.min_tokens > max_tokens:
-        message = f"`min_tokens` must be at most {max_tokens}, which the answer can have, got {parameters.min_tokens}"
+        message = f"`min_tokens` must be at most {max_tokens}, the limit of the answer, got {parameters.min_tokens}"
         raise ApiError(400, message, "min_tokens")
     if not max_tokens and parameters.samples > 1:
-        message = f"`n` is {parameters.samples}, but {parameters.max_tokens_field} 0 leaves one answer, which is empty"
+        message = (
+            f"`n` is {parameters.samples}, but {parameters.max_tokens_field} 0 allows one answer only, which is empty"
+        )
         raise ApiError(400, message, "n")
     if parameters.grammar is not None:
         _check_grammar(parameters, info, max_tokens)
@@ -245,26 +247,26 @@ def request_of(prompt: Prompt, parameters: GenerationRequest, info: EngineInfo) 
 
 
 def _check_grammar(parameters: GenerationRequest, info: EngineInfo, max_tokens: int) -> None:
-    """Refuse structured output that the engine does not support. Raises ApiError."""
+    """Check that the engine supports structured output, and that the answer has tokens. Raises ApiError."""
     name = parameters.grammar_field
     if not info.grammars:
-        raise ApiError(400, f"`{name}` asks for structured output: {info.no_grammars}", name)
+        raise ApiError(400, f"`{name}` requests structured output: {info.no_grammars}", name)
     if not max_tokens:
-        raise ApiError(400, f"`{name}` is of the answer, and {parameters.max_tokens_field} 0 leaves none", name)
+        raise ApiError(400, f"`{name}` constrains the answer, which {parameters.max_tokens_field} 0 leaves empty", name)
 
 
 def _processors(sampling: Sampling) -> tuple[tuple[str, str], ...]:
-    """Names and arguments of logit processors, as a journal stores them."""
+    """Return names and arguments of logit processors in the form that a journal stores."""
     given = sorted((sampling.logit_processors or {}).items())
     return tuple((name, json.dumps(arguments, sort_keys=True, allow_nan=False)) for name, arguments in given)
 
 
 SEEDS = 2**62
-"""Each sample of a request adds its number to the seed, and the sums stay within 63 bits."""
+"""Bound of seeds. Each sample of a request adds its number to the seed; the sums stay within 63 bits."""
 
 
 def seed_of(given: int) -> int:
-    """The seed for a client's number."""
+    """Return the seed for a client's number."""
     return given % SEEDS
 
 
@@ -273,23 +275,21 @@ def seed_of(given: int) -> int:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of several, as far as it came."""
+    """One answer of a generation, as far as it was received."""
 
     index: int
     prompt: Prompt
     ticket: Ticket
     reply: Reply
     answer: AnswerText
-    taken: int = 0  # tokens that were returned
-    over: bool = False
-    measured: int = 0  # tokens counted by the metrics
-    measured_s: float = 0.0  # when the last of these came
-    end_measured: bool = False  # whether the metrics counted the end
+    counted: CountedAnswer  # by the metrics
+    taken: int = 0  # tokens that were returned in pieces
+    over: bool = False  # whether its last piece was returned, or it was cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """The new part of a choice: text, tokens [first:stop), and in the last one its end."""
+    """The new part of a choice: text, output tokens [first:stop), and in the last part its end."""
 
     choice: Choice
     text: str
@@ -305,10 +305,10 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    thought_tokens: int | None = None  # of the completion; None where thoughts are not split off
+    thought_tokens: int | None = None  # part of completion_tokens; None: thoughts are not split off
 
     def as_json(self) -> dict[str, object]:
-        """The counts as OpenAI's JSON object."""
+        """Return the counts as OpenAI's JSON object."""
         result: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -325,10 +325,10 @@ class Generation:
     """The answers to one request of a client.
 
     Args:
-        came_s: time.monotonic of its arrival, for the time to first token.
-        start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended.
+        came_s: arrival of the request (time.monotonic), for the time to first token.
+        start_by_s, finish_by_s: time.monotonic by which it must run, or must have ended.
         over: called once at its end with the number of output tokens.
-        together: key of requests that should have the same engine; empty: none.
+        together: key of requests that should run on the same engine; empty: none.
     """
 
     bridge: Engines
@@ -355,25 +355,25 @@ class Generation:
         """Send a request for each prompt.
 
         Args:
-            admit: called last with the numbers of prompt tokens and answers; raises or returns `over`.
-        Raises: ApiError, with nothing running.
+            admit: called after all checks with the numbers of prompt tokens and answers. It returns `over`, or raises.
+        Raises: ApiError; then no request runs.
         """
         if self.bridge.info is None:
             raise unavailable(EngineUnavailable(self.bridge.gone or "the engine is starting"))
         self._prompts = list(prompts)
         requests = [request_of(prompt, self.parameters, self.bridge.info) for prompt in self._prompts]
         if self.parameters.stops and text is None:
-            raise ApiError(400, "`stop` needs a tokenizer, and this model came without", "stop")
+            raise ApiError(400, "`stop` needs a tokenizer, and this model has none", "stop")
         coming = sum(request.parallel_samples for request in requests)
         if self.bridge.open_answers + coming > limits.requests_max:
-            raise ApiError(503, f"the server has {self.bridge.open_answers} answers open, which is all that it takes")
+            raise ApiError(503, f"{self.bridge.open_answers} answers are open, and this server allows no more")
         prompt_tokens = sum(len(prompt.ids) for prompt in self._prompts)
         waiting = self.bridge.waiting_answers
         if waiting and waiting + coming > limits.waiting_max:
-            raise ApiError(503, f"{waiting} answers wait for their turn already, and the server takes no more")
+            raise ApiError(503, f"{waiting} answers wait already, and this server allows no more")
         waiting = self.bridge.waiting_tokens
         if waiting and waiting + prompt_tokens > limits.waiting_tokens_max:
-            raise ApiError(503, f"{waiting} tokens of prompts wait already, and the server takes no more")
+            raise ApiError(503, f"{waiting} tokens of prompts wait already, and this server allows no more")
         if admit is not None:
             self.over = admit(prompt_tokens, coming)
         try:
@@ -389,15 +389,16 @@ class Generation:
                         stop_token_ids=request.stop_token_ids,
                         min_tokens=request.min_new_tokens,
                     )
-                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer))
+                    counted = CountedAnswer(ticket, reply, self.came_s, self.parameters.stream)
+                    self.choices.append(Choice(len(self.choices), prompt, ticket, reply, answer, counted))
         except EngineUnavailable as error:
             self.cancel()
             raise unavailable(error) from error
         for ticket, prompt in zip(self._tickets, self._prompts, strict=True):
-            ticket.when_placed(partial(self.metrics.began, self, ticket, prompt))
+            ticket.when_placed(partial(self.metrics.began, ticket, len(prompt.ids), self.parameters.max_tokens))
 
     async def accepted(self) -> None:
-        """Wait briefly for the first result, so that a refusal can still be the status of the answer.
+        """Wait briefly for the first result, so that a refusal can still determine the status of the answer.
 
         Raises: ApiError if the request was refused.
         """
@@ -414,9 +415,7 @@ class Generation:
         await self._changed.wait()
 
     def cancel(self) -> None:
-        """Cancel the rest of the answers. To be called however the request ended; without effect after a complete
-        answer.
-        """
+        """Cancel the rest of the answers. Must be called at the end; it cancels nothing if the answers are complete."""
         for ticket in self._tickets:
             self.bridge.cancel(ticket)
         over, self.over = self.over, None
@@ -424,11 +423,11 @@ class Generation:
             over(sum(len(choice.reply.tokens) for choice in self.choices))
         for choice in self.choices:
             if not choice.over:
-                self.metrics.saw(self, choice)
+                self.metrics.saw(choice.counted)
                 choice.over = True
 
     async def pieces(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """The new parts of all choices that have some, until all have ended."""
+        """Yield lists of the new parts of all choices, until all choices have ended."""
         left = [choice for choice in self.choices if not choice.over]
         while left:
             await self._changed.wait()
@@ -440,7 +439,7 @@ class Generation:
                 yield new
 
     async def whole(self) -> list[tuple[Choice, str]]:
-        """Every choice with its text. Raises ApiError if one of them failed."""
+        """Wait for the end; return every choice with its text. Raises ApiError if a choice failed."""
         texts = [""] * len(self.choices)
         async for new in self.pieces():
             for piece in new:
@@ -450,7 +449,7 @@ class Generation:
         return list(zip(self.choices, texts, strict=True))
 
     def usage(self) -> Usage:
-        """Token counts so far. A prompt counts once, however many samples it has."""
+        """Return the token counts so far. A prompt counts once, regardless of its number of samples."""
         firsts = [ticket.replies[0].ended for ticket in self._tickets]
         in_session = [ended.prompt_tokens for ended in firsts if self.parameters.session and ended is not None]
         return Usage(
@@ -460,7 +459,7 @@ class Generation:
         )
 
     def _failure(self, ended: SampleEnded) -> ApiError | None:
-        """The error of an answer that ended; a grammar is named by the field that the client used."""
+        """Return the error of an answer; None if it did not fail. It names a grammar by the client's field."""
         error, mark = failure(ended), "`grammar` "
         if error is None or self.parameters.grammar is None or not error.message.startswith(mark):
             return error
@@ -468,7 +467,7 @@ class Generation:
         return ApiError(error.status, f"`{name}` {error.message.removeprefix(mark)}", name)
 
     def weights(self) -> dict[str, Any]:
-        """The weights versions of all answers; of several versions each in turn."""
+        """Return the weights versions of all answers, separated by commas, as a field of a JSON object."""
         versions = [ended.weights[-1][1] for choice in self.choices if (ended := choice.reply.ended) and ended.weights]
         return {"weight_version": ",".join(dict.fromkeys(map(str, versions)))} if versions else {}
 
@@ -482,18 +481,18 @@ class Generation:
         text = choice.answer.spell(reply.tokens, ended)
         choice.taken = stop
         choice.over = ended is not None
-        if choice.over or not choice.measured or len(reply.arrivals) >= MEASURED_AT_ONCE:
-            self.metrics.saw(self, choice)
+        if choice.over or not choice.counted.tokens or len(reply.arrivals) >= MEASURED_AT_ONCE:
+            self.metrics.saw(choice.counted)
         return ChoiceDelta(choice, text, first, stop, ended)
 
 
 def unavailable(error: EngineUnavailable) -> ApiError:
-    """The error for a client when no engine is available."""
+    """Return the error for a client when no engine is available."""
     return ApiError(503, str(error))
 
 
 def weights_of(ended: SampleEnded) -> dict[str, Any]:
-    """The weights version at the end of an answer and, if it began with another, the tokens drawn by each version."""
+    """Return the weights version at the end of an answer and, if there were several, the first token of each."""
     if not ended.weights:
         return {}
     result: dict[str, Any] = {"weight_version": str(ended.weights[-1][1])}
@@ -504,7 +503,7 @@ def weights_of(ended: SampleEnded) -> dict[str, Any]:
 
 
 def finish_reason(ended: SampleEnded) -> str:
-    """OpenAI's name for the reason of the end."""
+    """Return OpenAI's name for the reason of the end."""
     return {
         "length": "length",
         "computed": "length",
@@ -516,10 +515,10 @@ def finish_reason(ended: SampleEnded) -> str:
 
 
 def tokens_of(piece: ChoiceDelta) -> Sequence[int]:
-    """The new tokens of a piece."""
+    """Return the new tokens of a piece."""
     return piece.choice.reply.tokens[piece.first : piece.stop]
 
 
 def now_s() -> float:
-    """The clock of all times of answers, seconds."""
+    """Return the current time of the clock for answers (time.monotonic), seconds."""
     return time.monotonic()

@@ -1,4 +1,4 @@
-"""HTTP below the endpoints: bounded bodies, answers as JSON or as a stream of events, and clients that leave."""
+"""HTTP below the endpoints: bounded bodies, answers as JSON or as a stream of events, and disconnected clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECT_EXPECTED = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class ClientLeft(Exception):
-    """Raised when the client has left, so that there is no answer to send."""
+    """Raised when the client has left, so no answer can be sent."""
 
 
 class JsonResponse(Response):
@@ -42,7 +42,7 @@ class JsonResponse(Response):
 
 
 def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "openai") -> JsonResponse:
-    """An error as an answer, in the shape that clients of this API expect."""
+    """Return an error as an answer, in the shape of this API."""
     body = error.anthropic() if kind == "anthropic" else error.body()
     return JsonResponse(body, status_code=error.status, headers=error.headers())
 
@@ -53,7 +53,7 @@ def error_response(error: ApiError, kind: Literal["openai", "anthropic"] = "open
 async def read_body(
     request: Request, schema: type[BodyType], *, bytes_max: int, seconds: float, strict: bool, optional: bool = False
 ) -> BodyType:
-    """The body of a request. Raises ApiError: 408, 413, 415, 400 with the field that is wrong; ClientLeft."""
+    """Read the body of a request. Raises ApiError: 408, 413, 415, 400 with the invalid field; ClientLeft."""
     if optional and request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers:
         return schema()
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -69,7 +69,7 @@ async def read_body(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"Invalid JSON: {error}") from None
     if isinstance(given, dict) and len(given) > FIELDS_MAX:
-        raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are looked at")
+        raise ApiError(400, f"the body has {len(given)} fields, at most {FIELDS_MAX} are allowed")
     try:
         body = schema.model_validate(given)
     except ValidationError as error:
@@ -79,7 +79,7 @@ async def read_body(
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than the {bytes_max} bytes that are taken")
+    too_large = ApiError(413, f"the body is larger than the limit of {bytes_max} bytes")
     given = request.headers.get("content-length", "")
     if given.isdigit() and int(given[:20]) > bytes_max:
         raise too_large
@@ -96,11 +96,10 @@ async def _read(request: Request, bytes_max: int) -> bytes:
 
 
 def _bad_body(error: ValidationError) -> ApiError:
-    """The error of an invalid body, in one sentence. The given value is shortened."""
+    """Return the error of an invalid body, in one sentence. Long values are left out."""
     problems, param = [], None
     for problem in error.errors(include_url=False, include_context=False)[:PROBLEMS_SHOWN]:
-        # Names of the alternatives of a union stand in brackets or are types; only fields and indices mean something to
-        # clients.
+        # pydantic adds the alternatives of a union, in brackets or as types; clients need fields and indices only
         place = [str(one) for one in problem["loc"] if isinstance(one, int) or str(one).isidentifier()]
         where = ".".join(place)
         param = param or where or None
@@ -114,14 +113,14 @@ def _bad_body(error: ValidationError) -> ApiError:
 
 
 def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
+    """Return whether a known field that is not served has a value that changes no answer; see Body.REFUSED."""
     if value is None or value in harmless:
         return True
     return empty(value) and harmless[:1] not in ((True,), (None,))
 
 
 def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
-    """Refuse, by name, fields that this server does not serve. Raises ApiError."""
+    """Refuse fields that this server does not serve. Raises ApiError with the name of the field."""
     for name, value in (body.model_extra or {}).items():
         known = type(body).REFUSED.get(name)
         where = f"{inside}{name[:60]}"
@@ -130,7 +129,7 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
                 why = WHY.get(name, "is not supported by this server; leave it out")
                 raise ApiError(400, f"`{where}` {why}", where)
         elif strict:
-            raise ApiError(400, f"`{where}` is no field of this request, and the server is strict", where)
+            raise ApiError(400, f"`{where}` is not a field of this request, and the server is strict", where)
         else:
             log.debug("unknown field %r is ignored", where)
     for name in type(body).model_fields:
@@ -143,7 +142,7 @@ def refuse_unserved(body: Body, *, strict: bool, inside: str = "") -> None:
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` while the client stays; the body was read before. Raises ClientLeft."""
+    """Run `work` until it ends or the client leaves. The body must have been read. Raises ClientLeft."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
@@ -165,12 +164,12 @@ async def _left(receive: Receive) -> None:
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """One server-sent event, named by its `type`."""
+    """Return one server-sent event, named by its `type`."""
     return b"event: " + str(data["type"]).encode() + b"\n" + event(data)
 
 
@@ -184,9 +183,9 @@ class EventStream(Response):
     """A stream of server-sent events.
 
     Args:
-        events: what to send. Closed however the stream ends.
-        slow_s: a client that reads nothing for so long is disconnected.
-        over: called at the end, however much was sent.
+        events: the events to send. They are closed at the end of the stream in any case.
+        slow_s: seconds after which a client that reads nothing is disconnected.
+        over: called at the end in any case.
     """
 
     media_type = "text/event-stream"
@@ -199,7 +198,7 @@ class EventStream(Response):
         self._waits_since: float | None = None  # when the current send began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until everything is sent or the client has left."""
+        """Send until all events are sent, the client has left, or the client is disconnected."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         all_sent = False
@@ -210,7 +209,7 @@ class EventStream(Response):
                 sending.result()
                 all_sent = True
         finally:
-            if not (sending.done() or leaving.done()):  # disconnected: bytes in its buffers are discarded
+            if not (sending.done() or leaving.done()):  # the client is disconnected: unsent bytes are discarded
                 scope.get(ABORT, lambda: None)()
                 await asyncio.sleep(0)
             leaving.cancel()
@@ -222,7 +221,7 @@ class EventStream(Response):
                 self.ended(all_sent)
 
     def _stuck(self) -> bool:
-        """Whether the client has read nothing for too long."""
+        """Return whether the client has read nothing for `slow_s` seconds."""
         if self._waits_since is None or time.monotonic() - self._waits_since < self._slow_s:
             return False
         log.warning("a client read nothing for %g s and is disconnected", self._slow_s)

@@ -1,4 +1,4 @@
-"""Access: a TOML file of keys, each with the tenant that it stands for.
+"""Access by keys: a TOML file of keys, each with its tenant.
 
     [[keys]]
     tenant = "alice"
@@ -7,17 +7,17 @@
     [[keys]]
     tenant = "operator"
     key = "..."
-    admin = true            # opens the operator's routes, and those of users as well
+    admin = true            # grants access to the routes for operators as well as those for users
 
     [[keys]]
     tenant = "bob"
     key = "sk-..."
-    requests_per_minute = 600     # each of these may be left out; they hold for the tenant, whatever key it uses
+    requests_per_minute = 600     # each limit is optional, and holds for all keys of the tenant together
     tokens_per_minute = 1_000_000
     tokens_per_day = 50_000_000
-    answers_max = 64              # open at once, in one worker
+    answers_max = 64              # open answers in one worker
 
-The file is read again after a change. If that fails, the previous keys stay in use, and the failure is logged.
+The file is read again after a change. If that fails, the previous keys remain in use, and the failure is logged.
 Prefixes in the radix cache are not shared between tenants, unless `isolate_tenants` of the scheduler is set to false.
 """
 
@@ -38,7 +38,7 @@ from lockstep.core.contract.errors import ConfigError
 log = logging.getLogger("lockstep.worker")
 
 KEY_CHARACTERS_MIN = 16
-LOOK_S = 1.0  # interval between checks for changes
+LOOK_S = 1.0  # interval between checks of the file for changes
 
 
 class Allowance(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ UNLIMITED = Allowance()
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key."""
+    """One key of the file, with its tenant and limits."""
 
     tenant: str
     key: str
@@ -66,7 +66,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def allowance(self) -> Allowance:
-        """The limits that the key gives its tenant."""
+        """The limits in the entry of the key."""
         return Allowance(*(getattr(self, name) for name in Allowance.__struct_fields__))
 
 
@@ -75,10 +75,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Keys:
-    """The keys of a file. Only their digests are kept.
+    """The keys of a file. Only their digests are stored.
 
     Args:
-        file: the file, read again after a change.
+        file: the file, read again after a change; None: the keys never change.
         stamp: state of the file when it was read.
         now_s: a monotonic clock, seconds.
     """
@@ -104,7 +104,7 @@ class Keys:
         return {tenant for _, tenant, _ in self._known}
 
     def allowance(self, tenant: str) -> Allowance:
-        """The limits of a tenant."""
+        """Return the limits of a tenant."""
         return self._allowed.get(tenant, UNLIMITED)
 
     def _look(self) -> None:
@@ -119,12 +119,12 @@ class Keys:
         try:
             self._take(_read(self._file))
         except ConfigError as error:
-            log.error("%s; the keys before stay", error)
+            log.error("%s; the previous keys remain in use", error)
         else:
             log.info("the keys were read again: %d", len(self._known))
 
     def tenant_of(self, authorization: str | None, *, admin: bool = False) -> str | None:
-        """The tenant of an Authorization header; None without a valid key, or with `admin` without an operator's key.
+        """Return the tenant of an Authorization header; None without a valid key. `admin` requires an operator's key.
 
         All keys are compared, each in constant time.
         """
@@ -138,7 +138,7 @@ class Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """The keys of a file, which is read again after changes. Raises ConfigError, which never shows a key."""
+    """Read the keys of a file, which is read again after changes. Raises ConfigError, which never contains a key."""
     stamp = _stamp(path)  # taken before the file is read, so that no change is missed
     return Keys(_read(path), path, stamp)
 
@@ -165,14 +165,14 @@ def _read(path: Path) -> list[Key]:
     for number, one in enumerate(file.keys, 1):
         if one.allowance != UNLIMITED and limits.setdefault(one.tenant, one.allowance) != one.allowance:
             raise ConfigError(
-                f"`api_keys`: key {number} of {path} gives its tenant other limits than an earlier key\n"
+                f"`api_keys`: key {number} of {path} has other limits than an earlier key of its tenant\n"
                 "hint: limits hold for the tenant; set them once"
             )
     return file.keys
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """A value that changes with the file; empty for a file that does not exist."""
+    """Return a value that changes with the file; empty if the file does not exist."""
     try:
         found = path.stat()
     except OSError:

@@ -70,14 +70,14 @@ async def messages(server: Server, call: Call[MessageBody]) -> Response:
 
 
 async def count_tokens(server: Server, call: Call[CountBody]) -> Response:
-    """Number of tokens of a conversation, as the model's template writes it."""
+    """Count the tokens of a conversation, as rendered by the chat template."""
     server.model(call.body.model)
     prompt = await _prompt(server, call.body, _tools(call.body))
     return JsonResponse({"input_tokens": len(prompt.ids)})
 
 
 def _tools(body: CountBody) -> Tools:
-    """The tools in the form of chat completions. Raises ApiError."""
+    """Convert the tools to the form of chat completions. Raises ApiError."""
     for i, tool in enumerate(body.tools or ()):
         if tool.get("type") not in (None, "custom"):
             where = f"tools.{i}.type"
@@ -98,7 +98,7 @@ def _tools(body: CountBody) -> Tools:
 
 
 async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
-    """The conversation in tokens; if the last message is the assistant's, the answer continues it."""
+    """Convert the conversation to tokens. If the last message is the assistant's, the answer continues it."""
     converted = []
     if body.system:
         converted.append(ChatMessage(role="system", content=text_parts(body.system, "system", ("text",))))
@@ -112,7 +112,7 @@ async def _prompt(server: Server, body: CountBody, tools: Tools) -> Prompt:
 
 
 def _converted(message: MessageItem, where: str) -> list[ChatMessage]:
-    """A message in the form of chat completions; tool results become messages of their own. Raises ApiError."""
+    """Convert a message to the form of chat completions. Tool results become separate messages. Raises ApiError."""
     if isinstance(message.content, str):
         return [ChatMessage(role=message.role, content=message.content)]
     converted: list[ChatMessage] = []
@@ -160,21 +160,21 @@ def _field(part: dict[str, Any], name: str, at: str, kind: type) -> Any:
 
 
 def _template_options(server: Server, body: CountBody) -> dict[str, Any]:
-    """Template variables for thinking; empty for a model without that choice. Raises ApiError."""
+    """Return the template variables for thinking; empty if the template reads none. Raises ApiError."""
     if body.thinking is None:
         return {}
     template = (None if server.text is None else server.text.chat_template) or ""
     thinks = body.thinking.type != "disabled"
     options: dict[str, Any] = {name: thinks for name in ("enable_thinking", "thinking") if reads(template, name)}
     if thinks and not options and server.formats.thoughts is None:
-        raise ApiError(400, "`thinking` is enabled, but this model is not known to think", "thinking")
+        raise ApiError(400, "`thinking` is enabled, but the thoughts of this model have no known format", "thinking")
     if thinks and body.thinking.budget_tokens and reads(template, "thinking_budget"):
         options["thinking_budget"] = body.thinking.budget_tokens
     return options
 
 
 async def _stream(generation: Generation, shape: MessageShape) -> AsyncGenerator[bytes, None]:
-    """The events of a stream."""
+    """Yield the events of a stream."""
     yield named_event({"type": "message_start", "message": shape.message(generation.usage())})
     blocks = Blocks(shape.reading, first=shape.reading.form is None)
     for step in blocks.begin():
@@ -203,7 +203,7 @@ class MessageShape:
         self._model, self._label, self.reading = model, label, reading
 
     def message(self, usage: Usage) -> dict[str, Any]:
-        """A message that has just begun."""
+        """Return a message without content, for the beginning of a stream."""
         return {
             "id": self._label,
             "type": "message",
@@ -216,12 +216,12 @@ class MessageShape:
         }
 
     def whole(self, generation: Generation, choice: Choice, text: str) -> dict[str, Any]:
-        """A complete message."""
+        """Return a complete message."""
         content = [self.block(block) for block in blocks_of(self.reading.whole(0, text))]
         return self.message(generation.usage()) | {"content": content} | self.stopped(choice) | generation.weights()
 
     def block(self, block: Block, *, begun: bool = False) -> dict[str, Any]:
-        """A block of the answer; with `begun` an empty one."""
+        """Return a block of the answer; with `begun` without its content."""
         text = "" if begun else block.text
         if block.kind == "call":
             given = msgspec.Raw(b"{}" if begun else text.encode())
@@ -231,7 +231,7 @@ class MessageShape:
         return {"type": "text", "text": text}
 
     def events(self, step: Literal["open", "more", "close"], block: Block, text: str) -> list[dict[str, Any]]:
-        """The events of one step of a stream."""
+        """Return the events of one step of a stream."""
         at = {"index": block.number}
         if step == "open":
             return [{"type": "content_block_start", **at, "content_block": self.block(block, begun=True)}]
@@ -241,7 +241,7 @@ class MessageShape:
         return [{"type": "content_block_delta", **at, "delta": {"type": kind, name: text}}]
 
     def stopped(self, choice: Choice) -> dict[str, Any]:
-        """The fields with the reason of the end."""
+        """Return the fields with the reason of the end."""
         ended, at = choice.reply.ended, choice.answer.stop_reason
         assert ended is not None
         if ended.reason == "text_stop":
@@ -251,7 +251,7 @@ class MessageShape:
         return {"stop_reason": "tool_use" if self.reading.called(0) else "end_turn", "stop_sequence": None}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """Token counts. Prompt tokens found in the cache are counted apart from the others."""
+        """Return token counts. As in Anthropic's API, `input_tokens` excludes tokens found in the radix cache."""
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,

@@ -1,6 +1,6 @@
 """Endpoints other than OpenAI's: /generate and others, as in SGLang and vLLM, and health.
 
-Streams of /generate are cumulative: every event has the whole text so far.
+Streams of /generate are cumulative: every event contains the whole text so far.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from lockstep.api.processes.bridge import Bridge, EngineUnavailable
 from lockstep.api.processes.cluster_bridge import Engines
 from lockstep.core.contract.events import RequestKind
 
-PROBE_S = 20.0  # a token that takes longer counts as a failure
-PROBE_HOLDS_S = 1.0
+PROBE_S = 20.0  # time in which a probe must generate its token
+PROBE_HOLDS_S = 1.0  # time for which the result of a probe is reused
 
 OF_A_CONVERSATION = ("tools", "chat_template_kwargs", "reasoning_effort", "continue_final_message")
-"""Fields that only a chat template reads."""
+"""Fields that are used by chat templates only."""
 
 # ------------------------------------------------------------------------------------------------------------ /generate
 
 
 async def generate(server: Server, call: Call[GenerateBody]) -> Response:
-    """Continue prompts, text or token ids."""
+    """Generate continuations of prompts, which are texts or token ids."""
     body, info, limits = call.body, server.info(), server.limits
     params = body.sampling_params
     if (body.text is None) == (body.input_ids is None):
@@ -104,7 +104,7 @@ async def generate(server: Server, call: Call[GenerateBody]) -> Response:
 
 
 def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
-    """The session that the request continues, if any, and the number of its tokens that stay. Raises ApiError."""
+    """Return the session that the request continues, "" for none, and the tokens of it to keep. Raises ApiError."""
     params = body.session_params
     if params is None:
         return "", None
@@ -112,14 +112,14 @@ def _session(body: GenerateBody, tenant: str) -> tuple[str, int | None]:
     if body.sampling_params.n > 1 or (several and len(_prompts(body)[0]) > 1):
         raise ApiError(400, "`session_params`: a turn of a session has one prompt and one answer", "session_params")
     if body.logprob_start_len not in (None, -1):
-        message = "`logprob_start_len` counts from the front of the session, and its tokens are not sent; leave it out"
+        message = "`logprob_start_len` counts from the start of a session, whose tokens are not sent; leave it out"
         raise ApiError(400, message, "logprob_start_len")
     offset = params.offset
     return session_name(tenant, params.id), None if offset in (None, -1) else offset
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], bool]:
-    """The prompts, and whether they were given as a list of prompts."""
+    """Return the prompts, and whether the field was a list of prompts. Raises ApiError."""
     given: Any = body.text if body.text is not None else body.input_ids
     if not given:
         name = "text" if body.text is not None else "input_ids"
@@ -145,7 +145,7 @@ async def _stream(generation: Generation, body: GenerateBody, several: bool) -> 
 
 
 def _answer(generation: Generation, body: GenerateBody, choice: Choice, text: str) -> dict[str, Any]:
-    """An answer as far as it came."""
+    """Return an answer as far as it was generated."""
     reply, ended = choice.reply, choice.reply.ended
     meta: dict[str, Any] = {
         "id": generation.parameters.label,
@@ -180,7 +180,7 @@ def _answer(generation: Generation, body: GenerateBody, choice: Choice, text: st
 
 
 def _finish(choice: Choice) -> dict[str, Any]:
-    """The reason of an answer's end in SGLang's form."""
+    """Return the reason of an answer's end in SGLang's form."""
     ended = choice.reply.ended
     assert ended is not None
     if ended.reason in ("length", "computed"):
@@ -194,7 +194,7 @@ def _finish(choice: Choice) -> dict[str, Any]:
 
 
 async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
-    """Cancel a request by the id that its client gave it, or that its answer has. An unknown id has no effect."""
+    """Cancel a request by its id, set by the client or read from the answer. An unknown id has no effect."""
     try:
         server.bridge.cancel_label(call.body.rid, call.tenant)
     except EngineUnavailable as error:
@@ -206,7 +206,7 @@ async def abort_request(server: Server, call: Call[AbortBody]) -> Response:
 
 
 async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
-    """The tokens of a prompt or of a conversation."""
+    """Tokenise a prompt or a conversation."""
     body = call.body
     server.model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -214,11 +214,13 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
     if body.prompt is not None:
         for name in OF_A_CONVERSATION:
             if getattr(body, name):
-                raise ApiError(400, f"`{name}` is of a conversation; give `messages`, or leave it out", name)
+                raise ApiError(400, f"`{name}` applies to a conversation; give `messages`, or leave it out", name)
         ids = await server.encode("`prompt`", body.prompt, special=body.add_special_tokens is not False)
     else:
         if body.add_special_tokens:
-            message = "`add_special_tokens` is of a `prompt`; those of a conversation are its template's"
+            message = (
+                "`add_special_tokens` applies to a `prompt`; a conversation has the special tokens of its template"
+            )
             raise ApiError(400, message, "add_special_tokens")
         ids = (await chat_prompt(server, body, tools_of(body.tools or (), None, parallel=None))).ids
     result = {"tokens": ids, "count": len(ids), "max_model_len": server.info().request_tokens_max}
@@ -228,7 +230,7 @@ async def tokenize(server: Server, call: Call[TokenizeBody]) -> Response:
 
 
 async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
-    """The text of tokens, without special ones. Served under the names of two other servers."""
+    """Convert tokens to text, without special tokens. The text is returned under the names of vLLM and SGLang."""
     server.model(call.body.model)
     info, tokens = server.info(), call.body.tokens
     if max(tokens, default=0) >= info.vocabulary:
@@ -241,27 +243,28 @@ async def detokenize(server: Server, call: Call[DetokenizeBody]) -> Response:
 
 
 async def health(server: Server, call: Call[None]) -> Response:
-    """200 while the engine exists and makes progress; sends nothing to the engine, so the answer is immediate."""
+    """Report health: 200 while the engine exists and makes progress. The engine receives no message."""
     well = not (server.bridge.gone or server.bridge.info is None or server.bridge.stalled(server.settings.stalled_s))
     return Response(status_code=200 if well else 503)
 
 
 async def ready(server: Server, call: Call[None]) -> Response:
-    """200 while requests are taken."""
+    """Report readiness: 200 while new requests are accepted."""
     able = server.bridge.info is not None and not (server.bridge.gone or server.draining)
     able = able and any(_takes(one) for one in server.bridge.engines)
     return Response(status_code=200 if able else 503)
 
 
 def _takes(engine: Bridge) -> bool:
-    """Whether an engine takes requests, possibly only to keep them until it has restarted."""
+    """Return whether an engine accepts requests, also if they wait for its restart."""
     return not engine.gone and (engine.gauges is None or engine.gauges.accepting)
 
 
 async def health_generate(server: Server, call: Call[None]) -> Response:
-    """200 when each engine generated a token. A busy engine is judged by its answers, without a probe.
+    """Probe health: 200 if each engine generates a token. An engine with open requests is not probed.
 
-    Concurrent calls share one probe; its result is valid for a second.
+    If all engines have open requests, the answer is that of `health`. Concurrent calls share one probe; its result is
+    valid for PROBE_HOLDS_S.
     """
     bridge = server.bridge
     if bridge.gone or bridge.info is None or all(one.tickets or one.gone for one in bridge.engines):
@@ -272,7 +275,7 @@ async def health_generate(server: Server, call: Call[None]) -> Response:
 
 
 async def _probe(server: Server) -> bool:
-    """Whether every idle engine generates a token."""
+    """Return whether every idle engine generates a token."""
     idle = [one for one in server.bridge.engines if not (one.tickets or one.gone)]
     try:
         return all(await asyncio.gather(*(_probe_one(server, one) for one in idle)))
@@ -299,7 +302,7 @@ async def _probe_one(server: Server, engine: Bridge) -> bool:
 
 
 async def load(server: Server, call: Call[None]) -> Response:
-    """The load of the engines as last reported; sends nothing to them."""
+    """Report the load of the engines as last reported by them. The engines receive no message."""
     result = _load(server.bridge)
     if len(server.bridge.engines) > 1:
         loads = [_load(one) for one in server.bridge.engines]
@@ -320,7 +323,7 @@ def _load(bridge: Engines) -> dict[str, int]:
 
 
 def _state(engine: Bridge) -> str:
-    """The state of an engine in the router's terms."""
+    """Return the state of an engine in the router's terms."""
     if engine.gone:
         return "down"
     if engine.restarting or engine.info is None:
@@ -329,7 +332,7 @@ def _state(engine: Bridge) -> str:
 
 
 async def usage(server: Server, call: Call[None]) -> Response:
-    """Usage and limits of this key's tenant."""
+    """Report usage and limits of the tenant of the request's key."""
     if server.usage is None or server.keys is None:
         raise ApiError(404, "this server has no keys, so tokens are not counted by tenant; see /metrics")
     allowance = server.keys.allowance(call.tenant)
@@ -347,12 +350,12 @@ async def usage(server: Server, call: Call[None]) -> Response:
 
 
 async def not_here(server: Server, call: Call[AnyBody]) -> Response:
-    """Refuse an endpoint that other servers have and this one does not."""
-    raise ApiError(501, f"{call.request.scope['path']} is not served here; docs/serving.md lists what is")
+    """Refuse an endpoint of other servers that this server does not have."""
+    raise ApiError(501, f"{call.request.scope['path']} is not served here; docs/serving.md lists the routes")
 
 
 async def metrics(server: Server, call: Call[None]) -> Response:
-    """Figures for Prometheus."""
+    """Return the metrics in Prometheus' text format."""
     engines = server.bridge.engines
     up = [_state(one) == "up" for one in engines] if server.bridge.info is not None else []
     text = server.metrics.exposition(*(one.gauges for one in engines), up=up)
@@ -360,12 +363,12 @@ async def metrics(server: Server, call: Call[None]) -> Response:
 
 
 async def server_version(server: Server, call: Call[None]) -> Response:
-    """The version of the server."""
+    """Return the version of the server."""
     return JsonResponse({"version": version("lockstep-api")})
 
 
 async def model_info(server: Server, call: Call[None]) -> Response:
-    """The served model."""
+    """Describe the served model."""
     info = server.info()
     return JsonResponse(
         {

@@ -1,7 +1,7 @@
 """The OpenAI endpoints: /v1/models, /v1/completions, /v1/chat/completions.
 
-Shapes are those that the official client and clients of other servers expect; additions are `stop_reason`, `token_ids`
-(on request, as in vLLM) and sentences in errors.
+Answers have the form that the official client and clients of other servers expect. Additions are `stop_reason`,
+`token_ids` (on request, as in vLLM) and sentences in errors.
 """
 
 from __future__ import annotations
@@ -59,28 +59,28 @@ from lockstep.core.contract.errors import ConfigError
 MARK = "\ue000here\ue000"  # a text that occurs in no model name or id
 Shaped = TypeVar("Shaped")
 SHAPED_AT_ONCE_CHARACTERS = 16384
-"""Whole answers up to this length are parsed in the event loop, in some milliseconds."""
+"""Whole answers up to this length are parsed in the event loop, in a few milliseconds; longer answers in a thread."""
 
 NEEDS_NONE_CONTENT = re.compile(r"content['\"]?\]?\s+is\s+(?:not\s+)?none")
-"""Matches a chat template that recognises a call by its empty content; other templates would write `None`, or fail."""
+"""Chat templates that recognise a call by null content. Other templates would render it as `None`, or fail."""
 
 AT_ONCE_MESSAGES = 64
-"""A conversation with up to this many messages and tools is rendered in the event loop; a longer one in a thread."""
+"""Conversations up to this number of messages and tools are rendered in the event loop, longer ones in a thread."""
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions; a chat has no such default and may use all room that is left."""
+"""OpenAI's default of `max_tokens` for completions. Chats have no default: the context is the limit."""
 
 # --------------------------------------------------------------------------------------------------------------- models
 
 
 async def models(server: Server, call: Call[None]) -> Response:
-    """The served models."""
+    """List the served models."""
     names = (*server.models(), *server.bridge.adapters)
     return JsonResponse({"object": "list", "data": [_model(server, name) for name in names]})
 
 
 async def model(server: Server, call: Call[None]) -> Response:
-    """One of the served models."""
+    """Describe one of the served models."""
     return JsonResponse(_model(server, server.model(call.request.path_params["name"])))
 
 
@@ -101,7 +101,7 @@ def _model(server: Server, name: str) -> dict[str, Any]:
 
 
 async def completions(server: Server, call: Call[CompletionBody]) -> Response:
-    """Continue prompts."""
+    """Generate continuations of prompts."""
     body, info, limits = call.body, server.info(), server.limits
     name = server.model(body.model)
     samples = body.n or 1
@@ -113,11 +113,13 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
     if body.logprobs is not None:
         check_logprobs(body.logprobs, "logprobs", info, limits)
     if body.echo and body.logprobs is not None and body.stream:
-        raise ApiError(400, "`logprobs` of an echoed prompt are known at the end, so not in a `stream`", "logprobs")
+        raise ApiError(
+            400, "`logprobs` of an echoed prompt are known at the end only, and cannot be in a `stream`", "logprobs"
+        )
     check_prompt_logprobs(body, info, limits)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if not max_tokens and not body.echo:
-        raise ApiError(400, "`max_tokens` is 0, which leaves nothing to answer without `echo`", "max_tokens")
+        raise ApiError(400, "`max_tokens` is 0, so the answer is empty without `echo`", "max_tokens")
     judged = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
     parameters = _parameters(
         server,
@@ -137,15 +139,17 @@ async def completions(server: Server, call: Call[CompletionBody]) -> Response:
 
 
 def check_best_of(body: CompletionBody, samples: int, info: EngineInfo) -> None:
-    """Refuse `best_of` below `n`, and `best_of` that is not supported. Raises ApiError."""
+    """Check that `best_of` is at least `n`, and supported. Raises ApiError."""
     if body.best_of is None or body.best_of == samples:
         return
     if body.best_of < samples:
         raise ApiError(400, f"`best_of` is {body.best_of}, but must be at least `n`, which is {samples}", "best_of")
     if body.stream:
-        raise ApiError(400, "`best_of` is known at the end, so not in a `stream`", "best_of")
+        raise ApiError(
+            400, "the best answers are known at the end only, so `best_of` cannot be in a `stream`", "best_of"
+        )
     if not info.logprobs:
-        raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to choose by", "best_of")
+        raise ApiError(400, "`best_of` is set, but an emulated engine has no logprobs to compare answers", "best_of")
 
 
 async def _prompt(server: Server, given: str | list[int], *, special: bool, echo: bool) -> Prompt:
@@ -201,7 +205,7 @@ async def chat(server: Server, call: Call[ChatBody]) -> Response:
 
 
 async def chat_prompt(server: Server, body: ChatBody | TokenizeBody, tools: Tools) -> Prompt:
-    """The conversation as the model's template writes it, in tokens. Raises ApiError."""
+    """Render a conversation by the chat template, and tokenise it. Raises ApiError."""
     template = None if server.text is None else server.text.chat_template
     return await conversation(
         server,
@@ -223,19 +227,19 @@ async def conversation(
     field: str = "messages",
     options: dict[str, Any] | None = None,
 ) -> Prompt:
-    """Messages as the model's template writes them, in tokens.
+    """Render messages by the chat template, and tokenise them.
 
     Args:
         options: further variables of the template.
-        go_on: the last message is incomplete: the answer continues it.
-        field: the client's name of the messages.
+        go_on: the last message is incomplete, and the answer continues it.
+        field: the client's name of the messages, for errors.
     Raises: ApiError.
     """
     if len(given) > server.limits.messages_max:
         message = f"`{field}` has {len(given)} messages, at most {server.limits.messages_max} are allowed"
         raise ApiError(400, message, field)
     if go_on and generation_prompt:
-        message = "`continue_final_message` goes on with the last message; set `add_generation_prompt` to false"
+        message = "`continue_final_message` continues the last message; set `add_generation_prompt` to false"
         raise ApiError(400, message, "continue_final_message")
     text = server.needs_text("a conversation")
     none = NEEDS_NONE_CONTENT.search(text.chat_template or "") is not None
@@ -265,10 +269,10 @@ def _written(text: Texts, messages: list[dict[str, Any]], variables: dict[str, A
 
 
 def _message(message: ChatMessage, index: int, field: str, nothing: str | None) -> dict[str, Any]:
-    """A message for the template: content as text, arguments of tool calls as objects.
+    """Return a message for the template: content as text, arguments of tool calls as objects. Raises ApiError.
 
     Args:
-        nothing: content of a message that has calls, or thoughts, and no content.
+        nothing: content of a message with calls or thoughts and without content.
     """
     result: dict[str, Any] = message.model_dump(exclude_unset=True)
     if message.content is None:
@@ -291,7 +295,7 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
                 call = {**call, "function": {**function, "arguments": json.loads(function["arguments"] or "{}")}}
             except (ValueError, RecursionError):
                 where = f"messages.{index}.tool_calls"
-                raise ApiError(400, f"`{where}` has arguments that are no JSON", where) from None
+                raise ApiError(400, f"`{where}` has arguments that are not JSON", where) from None
         calls.append(call)
     if calls:
         result["tool_calls"] = calls
@@ -302,16 +306,18 @@ def _message(message: ChatMessage, index: int, field: str, nothing: str | None) 
 
 
 def check_prompt_logprobs(body: OpenAI, info: EngineInfo, limits: Limits) -> None:
-    """Refuse `prompt_logprobs` that are not supported, or too many. Raises ApiError."""
+    """Check that `prompt_logprobs` is supported, and within the limit. Raises ApiError."""
     if body.prompt_logprobs is None:
         return
     check_logprobs(body.prompt_logprobs, "prompt_logprobs", info, limits)
     if body.stream:
-        raise ApiError(400, "`prompt_logprobs` are known at the end, so not in a `stream`", "prompt_logprobs")
+        raise ApiError(
+            400, "`prompt_logprobs` are known at the end only, and cannot be in a `stream`", "prompt_logprobs"
+        )
 
 
 def label_of(body: OpenAI, kind: str) -> str:
-    """The id of an answer, chosen by the client or fresh. Raises ApiError."""
+    """Return the id of an answer, set by the client or random. Raises ApiError."""
     if body.rid and body.request_id:
         raise ApiError(400, "`rid` and `request_id` both set the id of the request; give one of them", "rid")
     return body.rid or f"{kind}-{body.request_id or secrets.token_hex(16)}"
@@ -338,7 +344,7 @@ def _parameters(server: Server, body: OpenAI, tenant: str, label: str, **more: A
 
 
 async def _answer(server: Server, call: Call[Any], generation: Generation, shape: CompletionShape) -> Response:
-    """The answer as one object, or as a stream."""
+    """Return the answer as one object, or as a stream."""
     if shape.body.stream:
         return await streamed(server, call, generation, _stream(generation, shape))
     try:
@@ -349,14 +355,14 @@ async def _answer(server: Server, call: Call[Any], generation: Generation, shape
 
 
 async def shaped(shape: Callable[[], Shaped], characters: int) -> Shaped:
-    """Call `shape`, which parses answers of this length character by character; for long answers in a thread."""
+    """Call `shape`, which parses answers of `characters` characters in total; in a thread if they are long."""
     return shape() if characters <= SHAPED_AT_ONCE_CHARACTERS else await asyncio.to_thread(shape)
 
 
 async def streamed(
     server: Server, call: Call[Any], generation: Generation, events: AsyncGenerator[bytes, None]
 ) -> EventStream:
-    """A stream, begun once the request was accepted. Raises ApiError, ClientLeft."""
+    """Return a stream once the request was accepted. Raises ApiError if it was refused, ClientLeft."""
     try:
         await unless_left(call.request, generation.accepted())
     except BaseException:
@@ -366,7 +372,7 @@ async def streamed(
 
 
 async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenerator[bytes, None]:
-    """Events of a stream, up to [DONE]."""
+    """Yield the events of a stream, up to [DONE]."""
     options = shape.body.stream_options
     include_usage = options is not None and bool(options.include_usage)
     always_usage = options is not None and bool(options.continuous_usage_stats)
@@ -401,7 +407,7 @@ async def _stream(generation: Generation, shape: CompletionShape) -> AsyncGenera
 
 
 def best_answers(texts: list[tuple[Choice, str]], kept: int, drawn: int) -> list[tuple[Choice, str]]:
-    """Of each `drawn` answers to one prompt, the `kept` with the highest mean logprob of their tokens."""
+    """Return, of each `drawn` answers to one prompt, the `kept` answers with the highest mean logprob of tokens."""
     if kept == drawn:
         return texts
 
@@ -419,8 +425,10 @@ class CompletionShape:
     KIND = CHUNK = "text_completion"
 
     def __init__(self, server: Server, body: Any, model: str, label: str, best: tuple[int, int] = (1, 1)) -> None:
-        """Args: best: (kept, drawn): of `drawn` answers to a prompt only the `kept` with the best logprobs are
-        returned.
+        """Prepare for the answers to one request.
+
+        Args:
+            best: (kept, drawn): of `drawn` answers to a prompt the `kept` best are returned, see `best_answers`.
         """
         self._best = best
         self.body, self.names, self._model, self._label = body, server.names, model, label
@@ -429,12 +437,12 @@ class CompletionShape:
 
     @property
     def only_text(self) -> bool:
-        """Whether a piece of an answer has nothing but text, until its end."""
+        """Whether pieces of an answer, except for the last, contain text only."""
         no_logprobs = self.body.logprobs is None or self.body.logprobs is False  # 0 is a request for logprobs
         return no_logprobs and not self.body.return_token_ids
 
     def plain_event(self, piece: ChoiceDelta, chunk: Callable[[list[dict[str, Any]]], bytes]) -> bytes:
-        """The event of a piece that is only text, from a template that is encoded once per choice."""
+        """Return the event of a piece that contains text only, from bytes that are encoded once per choice."""
         around = self._plain.get(piece.choice.index)
         if around is None:
             result = self.delta(replace(piece, text=MARK))
@@ -444,7 +452,7 @@ class CompletionShape:
         return around[0] + msgspec.json.encode(piece.text) + around[1]
 
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         return {
             "id": self._label,
             "object": self.KIND,
@@ -458,16 +466,16 @@ class CompletionShape:
         }
 
     def usage(self, generation: Generation) -> dict[str, object]:
-        """Token counts so far."""
+        """Return the token counts so far."""
         return generation.usage().as_json()
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
-        """A piece of an answer in a stream, as one or more chunks."""
+        """Return a piece of an answer in a stream as choices of chunks, possibly none."""
         result = self.delta(piece)
         return [] if result is None else [result]
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chunk of a stream."""
+        """Return a chunk of a stream."""
         return {
             "id": self._label,
             "object": self.CHUNK,
@@ -477,7 +485,7 @@ class CompletionShape:
         }
 
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        """One whole answer."""
+        """Return one whole answer."""
         echoed = choice.prompt.text or "" if self.body.echo else ""
         result = self._end(choice) | {"index": choice.index, "text": echoed + text}
         tokens = choice.reply.tokens
@@ -489,9 +497,9 @@ class CompletionShape:
         return result
 
     def likeliest_of_prompt(self, choice: Choice) -> list[dict[str, Any] | None]:
-        """For each prompt token its logprob and those of the likeliest tokens at its position, by id, as in vLLM.
+        """Return for each prompt token the logprobs of it and of the likeliest tokens at its position, as in vLLM.
 
-        `rank` is 1 for the likeliest, and null for a token that is not among the requested ones.
+        `rank` is 1 for the likeliest token, and null for a prompt token that is not among the requested tokens.
         """
         result: list[dict[str, Any] | None] = []
         for token, value, tops in zip(
@@ -513,13 +521,13 @@ class CompletionShape:
         return result
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The first event of a stream for one answer; None for no event."""
+        """Return the first choice in the stream of one answer; None for none."""
         if not self.body.echo:
             return None
         return {"index": choice.index, "text": choice.prompt.text or "", "logprobs": None, "finish_reason": None}
 
     def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
-        """A piece of an answer in a stream; None for a piece without visible content."""
+        """Return a piece of an answer in a stream; None for a piece without visible content."""
         if not self._shows(piece):
             return None
         result = self._piece(piece) | {"text": piece.text}
@@ -527,7 +535,7 @@ class CompletionShape:
         return result
 
     def logprobs(self, choice: Choice, first: int, stop: int, *, echo: bool) -> dict[str, Any] | None:
-        """Logprobs of output tokens [first:stop), with `echo` preceded by those of the prompt."""
+        """Return the logprobs of output tokens [first:stop), with `echo` preceded by those of the prompt."""
         if self.body.logprobs is None:
             return None
         reply = choice.reply
@@ -552,7 +560,7 @@ class CompletionShape:
         }
 
     def _likeliest(self, token: str, value: float | None, tops: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-        """The likeliest tokens at a token's position, and the token; None for the first token of a prompt."""
+        """Return the logprobs of a token and of the likeliest tokens at its position; None for a first prompt token."""
         if value is None:
             return None
         return {self.names.of(one)[0]: logprob for one, logprob in tops[: self.body.logprobs]} | {token: value}
@@ -594,25 +602,25 @@ class ChatShape(CompletionShape):
 
     @property
     def only_text(self) -> bool:
-        """Whether a piece of an answer has nothing but text, until its end."""
+        """Whether pieces of an answer, except for the last, contain text only."""
         return super().only_text and self._reading.form is None
 
     def usage(self, generation: Generation) -> dict[str, object]:
-        """Token counts so far, with those of thoughts apart."""
+        """Return the token counts so far, with the count of thoughts as a detail."""
         used = generation.usage()
         if self._reading.thinks:
             used.thought_tokens = self._reading.thought_tokens(generation)
         return used.as_json()
 
     def whole(self, generation: Generation, texts: list[tuple[Choice, str]]) -> dict[str, Any]:
-        """The answer as one object. The logprobs of the prompt stand beside the choices, which share it."""
+        """Return the answer as one object. All choices share the prompt, so its logprobs are beside the choices."""
         result = super().whole(generation, texts)
         if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = self.likeliest_of_prompt(texts[0][0])
         return result
 
     def choice(self, choice: Choice, text: str) -> dict[str, Any]:
-        """One whole answer."""
+        """Return one whole answer."""
         result: dict[str, Any] = {"message": self._message(choice, text)}
         result |= self._end(choice)
         result["logprobs"] = self.chat_logprobs(choice, 0, len(choice.reply.tokens))
@@ -644,13 +652,13 @@ class ChatShape(CompletionShape):
         return result
 
     def deltas(self, piece: ChoiceDelta) -> list[dict[str, Any]]:
-        """A piece of an answer in a stream as chunks: one per parsed event; the last chunk has the finish reason."""
+        """Return a piece of an answer in a stream as choices, one per parsed event; the last has the finish reason."""
         if self._reading.form is None:
             return super().deltas(piece)
         index = piece.choice.index
         parser = self._reading.parser(index)
         events = parser.feed(piece.text) + (parser.finish() if piece.ended is not None else [])
-        deltas = [result for one in events for result in self._meant(index, one)]
+        deltas = [result for one in events for result in self._deltas_of(index, one)]
         if piece.ended is not None:
             deltas += [*self._kept_thoughts(index), {}]
         if not deltas and (self.body.return_token_ids or self.body.logprobs):
@@ -662,8 +670,8 @@ class ChatShape(CompletionShape):
             chunks[-1]["logprobs"] = self.chat_logprobs(piece.choice, piece.first, piece.stop)
         return chunks
 
-    def _meant(self, index: int, parsed: Event) -> list[dict[str, Any]]:
-        """A parsed event as deltas."""
+    def _deltas_of(self, index: int, parsed: Event) -> list[dict[str, Any]]:
+        """Return a parsed event as deltas."""
         match parsed:
             case Thought():
                 if not self._shows_thoughts:
@@ -690,12 +698,12 @@ class ChatShape(CompletionShape):
         return [{"reasoning_content": kept}] if kept else []
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The role of the answer."""
+        """Return the first choice in the stream of one answer, with its role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, piece: ChoiceDelta) -> dict[str, Any] | None:
-        """A piece of an answer in a stream; None for a piece without visible content."""
+        """Return a piece of an answer in a stream; None for a piece without visible content."""
         if not (self._shows(piece) or self.body.logprobs):
             return None
         result = self._piece(piece) | {"delta": {"content": piece.text} if piece.text or piece.ended is None else {}}
@@ -706,7 +714,7 @@ class ChatShape(CompletionShape):
         return bool(piece.text or piece.ended or self.body.return_token_ids or self.body.logprobs)
 
     def chat_logprobs(self, choice: Choice, first: int, stop: int) -> dict[str, Any] | None:
-        """Logprobs of output tokens [first:stop)."""
+        """Return the logprobs of output tokens [first:stop); None if they were not requested."""
         if not self.body.logprobs:
             return None
         reply, most = choice.reply, self.body.top_logprobs or 0
@@ -723,7 +731,7 @@ class ChatShape(CompletionShape):
 
 
 def prompt_logprobs(choice: Choice) -> list[float | None]:
-    """Logprob of each prompt token; None for the first."""
+    """Return the logprob of each prompt token; None for the first token."""
     ended = choice.reply.ended
     assert ended is not None
     positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()
@@ -732,7 +740,7 @@ def prompt_logprobs(choice: Choice) -> list[float | None]:
 
 
 def prompt_top_logprobs(choice: Choice) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens at the position of each prompt token, likeliest first; none for the first token."""
+    """Return the likeliest tokens at the position of each prompt token, likeliest first; none for the first token."""
     ended = choice.reply.ended
     assert ended is not None
     positions = np.frombuffer(ended.prompt_positions, "<i4").tolist()

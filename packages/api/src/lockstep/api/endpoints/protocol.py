@@ -2,7 +2,7 @@
 
 connection ──head_s──> headers ──body_s──> body ──> the application
      │                    └ larger than HEAD_BYTES_MAX: 400        a late head: 408; a late body: 408 by the
-     └ one too many: 503, and closed                               application, or at last closed here
+     └ beyond connections_max: 503, and closed                     application, or closed BODY_GRACE_S later
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from lockstep.api.endpoints.http import ABORT
 from lockstep.api.settings import Limits
 
-SEND_BYTES_MAX = 128 * 1024  # kept by the kernel for a client that reads slowly
-CLOSE_S = 30.0  # for a client to read the rest of the last answer
+SEND_BYTES_MAX = 128 * 1024  # unsent bytes of a connection in the kernel, for a client that reads slowly
+CLOSE_S = 30.0  # time for a client to read the rest of the last answer
 HEAD_BYTES_MAX = 64 * 1024  # request line and headers together
-BODY_GRACE_S = 5.0  # for the application to refuse a late body itself
+BODY_GRACE_S = 5.0  # time for the application to refuse a late body itself
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """The limits of every connection. `bounded_by` makes a subclass with values."""
+    """An HTTP connection with limits. `bounded_by` makes a subclass with the values."""
 
     limits = Limits()
     _head_bytes = 0
@@ -31,23 +31,23 @@ class BoundedProtocol(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Take in a new connection."""
+        """Set the deadline of the first head; refuse a connection beyond `connections_max`."""
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES_MAX)
         if len(self.connections) > self.limits.connections_max:
-            self._refuse(b"503 Service Unavailable", b"There are as many connections as are taken.")
+            self._refuse(b"503 Service Unavailable", b"The server has reached its limit of connections.")
             return
         self._expect(self.limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take in the end of the connection."""
+        """Drop the deadline."""
         self._expect(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in."""
+        """Parse received bytes; refuse a head that is too large."""
         if self._in_head:
             self._head_bytes += len(data)
             if self._late is None:  # the next head on a kept connection
@@ -57,20 +57,20 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"Request line and headers are larger than {HEAD_BYTES_MAX} bytes.")
 
     def on_headers_complete(self) -> None:
-        """Take in the end of the head."""
+        """Set the deadline of the body."""
         self._in_head, self._head_bytes = False, 0
-        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # for a stream without a reader
+        self.scope[ABORT] = self.transport.abort  # type: ignore[literal-required]  # called for a stream that its client does not read
         self._expect(self.limits.body_s + BODY_GRACE_S)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Take in the end of a message; the next head begins."""
+        """Drop the deadline; the next head begins."""
         self._in_head = True
         self._expect(None)
         super().on_message_complete()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection soon, even if the client never reads the rest of the last answer."""
+        """Close an idle connection, after CLOSE_S even if the client never reads the rest of the last answer."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(CLOSE_S, self.transport.abort)
 
@@ -98,5 +98,5 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bounded_by(limits: Limits) -> type[BoundedProtocol]:
-    """A protocol class with these limits."""
+    """Return a protocol class with these limits."""
     return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})

@@ -1,7 +1,7 @@
 """/v1/responses: OpenAI's newer endpoint, for text.
 
-Answers are stored for a while (`stored_responses`): they can be fetched again, and `previous_response_id` continues
-one. With `background` the answer is made while no client waits for it.
+Answers are stored for a limited time (`stored_responses`): they can be fetched again, and `previous_response_id`
+continues one. With `background` the request returns at once, and the answer is generated without a waiting client.
 
 Events of a stream, each with a `sequence_number`:
 
@@ -63,10 +63,10 @@ ITEMS_LISTED, ITEMS_LISTED_MAX = 20, 100
 """Default and largest number of input items in one list, as at OpenAI."""
 
 CANCELLED_WITHIN_S, CANCELLED_LOOK_S = 5.0, 0.02
-"""Seconds for a cancelled answer to end with its partial output, and between checks; later it ends with no output."""
+"""Seconds for a cancelled answer to end with its partial output, and between checks; later it ends without output."""
 
 Keep = Callable[[dict[str, Any]], object]
-"""Called with an answer whenever its state changes."""
+"""Called with an answer that has ended, to store it."""
 
 
 async def responses(server: Server, call: Call[ResponseBody]) -> Response:
@@ -129,7 +129,7 @@ async def _whole(generation: Generation, shape: ResponseShape) -> dict[str, Any]
 
 
 def _kept(server: Server, body: ResponseBody) -> bool:
-    """Whether the answer is stored; OpenAI's default is true. Raises ApiError if a field needs it and it is false."""
+    """Return whether the answer is stored, by default true. Raises ApiError for fields that contradict it."""
     if server.responses is None:
         for name in ("store", "background", "previous_response_id"):
             if getattr(body, name):
@@ -138,13 +138,13 @@ def _kept(server: Server, body: ResponseBody) -> bool:
     if body.background and body.store is False:
         raise ApiError(400, "`background` answers are fetched later, so `store` must not be false", "background")
     if body.background and body.stream:
-        message = "`background` and `stream` do not go together here: fetch the answer, or leave one of them out"
+        message = "`background` and `stream` cannot be combined: fetch the answer, or leave one of them out"
         raise ApiError(400, message, "background")
     return body.store is not False
 
 
 def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
-    """The conversation that an input continues, as items. Raises ApiError."""
+    """Return the conversation that an input continues, as items. Raises ApiError."""
     name = call.body.previous_response_id
     if not name:
         return []
@@ -160,7 +160,7 @@ def _before(server: Server, call: Call[ResponseBody]) -> list[dict[str, Any]]:
 
 
 def _items(body: ResponseBody, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole input of an answer, as items with ids."""
+    """Return the whole input of an answer, as items with ids."""
     given: list[dict[str, Any]]
     if isinstance(body.input, str):
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
@@ -176,7 +176,7 @@ async def _begun(
     shape: ResponseShape,
     before: list[dict[str, Any]],
 ) -> Response:
-    """Report that the answer is in progress, and make it in the background. Raises ApiError if it was refused."""
+    """Store the answer as queued, return it, and generate it in the background. Raises ApiError if it was refused."""
     store = server.responses
     assert store is not None
     try:
@@ -194,7 +194,7 @@ async def _begun(
 
 
 async def _in_background(store: StoredResponses, tenant: str, generation: Generation, shape: ResponseShape) -> None:
-    """Make an answer in the background."""
+    """Generate an answer in the background, and store each of its states."""
     try:
         await generation.began()
         store.change(tenant, shape.response("in_progress"), over=False)
@@ -202,7 +202,7 @@ async def _in_background(store: StoredResponses, tenant: str, generation: Genera
         store.change(tenant, result, over=True)
     except ApiError as error:
         store.change(tenant, shape.failed(error.message), over=True)
-    except Exception:  # an error of one request; other requests go on
+    except Exception:  # an error of one request; other requests continue
         log.exception("a response in the background failed")
         store.change(tenant, shape.failed("the server failed; its log has the cause"), over=True)
     finally:
@@ -210,7 +210,7 @@ async def _in_background(store: StoredResponses, tenant: str, generation: Genera
 
 
 def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, StoredResponse]:
-    """The answer that a path names. Raises ApiError, 404."""
+    """Return the store, and id and answer of the request's path. Raises ApiError, 404."""
     name = str(call.request.path_params["response_id"])
     if server.responses is None:
         raise ApiError(404, NONE_STORED)
@@ -221,7 +221,7 @@ def _found(server: Server, call: Call[None]) -> tuple[StoredResponses, str, Stor
 
 
 async def response(server: Server, call: Call[None]) -> Response:
-    """A stored answer, as far as it came."""
+    """Return a stored answer, also while it is in progress."""
     query = call.request.query_params
     if query.get("stream", "false").lower() not in ("false", "0", ""):
         raise ApiError(
@@ -231,7 +231,7 @@ async def response(server: Server, call: Call[None]) -> Response:
 
 
 async def delete_response(server: Server, call: Call[None]) -> Response:
-    """Delete an answer; one in progress is cancelled."""
+    """Delete an answer. An answer in progress is cancelled."""
     store, name, stored = _found(server, call)
     if not stored.over:
         _cancel(server, call, name)
@@ -240,7 +240,7 @@ async def delete_response(server: Server, call: Call[None]) -> Response:
 
 
 async def cancel_response(server: Server, call: Call[None]) -> Response:
-    """Cancel an answer made in the background, keeping its partial output; an answer that has ended is unchanged."""
+    """Cancel an answer in the background. Its partial output is kept. An answer that has ended does not change."""
     store, name, stored = _found(server, call)
     if not stored.response["background"]:
         raise ApiError(400, f"response {name[:80]!r} is not made in the background; close its connection to end it")
@@ -248,7 +248,7 @@ async def cancel_response(server: Server, call: Call[None]) -> Response:
         return JsonResponse(stored.response)
     _cancel(server, call, name)
     until_s = time.monotonic() + CANCELLED_WITHIN_S
-    # stored by the worker that makes the answer, possibly another one
+    # the worker that generates the answer stores its end; it may be another worker than this one
     while not stored.over and time.monotonic() < until_s:
         await asyncio.sleep(CANCELLED_LOOK_S)
         stored = _found(server, call)[2]
@@ -266,7 +266,7 @@ def _cancel(server: Server, call: Call[None], name: str) -> None:
 
 
 async def input_items(server: Server, call: Call[None]) -> Response:
-    """The input of an answer, newest first or with `order` asc oldest first; `after` an item, `limit` of them."""
+    """List the input of an answer, newest first or by `order`, at most `limit` items from the item `after` on."""
     items = _found(server, call)[2].input
     query = call.request.query_params
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", str(ITEMS_LISTED))
@@ -290,7 +290,7 @@ async def input_items(server: Server, call: Call[None]) -> Response:
 
 
 def _tools(body: ResponseBody) -> Tools:
-    """The tools in the form of chat completions: here their fields are one level up. Raises ApiError."""
+    """Convert the tools to the form of chat completions, with their fields one level down. Raises ApiError."""
     nested: list[dict[str, Any]] = []
     for i, tool in enumerate(body.tools or ()):
         if tool.get("type") != "function":
@@ -316,13 +316,13 @@ async def _prompt(server: Server, body: ResponseBody, tools: Tools, before: list
 
 
 def _messages(items: Sequence[InputItem], before: int = 0) -> list[ChatMessage]:
-    """Messages for the template: thoughts and calls of one turn belong to one message. Raises ApiError.
+    """Convert items to messages for the template. Thoughts and calls of one turn become one message. Raises ApiError.
 
     Args:
-        before: number of leading items from earlier answers, which the client's numbering does not count.
+        before: number of leading items from earlier answers. Item numbers in errors start after them.
     """
     messages: list[ChatMessage] = []
-    turn: dict[str, Any] = {}  # of the assistant, incomplete
+    turn: dict[str, Any] = {}  # fields of the assistant's incomplete message
 
     def over() -> None:
         if turn:
@@ -366,7 +366,7 @@ def _needs(item: InputItem, index: int, name: str) -> Any:
 
 
 def _message(item: InputItem, index: int) -> ChatMessage:
-    """A message for the template. Raises ApiError."""
+    """Convert an item to a message for the template. Raises ApiError."""
     if item.type != "message":
         where, known = f"input.{index}.type", "message, reasoning, function_call or function_call_output"
         raise ApiError(400, f"`{where}` must be {known}, got {item.type[:40]!r}", where)
@@ -378,7 +378,7 @@ def _message(item: InputItem, index: int) -> ChatMessage:
 
 
 def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str, ...]) -> str:
-    """The parts of a message as one text. Raises ApiError for a part that is not text."""
+    """Return the parts of a message as one text, on separate lines. Raises ApiError for a part that is not text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -395,7 +395,7 @@ def text_parts(content: str | list[dict[str, Any]], where: str, kinds: tuple[str
 
 
 async def _stream(generation: Generation, shape: ResponseShape, keep: Keep) -> AsyncGenerator[bytes, None]:
-    """The events of a stream."""
+    """Yield the events of a stream."""
     numbers = count()
 
     def sent(kind: str, **more: Any) -> bytes:
@@ -435,7 +435,7 @@ class ResponseShape:
         self.cut = False  # whether the answer was cut off
 
     def response(self, status: str) -> dict[str, Any]:
-        """A response that is not complete yet."""
+        """Return a response without output, in this status."""
         body = self._body
         return {
             "id": self._label,
@@ -465,11 +465,11 @@ class ResponseShape:
         }
 
     def failed(self, message: str) -> dict[str, Any]:
-        """A response that failed."""
+        """Return a response that failed with this message."""
         return self.response("failed") | {"error": {"code": "server_error", "message": message}}
 
     def ended(self, generation: Generation, choice: Choice, blocks: Sequence[Block]) -> dict[str, Any]:
-        """A response that has ended."""
+        """Return a response that has ended."""
         assert choice.reply.ended is not None
         reason = finish_reason(choice.reply.ended)
         status = {"stop": "completed", "length": "incomplete"}.get(reason, "cancelled")
@@ -494,7 +494,7 @@ class ResponseShape:
     def events(
         self, step: Literal["open", "more", "close"], block: Block, text: str, *, last: bool = False
     ) -> list[tuple[str, dict[str, Any]]]:
-        """The events of one step of a stream; `last` if this is the last block so far."""
+        """Return the events of one step of a stream. `last`: the block is the last one so far."""
         name, at = DELTAS[block.kind], {"output_index": block.number}
         if step == "open":
             added = ("output_item.added", at | {"item": self.item(block, begun=True)})
@@ -515,11 +515,11 @@ class ResponseShape:
         ]
 
     def item(self, block: Block, *, begun: bool = False, last: bool = False) -> dict[str, Any]:
-        """A block as an item.
+        """Return a block as an item.
 
         Args:
-            begun: the item is still empty.
-            last: the item at which an answer that was cut off stopped.
+            begun: the item has no content yet.
+            last: the item is the last one; it is incomplete if the answer was cut off.
         """
         block.id = block.id or f"{PREFIXES[block.kind]}_{secrets.token_hex(24)}"
         status = "in_progress" if begun else "incomplete" if (last and self.cut) or not block.whole else "completed"
@@ -532,7 +532,7 @@ class ResponseShape:
         return {"id": block.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
     def part(self, block: Block) -> dict[str, Any]:
-        """The content part of a block."""
+        """Return the content part of a block."""
         if block.kind == "thought":
             return {"type": "reasoning_text", "text": block.text}
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}

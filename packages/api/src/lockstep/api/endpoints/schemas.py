@@ -1,7 +1,7 @@
-"""Request bodies: the fields that are served, and the names of fields that other servers serve and this one refuses.
+"""Request bodies: the fields that are served, and the names of fields that only other servers serve.
 
-Unknown fields are accepted, as in other servers, and noted in the debug log; with `strict` they are refused. A field of
-REFUSED is known: it is accepted with a value that changes nothing, and refused by name otherwise.
+Unknown fields are accepted, as in other servers, and written to the debug log; with `strict` they are refused. A field
+of REFUSED is known: it is accepted with a value that changes no answer, and refused by name otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 def _check_label(value: str) -> str:
-    """A client's name for its request: logs and terminals show it, so control characters are refused."""
+    """Check a client's name for its request. Logs and terminals show it, so control characters are refused."""
     for at, character in enumerate(value):
         if ord(character) in CONTROLS:
             raise ValueError(f"Character {at} is a control character, {CONTROLS[ord(character)]}; leave it out")
@@ -34,13 +34,13 @@ ITEMS_MAX = 2**14
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
-"""A list of which only the first error is reported: reporting a million takes minutes, and gigabytes."""
+"""A list with only its first error reported: a report of a million errors takes minutes, and gigabytes."""
 
 Objects = Items[dict[str, Any]]
 
 
 def _check_ids(value: Any) -> list[int]:
-    """Token ids: a list of integers, checked without a Python step for each."""
+    """Check a list of token ids, without a Python step for each."""
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError("Input should be a list of token ids")
     if value and not 0 <= min(value) <= max(value) < 2**31:
@@ -49,14 +49,14 @@ def _check_ids(value: Any) -> list[int]:
 
 
 def _check_texts(value: Any) -> str | list[str]:
-    """A text, or a list of texts."""
+    """Check a text, or a list of texts."""
     if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {str}):
         return value
     raise ValueError("Input should be a text or a list of texts")
 
 
 def _check_id_lists(value: Any) -> list[Any]:
-    """Token ids, or a list of such lists."""
+    """Check token ids, or a list of lists of token ids."""
     if isinstance(value, list) and set(map(type, value)) == {list}:
         _check_ids(list(chain.from_iterable(value)))
         return value
@@ -64,7 +64,7 @@ def _check_id_lists(value: Any) -> list[Any]:
 
 
 def _check_prompts(value: Any) -> str | list[Any]:
-    """A text, token ids, or a list of one kind of these."""
+    """Check a text, token ids, or a list of one kind of these."""
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if kinds == {int} or kinds == {list}:
         return _check_id_lists(value)
@@ -74,7 +74,7 @@ def _check_prompts(value: Any) -> str | list[Any]:
 
 
 def _check_bias(value: Any) -> dict[str, float]:
-    """Biases by token, as in JSON."""
+    """Check biases of logits by token id, which is a text in JSON."""
     if not isinstance(value, dict) or not set(map(type, value.values())) <= {int, float}:
         raise ValueError("Input should be an object of numbers, by token id")
     if value and not -100.0 <= min(value.values()) <= max(value.values()) <= 100.0:
@@ -83,14 +83,14 @@ def _check_bias(value: Any) -> dict[str, float]:
 
 
 def _check_arguments(value: Any) -> dict[str, dict[str, Any]]:
-    """An object of objects."""
+    """Check an object of objects."""
     if not isinstance(value, dict) or not set(map(type, value.values())) <= {dict}:
         raise ValueError("Input should be an object of objects, by name")
     return value
 
 
 def _check_metadata(value: Any) -> dict[str, str]:
-    """Up to OpenAI's limits of short texts by name."""
+    """Check texts by name, within OpenAI's limits of number and length."""
     if not isinstance(value, dict) or len(value) > 16 or not set(map(type, value.values())) <= {str}:
         raise ValueError("Input should be an object of at most 16 texts")
     if any(len(name) > 64 or len(text) > 512 for name, text in value.items()):
@@ -99,7 +99,7 @@ def _check_metadata(value: Any) -> dict[str, str]:
 
 
 def _check_documents(value: Any) -> list[Any]:
-    """A list of texts or objects, checked without a Python step for each."""
+    """Check a list of texts or objects, without a Python step for each."""
     if not isinstance(value, list) or not set(map(type, value)) <= {str, dict}:
         raise ValueError("Input should be a list of texts")
     return value
@@ -131,17 +131,17 @@ NOTHING = (None, False, "", 0)
 PICKLED = "is a pickle, which may run code; put the tensors into shared memory as safetensors: `shared_memory`"
 WHY = {
     "serialized_named_tensors": PICKLED,
-    "custom_logit_processor": "is a program, and none are taken from clients; `logit_processors` names an operator's",
-    "logits_processors": "are programs, and none are taken from clients; `logit_processors` names an operator's",
-    "conversation": "names a stored conversation, and this server has none; `previous_response_id` names an answer",
-    "response_format": "is of chat completions; a response has the same as `text.format`",
-    "abort_all": "is an operator's: /abort_all on --admin-socket",
+    "custom_logit_processor": "is a program, which clients may not send; `logit_processors` selects the operator's",
+    "logits_processors": "are programs, which clients may not send; `logit_processors` selects the operator's",
+    "conversation": "names a stored conversation, and this server has none; `previous_response_id` continues an answer",
+    "response_format": "is a field of chat completions; the field of a response is `text.format`",
+    "abort_all": "is for operators: /abort_all on --admin-socket",
 }
 """Known field that is not served -> the text of the error after its name."""
 
 
 def empty(value: Any) -> bool:
-    """Whether a value has the same meaning as an absent field."""
+    """Return whether a value has the same meaning as an absent field."""
     return value in NOTHING or value in ([], {})
 
 
@@ -153,20 +153,20 @@ class Body(BaseModel):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Known fields that are not served -> values, besides null, that change no answer.
 
-    If the first of these values is true, or is None, then false and other empty values do change an answer: a first
-    None leaves null alone as a harmless value.
+    Empty values (false, 0, an empty text, list or object) change no answer either, unless the first of these values is
+    True or None. With None as the only value, null alone changes no answer.
     """
 
 
 class StreamOptions(Body):
-    """What a stream has besides tokens."""
+    """Parts of a stream besides tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class Sampling(Body):
-    """Fields of everything that generates."""
+    """Sampling fields of all endpoints that generate tokens."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -183,14 +183,14 @@ class Sampling(Body):
     min_tokens: Count | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIdList | None = None
-    logit_processors: Arguments | None = None  # enabled by the operator, by name
+    logit_processors: Arguments | None = None  # name of a processor that the operator enabled -> arguments
 
 
 SchemaOrText = dict[str, Any] | bool | Text
 
 
 class Structured(Body):
-    """Fields that constrain the answer; `structured_output.py` reads them. At most one of them may be set."""
+    """Fields that constrain the answer, read by `structured_output.py`. At most one of them may be set."""
 
     json_schema: SchemaOrText | None = None  # SGLang's names
     regex: Text | None = None
@@ -212,8 +212,8 @@ class StructuredOpenAI(Structured):
 class Timed(Body):
     """Time limits of an answer. The headers X-Queue-Timeout and X-Request-Timeout set the same limits."""
 
-    queue_timeout_s: Seconds | None = None  # until it starts to run
-    timeout_s: Seconds | None = None  # until it ends
+    queue_timeout_s: Seconds | None = None  # from arrival to the start of its run
+    timeout_s: Seconds | None = None  # from arrival to its end
 
 
 class OpenAI(Sampling, StructuredOpenAI, Timed):
@@ -229,9 +229,9 @@ class OpenAI(Sampling, StructuredOpenAI, Timed):
     return_token_ids: bool | None = None
     cache_salt: Name | None = None
     prompt_logprobs: Count | None = None
-    rid: Label | None = None  # SGLang's name for the id of the answer, which also serves to cancel it
-    request_id: Label | None = None  # vLLM's name for it, used after `cmpl-` or `chatcmpl-`
-    lora_path: Name | None = None  # the name of an adapter, as in SGLang; `model` may name one as well
+    rid: Label | None = None  # SGLang's name for the id of the answer, by which it can also be cancelled
+    request_id: Label | None = None  # vLLM's name for the id, used after `cmpl-` or `chatcmpl-`
+    lora_path: Name | None = None  # name of an adapter, as in SGLang; `model` may contain it instead
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "bad_words": (),
@@ -271,7 +271,7 @@ class CompletionBody(OpenAI):
 
 
 class ChatMessage(Body):
-    """A message; further fields are for the template, if it reads them."""
+    """A message. Further fields are passed to the chat template."""
 
     role: Name
     content: Text | Objects | None = None
@@ -281,7 +281,7 @@ class ChatMessage(Body):
 
 
 class TemplateOptions(Body):
-    """`chat_template_kwargs`: variables that clients may set if the chat template reads them; no other is passed on."""
+    """`chat_template_kwargs`: the variables of chat templates that clients may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -304,9 +304,9 @@ class ChatBody(OpenAI):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Name | None = None  # for a chat template that reads it
-    separate_reasoning: bool | None = None  # false: thoughts stay in the content, as the model writes them
+    separate_reasoning: bool | None = None  # false: thoughts remain in the content, with their tags
     include_reasoning: bool | None = None  # false: thoughts are split off and dropped
-    stream_reasoning: bool | None = None  # false: in a stream thoughts come in one piece
+    stream_reasoning: bool | None = None  # false: a stream has thoughts in one piece
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -345,10 +345,10 @@ class NativeSampling(Sampling, Structured):
 
 
 class SessionParams(Body):
-    """The session of which a request is the next turn."""
+    """The session that a request continues by a turn."""
 
     id: Name
-    # tokens of the session that stay before the prompt; -1, None: all
+    # tokens of the session kept before the prompt; -1, None: all
     offset: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"drop_previous_output": (), "replace": (), "rid": ()}
@@ -367,7 +367,7 @@ class GenerateBody(Timed):
     priority: Int64 | None = None
     rid: Label | None = None
     session_params: SessionParams | None = None
-    lora_path: Name | None = None  # the name of an adapter
+    lora_path: Name | None = None  # name of an adapter
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "audio_data": (),
@@ -399,7 +399,7 @@ class EmbeddingBody(Timed):
         "embed_dtype": ("float32",),
         "input_type": (),
         "instruction": (),
-        "normalize": (None,),  # by the model's own pooling
+        "normalize": (None,),  # the model's pooling decides
         "truncate_prompt_tokens": (),
     }
 
@@ -473,7 +473,7 @@ class ReasoningOptions(Body):
 
 
 class TextSettings(Body):
-    """`text` of a response: the form of its text."""
+    """`text` of a response: the format of its text."""
 
     format: dict[str, Any] | None = None
 
@@ -494,9 +494,9 @@ class ResponseBody(Sampling, Timed):
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None
     stream: bool | None = None
-    store: bool | None = None  # false: it cannot be fetched again
-    background: bool | None = None  # answered at once, and fetched later
-    previous_response_id: Name | None = None  # id of a stored answer, which this one continues
+    store: bool | None = None  # false: the answer cannot be fetched later
+    background: bool | None = None  # true: the request returns at once, and the answer is fetched later
+    previous_response_id: Name | None = None  # id of a stored answer, which this answer continues
     metadata: Metadata | None = None
     user: Name | None = None
     priority: Int64 | None = None
@@ -505,7 +505,7 @@ class ResponseBody(Sampling, Timed):
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "context_management": (),
         "conversation": (),
-        "include": (["reasoning.encrypted_content"],),  # there is no reasoning to encrypt
+        "include": (["reasoning.encrypted_content"],),  # thoughts are never encrypted
         "max_tool_calls": (),
         "moderation": (),
         "prompt": (),
@@ -523,7 +523,7 @@ class MessageItem(Body):
 
 
 class MessageMetadata(Body):
-    """The end user of a request, as named by the client."""
+    """Metadata of a request: the end user, as named by the client."""
 
     user_id: Name | None = None
 
@@ -537,10 +537,10 @@ class MessageToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think; for a chat template that reads `enable_thinking` or `thinking`."""
+    """Whether the answer has thoughts; for chat templates that read `enable_thinking` or `thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Count | None = None  # a hint, for a chat template that reads `thinking_budget`
+    budget_tokens: Count | None = None  # a hint for chat templates that read `thinking_budget`
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
 
@@ -587,7 +587,7 @@ class TokenizeBody(Body):
     tools: Objects | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Name | None = None  # for a chat template that reads it
-    add_special_tokens: bool | None = None  # of a prompt; a chat template writes special tokens itself
+    add_special_tokens: bool | None = None  # for a prompt; a chat template contains its special tokens
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = None
@@ -623,13 +623,12 @@ class AbortBody(Body):
 class OpenSessionBody(Body):
     """POST /open_session"""
 
-    session_id: Name | None = None  # None: a random one
-    capacity_of_str_len: Annotated[
-        int, Field(ge=2, lt=2**31)
-    ]  # SGLang's name; in tokens, prompt and output of any turn
-    timeout: Seconds | None = None  # seconds without a turn until it is closed; None: the longest allowed
-    parent: Name | None = None  # the session that this one is branched from
-    parent_tokens: Count | None = None  # number of its tokens to keep; None: all
+    session_id: Name | None = None  # None: a random id
+    # SGLang's name: the greatest number of tokens, prompt and output, of any turn
+    capacity_of_str_len: Annotated[int, Field(ge=2, lt=2**31)]
+    timeout: Seconds | None = None  # time without a turn until the session is closed; None: the longest allowed
+    parent: Name | None = None  # session from which this session is branched
+    parent_tokens: Count | None = None  # number of the parent's tokens to keep; None: all
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"streaming": ()}
 
@@ -647,7 +646,7 @@ class PauseBody(Body):
 
 
 class ProfileBody(Body):
-    """POST /start_profile. Names are SGLang's where it has one."""
+    """POST /start_profile. Fields that SGLang has too have its names."""
 
     start_step: Count | None = None
     num_steps: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -671,13 +670,13 @@ class StateBody(Body):
 
 
 Version = Annotated[int, Field(ge=1, lt=2**53)] | Annotated[str, Field(pattern=r"^[1-9][0-9]{0,14}$")]
-"""Of weights: an ascending integer. SGLang sends it as text."""
+"""A weights version: an ascending integer, also as text, as in SGLang."""
 
 
 class WeightsBody(Body):
-    """Common fields of weight updates. Without `mode`: wait, or in_place if the engine is paused."""
+    """Common fields of weight updates. The default of `mode` is wait, or in_place for a paused engine."""
 
-    weight_version: Version | None = None  # above all earlier ones; None: the next
+    weight_version: Version | None = None  # above all earlier versions; None: the next version
     mode: Literal["wait", "retract", "cancel", "in_place", "keep", "abort"] | None = None
     abort_all_requests: bool = False  # SGLang's name for mode cancel
 
@@ -701,7 +700,7 @@ class WeightsFromTensorBody(WeightsBody):
 
 
 class JoinGroupBody(Body):
-    """POST /init_weights_update_group: rank 0 is the trainer, and an engine is `rank_offset`"""
+    """POST /init_weights_update_group: rank 0 is the trainer, and engine N has rank `rank_offset` + N"""
 
     master_address: Annotated[str, Field(min_length=1, max_length=256)]
     master_port: Annotated[int, Field(ge=1, lt=65536)]
@@ -731,8 +730,8 @@ class LoadLoraBody(Body):
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # a folder in PEFT's format
-    pinned: bool = False  # whether it stays on the device
-    load_inplace: bool = False  # whether it replaces a loaded one as a newer version
+    pinned: bool = False  # whether the adapter stays on the device
+    load_inplace: bool = False  # whether it replaces a loaded adapter as a newer version
 
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {"is_3d_lora_weight": ()}
 
@@ -763,4 +762,4 @@ class SlowDownBody(Body):
 
 
 class AnyBody(Body):
-    """The body of an endpoint that this server does not have."""
+    """The body of an endpoint of other servers that this server does not have."""

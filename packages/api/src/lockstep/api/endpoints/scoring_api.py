@@ -1,4 +1,4 @@
-"""POST /score and /rerank: relations between texts by the model, without generated tokens.
+"""POST /score and /rerank: probabilities and similarities of texts, without generated tokens.
 
 query + items, label_token_ids    probability of each label as the next token after each item, as in SGLang
 text_1, text_2                    similarity of texts: the cosine of their vectors, as in vLLM for such models
@@ -27,18 +27,18 @@ BY_LABELS, BY_VECTORS = ("query", "items", "label_token_ids"), ("text_1", "text_
 
 
 async def score(server: Server, call: Call[ScoreBody]) -> Response:
-    """Probabilities of labels after texts, or similarity of texts."""
+    """Compute probabilities of labels after texts, or similarities of texts."""
     body = call.body
     labels, vectors = ([name for name in names if getattr(body, name) is not None] for names in (BY_LABELS, BY_VECTORS))
     if bool(labels) == bool(vectors):
         message = (
-            "give `query`, `items` and `label_token_ids` to judge labels, or `text_1` and `text_2` to compare them"
+            "give `query`, `items` and `label_token_ids` to score labels, or `text_1` and `text_2` to compare texts"
         )
         raise ApiError(400, message, (labels or BY_LABELS)[0])
     requested, given = (BY_LABELS, labels) if labels else (BY_VECTORS, vectors)
     for name in requested:
         if name not in given:
-            raise ApiError(400, f"`{name}` is missing, which goes with `{given[0]}`", name)
+            raise ApiError(400, f"`{name}` is missing; `{given[0]}` requires it", name)
     return await (_labels(server, call) if labels else _nearness(server, call))
 
 
@@ -48,9 +48,9 @@ async def _labels(server: Server, call: Call[ScoreBody]) -> Response:
     assert body.items is not None
     name, labels = server.model(body.model), body.label_token_ids or []
     if not info.logprobs:
-        raise ApiError(400, "an emulated engine has no logits, and so no scores", "model")
+        raise ApiError(400, "an emulated engine has no logits, so it has no scores", "model")
     if not labels:
-        raise ApiError(400, "`label_token_ids` is empty, so that there is nothing to judge", "label_token_ids")
+        raise ApiError(400, "`label_token_ids` is empty, so there are no labels to score", "label_token_ids")
     if len(labels) > limits.allowed_tokens_max:
         message = f"`label_token_ids` has {len(labels)} ids, at most {limits.allowed_tokens_max} are allowed"
         raise ApiError(400, message, "label_token_ids")
@@ -66,7 +66,7 @@ async def _labels(server: Server, call: Call[ScoreBody]) -> Response:
 
 
 async def _judged(server: Server, body: ScoreBody, item: str | list[int]) -> Prompt:
-    """Query and item in one prompt; texts are joined before they become tokens."""
+    """Return query and item as one prompt. Texts are joined before they are tokenised."""
     query = body.query
     if isinstance(query, str) and isinstance(item, str):
         return await prompt_of(server, item + query if body.item_first else query + item, "items")
@@ -76,11 +76,11 @@ async def _judged(server: Server, body: ScoreBody, item: str | list[int]) -> Pro
 
 
 def label_scores(logits: Float32s, labels: list[int], *, among_labels: bool) -> NDArray[np.float64]:
-    """Probabilities of some tokens.
+    """Return the probabilities of some tokens, float64 [labels].
 
     Args:
         logits: [vocabulary].
-        among_labels: normalise over the labels only.
+        among_labels: normalise over the labels only, instead of the vocabulary.
     """
     exact = logits.astype(np.float64)
     chosen = exact[labels]
@@ -95,7 +95,7 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
     assert left is not None
     assert right is not None
     if not left or not right or (len(left) not in (1, len(right))):
-        message = f"`text_1` has {len(left)} texts and `text_2` {len(right)}; give one against several, or as many"
+        message = f"`text_1` has {len(left)} texts, but must have 1, or as many as `text_2`, which has {len(right)}"
         raise ApiError(400, message, "text_1")
     name = server.model(body.model)
     vectors, tokens = await _unit_vectors(server, call, [*left, *right], "text_2")
@@ -106,7 +106,7 @@ async def _nearness(server: Server, call: Call[ScoreBody]) -> Response:
 
 
 async def rerank(server: Server, call: Call[RerankBody]) -> Response:
-    """The documents by similarity to a query, most similar first."""
+    """Sort documents by similarity to a query, most similar first."""
     body = call.body
     name = server.model(body.model)
     texts = [_document(one, number) for number, one in enumerate(body.documents)]
@@ -134,9 +134,9 @@ def _document(given: str | dict[str, Any], number: int) -> str:
 async def _unit_vectors(
     server: Server, call: Call[Any], texts: list[str], field: str
 ) -> tuple[NDArray[np.float64], int]:
-    """The texts' vectors [texts, hidden], each of length 1, and their number of tokens. Raises ApiError."""
+    """Return vectors of texts [texts, hidden], each of length 1, and their number of tokens. Raises ApiError."""
     if not server.info().vector_size:
-        raise ApiError(400, "an emulated engine has no hidden states, and so no vectors to compare", "model")
+        raise ApiError(400, "an emulated engine has no hidden states, so it has no vectors to compare", "model")
     check_answers(len(texts), 1, server.limits, field)
     prompts = [await prompt_of(server, text, field) for text in texts]
     found, tokens = await pooled(server, call, prompts, "embed", field)
@@ -146,5 +146,5 @@ async def _unit_vectors(
 
 
 def _used(call: Call[Any], tokens: int) -> dict[str, Any]:
-    """Common fields of the answers: token counts, and the weights version."""
+    """Return the common fields of the answers: token counts, and the weights version."""
     return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}, **call.request.state.generation.weights()}

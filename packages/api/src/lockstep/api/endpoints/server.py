@@ -32,10 +32,10 @@ BodyType = TypeVar("BodyType", bound=Body | None)
 
 
 TOGETHER, TOGETHER_CHARACTERS = "X-Session-Id", 256
-"""Header with the key of requests that belong together, for the router of several engines only, and its limit."""
+"""Header with the key of requests that should run on one engine of several, and its greatest length."""
 
 CHARACTERS_MIN = 2**20
-"""Text up to this length is always tokenised before its length is judged; some tokenizers drop characters."""
+"""Text up to this length is always tokenised, since some tokenizers drop characters; longer text may be refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Call(Generic[BodyType]):
 
 @dataclass
 class Server:
-    """One worker."""
+    """The state of one worker."""
 
     settings: ServeSettings
     bridge: Engines
@@ -65,8 +65,8 @@ class Server:
     recent: Recent = field(default_factory=Recent)
     started_s: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    probe: asyncio.Future[bool] | None = None  # of /health_generate, the newest
-    probed_s: float = 0.0  # when it ended
+    probe: asyncio.Future[bool] | None = None  # newest probe of /health_generate
+    probed_s: float = 0.0  # when the probe ended, time.monotonic
 
     def __post_init__(self) -> None:
         self.names = TokenNames(self.text)
@@ -86,7 +86,7 @@ class Server:
         return self.settings.limits
 
     def info(self) -> EngineInfo:
-        """Properties of the engine. Raises ApiError while there is none."""
+        """Return the properties of the engine. Raises ApiError while there is no engine."""
         if self.bridge.gone:
             raise unavailable(EngineUnavailable(self.bridge.gone))
         if self.bridge.info is None:
@@ -94,11 +94,11 @@ class Server:
         return self.bridge.info
 
     def models(self) -> tuple[str, ...]:
-        """Names of the model for clients. Raises ApiError while there is no engine."""
+        """Return the names of the model for clients. Raises ApiError while there is no engine."""
         return self.settings.served_model_name or (self.info().model,)
 
     def model(self, requested: str | None) -> str:
-        """The model name for the answer. Raises ApiError, 404, for a model that is not served."""
+        """Return the model name for the answer. Raises ApiError, 404, for a model that is not served."""
         known = self.models()
         if requested is not None and requested not in known and not self._adapter_named(requested):
             served = ", ".join((*known, *self.bridge.adapters))
@@ -106,7 +106,7 @@ class Server:
         return known[0] if requested is None else requested
 
     def _adapter_named(self, requested: str | None) -> str:
-        """The adapter that a model name means: its own name, or MODEL:ADAPTER as in SGLang. Empty for none."""
+        """Return the adapter of a model name: ADAPTER, or MODEL:ADAPTER as in SGLang; empty for none."""
         adapters = self.bridge.adapters
         if not adapters or requested is None or requested in self.models():
             return ""
@@ -114,12 +114,13 @@ class Server:
         return requested if requested in adapters else name if model in self.models() and name in adapters else ""
 
     def adapter(self, model: str | None, lora_path: str | None = None) -> str:
-        """The adapter of a request, empty for the model alone. Raises ApiError for one that is not loaded.
+        """Return the adapter of a request; empty for the model alone. Raises ApiError if it is not loaded.
 
         Args:
             lora_path: SGLang's field for the name of an adapter.
         """
-        self.model(model)  # raises for an adapter that was just unloaded: its name does not mean the model alone
+        # raises for an adapter that was just unloaded: its requests must not run on the model alone
+        self.model(model)
         named = self._adapter_named(model)
         if not lora_path:
             return named
@@ -133,23 +134,23 @@ class Server:
         return lora_path
 
     def needs_text(self, what: str) -> Texts:
-        """The tokenizer. Raises ApiError if the model came without one."""
+        """Return the tokenizer. Raises ApiError if the model has none; `what` is the subject of the message."""
         if self.text is None:
-            raise ApiError(400, f"{what} needs a tokenizer, and this model came without; give token ids")
+            raise ApiError(400, f"{what} needs a tokenizer, and this model has none; give token ids")
         return self.text
 
     async def encode(self, what: str, prompt: str, *, special: bool) -> list[int]:
-        """Tokens of a text. Raises ApiError for text that is too long to fit."""
+        """Tokenise a text. Raises ApiError for text that is too long to fit."""
         text = self.needs_text(what)
         self.check_length(what, len(prompt))
         return await encode(text, prompt, special=special)
 
     def characters_max(self) -> int:
-        """Number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
+        """Return the number of characters of the longest text that could fit, at least CHARACTERS_MIN."""
         return max(CHARACTERS_MIN, self.info().prompt_tokens_max * self._token_characters)
 
     def check_length(self, what: str, characters: int) -> None:
-        """Refuse text that is certainly too long, before tokens of it cost memory and time. Raises ApiError."""
+        """Refuse text that is certainly too long, without tokenising it. Raises ApiError."""
         most = self.characters_max()
         if characters > most:
             raise ApiError(400, f"{what} has {characters} characters, and at most {most} can fit", what.strip("`"))
@@ -175,7 +176,7 @@ class Server:
 
 
 def _deadline(call: Call[BodyType], header: str, name: str) -> float | None:
-    """The deadline (time.monotonic) from a header or a field, the earlier one; None without both. Raises ApiError."""
+    """Return the earlier deadline (time.monotonic) of a header and a field; None without both. Raises ApiError."""
     given = call.request.headers.get(header)
     field_s: float | None = getattr(call.body, name, None)
     times = [] if field_s is None else [field_s]

@@ -1,11 +1,11 @@
-"""Answers of /v1/responses, kept for a while: to be fetched again, continued, or cancelled.
+"""Storage of answers of /v1/responses, which can be fetched again, continued, or cancelled.
 
     FOLDER/responses.sqlite     beside the sockets, for all workers of a server; removed with the server
 
-Bounds (number of answers, bytes, seconds) hold for each tenant separately, so one tenant's answers never displace
-another's. Beyond them the answers that ended first are removed. An answer in progress stays, since its client will
-fetch it: if no ended answer can be removed, no new answer is stored. Each answer is stored with the whole conversation
-before it, so a continuation needs no older answer.
+Limits (number of answers, bytes, seconds) apply to each tenant separately, so a tenant's answers never displace those
+of another tenant. Beyond them the answers that ended first are removed. An answer in progress is never removed, since
+its client will fetch it: if no ended answer can be removed, no new answer is stored. Each answer is stored with the
+whole conversation before it, so a continuation needs no older answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 
 log = logging.getLogger("lockstep.worker")
 
-BUSY_S = 1.0  # longest wait for another worker that writes
+BUSY_S = 1.0  # longest wait for the lock of the file
 TABLE = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, ended_s REAL,
@@ -44,13 +44,13 @@ DELETE FROM responses WHERE number IN (
 """
 UNDER_WAY = "CREATE INDEX IF NOT EXISTS under_way ON responses (tenant, pid, bytes) WHERE ended_s IS NULL"
 FAILURE_BYTES = 1024
-"""Bytes kept free for an answer in progress, so that there is room at least for the message of its failure."""
-ABANDONED = "the process that worked on it ended"
+"""Bytes reserved for an answer in progress, so that at least the message of its failure fits."""
+ABANDONED = "the process that generated the answer ended"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """One answer. `input` is its whole input, earlier answers included."""
+    """A stored answer. `input` is its whole input, earlier answers included."""
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
@@ -62,7 +62,7 @@ class StoredResponses:
 
     Args:
         folder: folder of the file, which is created if missing.
-        most, bytes_max, kept_s: limits per tenant: answers, their bytes, and seconds after each ended.
+        most, bytes_max, kept_s: limits per tenant: number of answers, their bytes, seconds after the end of each.
         now_s: returns seconds since 1970.
     """
 
@@ -75,7 +75,7 @@ class StoredResponses:
         with _alone(folder / "responses.sqlite.lock"):
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._base = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-            self._base.execute("PRAGMA journal_mode = WAL")  # the file stays intact when a worker is killed
+            self._base.execute("PRAGMA journal_mode = WAL")  # the file remains intact when a worker is killed
             self._base.execute("PRAGMA synchronous = OFF")  # the data need not survive a crash of the machine
             self._base.execute(TABLE)
             self._base.execute(UNDER_WAY)
@@ -86,9 +86,9 @@ class StoredResponses:
 
     def put(self, tenant: str, response: dict[str, Any], items: Sequence[dict[str, Any]], *, over: bool) -> str:
         """Store an answer, complete or in progress. Returns why that is not possible; empty: it is stored."""
-        answer, led = msgspec.json.encode(response), msgspec.json.encode(items)
-        size = len(answer) + len(led) + (0 if over else FAILURE_BYTES)
-        row = (tenant, response["id"], self._now_s() if over else None, os.getpid(), size, answer, led)
+        answer, source = msgspec.json.encode(response), msgspec.json.encode(items)
+        size = len(answer) + len(source) + (0 if over else FAILURE_BYTES)
+        row = (tenant, response["id"], self._now_s() if over else None, os.getpid(), size, answer, source)
         names = "tenant, id, ended_s, pid, bytes, response, input"
         try:
             with self._transaction():
@@ -103,7 +103,7 @@ class StoredResponses:
         return why
 
     def change(self, tenant: str, response: dict[str, Any], *, over: bool) -> None:
-        """Update an answer in progress; one that has ended and does not fit is stored as failed.
+        """Update an answer in progress. An answer that ended (`over`) and does not fit is stored as failed.
 
         An answer that was cancelled or deleted is not changed.
         """
@@ -115,7 +115,7 @@ class StoredResponses:
 
     def _change(self, tenant: str, response: dict[str, Any], *, over: bool) -> None:
         answer, key = msgspec.json.encode(response), (tenant, response["id"])
-        if not over:  # the size is that at its creation, apart from the status
+        if not over:  # only the status changes, so the recorded size remains valid
             change = "UPDATE responses SET response = ? WHERE tenant = ? AND id = ? AND ended_s IS NULL"
             self._base.execute(change, (answer, *key))
             return
@@ -134,25 +134,25 @@ class StoredResponses:
         self._push_out(tenant)
 
     def _no_room(self, tenant: str, name: str, size: int) -> str:
-        """Why this many bytes do not fit beside the other answers in progress; empty: they fit."""
+        """Return why `size` bytes do not fit beside the other answers in progress; empty: they fit."""
         if size > self._bytes_max:
-            return f"with what led to it, it takes {size} bytes, and limits.responses_bytes_max is {self._bytes_max}"
+            return f"with its conversation it takes {size} bytes, and limits.responses_bytes_max is {self._bytes_max}"
         self._end_abandoned(tenant)
         others, bytes_of_others = self._base.execute(
             "SELECT count(*), coalesce(sum(bytes), 0) FROM responses WHERE tenant = ? AND ended_s IS NULL AND id != ?",
             (tenant, name),
         ).fetchone()
         if others >= self._most:
-            return f"{others} answers are on their way, which are all that this server stores (stored_responses)"
+            return f"{others} answers are in progress, and this server stores no more (stored_responses)"
         if bytes_of_others + size > self._bytes_max:
             return (
-                f"with what led to it, it takes {size} bytes, others that are on their way {bytes_of_others}, "
+                f"with its conversation it takes {size} bytes, other answers in progress take {bytes_of_others}, "
                 f"and limits.responses_bytes_max is {self._bytes_max}"
             )
         return ""
 
     def _push_out(self, tenant: str) -> None:
-        """Remove expired answers, and beyond the limits those that ended first."""
+        """Remove expired answers, and beyond the limits the answers that ended first."""
         bounds = {"most": self._most, "bytes_max": self._bytes_max, "since_s": self._now_s() - self._kept_s}
         self._base.execute(OLDEST, {"tenant": tenant, **bounds})
 
@@ -167,7 +167,7 @@ class StoredResponses:
                 self._base.execute(change, (answer, self._now_s(), len(answer), number))
 
     def get(self, tenant: str, name: str) -> StoredResponse | None:
-        """One answer of this tenant; None if it does not exist or has expired."""
+        """Return an answer of this tenant; None if it does not exist or has expired."""
         row = self._row(tenant, name)
         if row is not None and row[2] is None and not _is_running(row[3]):
             with suppress(sqlite3.Error), self._transaction():
@@ -188,7 +188,7 @@ class StoredResponses:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """A transaction without concurrent writers, committed as a whole or not at all."""
+        """Run a transaction without concurrent writers, committed as a whole or not at all."""
         self._base.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -204,7 +204,7 @@ class StoredResponses:
 
 
 def _failed(response: dict[str, Any], message: str) -> dict[str, Any]:
-    """An answer with status failed."""
+    """Return an answer with status failed and this message."""
     error = {"code": "server_error", "message": message}
     kept = {name: value for name, value in response.items() if name != "completed_at"}
     return kept | {"status": "failed", "output": [], "error": error, "incomplete_details": None}
@@ -222,7 +222,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process with this id, of the same user, runs."""
+    """Return whether a process with this id runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

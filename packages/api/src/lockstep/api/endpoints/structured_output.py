@@ -1,13 +1,13 @@
-"""From the fields of a request to the grammar of its answer. Pure functions; nothing is compiled here.
+"""Conversion of fields of a request to the grammar of its answer. Pure functions; nothing is compiled here.
 
     response_format, structured_outputs, guided_*, json_schema, regex, ebnf, structural_tag, text.format
         ──requested_grammar──> OutputConstraint(field, grammar) ──> GenerationRequest.grammar
         ──> RequestArrived.grammar ──> the engine compiles
 
-Other code that constrains the model, as a named tool does, makes a grammar with `json_schema`, `regex`, `choice`,
-`ebnf` or `structural_tag` and puts it into `GenerationRequest.grammar`. Size and depth are checked here, before
-anything is sent. The engine reports whether a grammar compiles, from a process that may be killed:
-`lockstep.host.grammar_compiler`.
+Other code that constrains the answer, for example to a call of a named tool, makes a grammar with `json_schema`,
+`regex`, `choice`, `ebnf` or `structural_tag` and sets `GenerationRequest.grammar`. Size and depth are checked here,
+before the request is sent. The engine compiles the grammar in a process that can be killed, and reports whether it
+compiles: `lockstep.host.grammar_compiler`.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ class OutputConstraint:
 
 
 def json_schema(schema: dict[str, Any] | bool) -> Grammar:
-    """JSON that validates against a schema. The order of properties is that of the schema."""
+    """Return the grammar of JSON that validates against a schema. Properties have the order of the schema."""
     return make_grammar("json_schema", _json({} if schema is True else schema))
 
 
 def json_object() -> Grammar:
-    """Any JSON object."""
+    """Return the grammar of any JSON object."""
     return json_schema(ANY_OBJECT)
 
 
 def regex(pattern: str) -> Grammar:
-    """Text that a regular expression matches as a whole."""
+    """Return the grammar of text that a regular expression matches as a whole."""
     return make_grammar("regex", pattern)
 
 
 def choice(texts: list[str]) -> Grammar:
-    """One of some texts."""
+    """Return the grammar of one of these texts."""
     return regex("|".join(SPECIAL.sub(r"\\\g<0>", text) for text in texts))
 
 
 def ebnf(source: str) -> Grammar:
-    """Text of a context-free grammar: GBNF, as llama.cpp and xgrammar have it, or Lark, as llguidance has it."""
+    """Return the grammar of a source text: GBNF, as in llama.cpp and xgrammar, or Lark, as in llguidance."""
     return make_grammar("ebnf", source)
 
 
 def structural_tag(tag: dict[str, Any]) -> Grammar:
-    """Free text with parts that match a schema, each started by a trigger.
+    """Return the grammar of free text with parts that match a schema, each started by a trigger.
 
     Args:
         tag: {"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}, and, beyond other servers,
-            "at_least_one": the answer has such a part; "stop_after_first": the answer ends after the first part.
+            "at_least_one": the answer has at least one such part; "stop_after_first": it ends after the first part.
     """
     return make_grammar("structural_tag", _json({name: value for name, value in tag.items() if name != "type"}))
 
@@ -81,12 +81,12 @@ def structural_tag(tag: dict[str, Any]) -> Grammar:
 
 
 def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str = "") -> OutputConstraint | None:
-    """The grammar that the fields of a request demand; None for free text.
+    """Return the grammar that the fields of a request define; None for free text.
 
     Args:
-        fields: by name, those of READERS; null, false, empty texts, lists and objects count as absent.
-        inside: prefix of their names in errors.
-    Raises: ApiError for an invalid field, for two fields at once, and for values beyond the limits.
+        fields: values by name; names in READERS are read. Null, false, empty texts, lists and objects count as absent.
+        inside: prefix of the names of fields in errors.
+    Raises: ApiError for an invalid field, for two fields that are set, and for values beyond the limits.
     """
     found: list[OutputConstraint] = []
     for name, reader in READERS.items():
@@ -104,7 +104,7 @@ def requested_grammar(fields: Mapping[str, Any], limits: Limits, *, inside: str 
 
 
 def _response_format(value: Any, where: str, limits: Limits) -> Grammar | None:
-    """OpenAI's field: {"type": "json_schema", "json_schema": {"schema": ...}} and the like."""
+    """Read OpenAI's `response_format`, such as {"type": "json_schema", "json_schema": {"schema": ...}}."""
     given = _object(value, where)
     kind = given.get("type")
     match kind:
@@ -123,7 +123,7 @@ def _response_format(value: Any, where: str, limits: Limits) -> Grammar | None:
 
 
 def _text_format(value: Any, where: str, limits: Limits) -> Grammar | None:
-    """`format` of a response's `text`: as `response_format`, with the schema one level up."""
+    """Read `format` of a response's `text`: `response_format` with the schema one level up."""
     given = _object(value, where)
     if given.get("type") == "json_schema":
         return _schema(given.get("schema"), f"{where}.schema", limits)
@@ -131,7 +131,7 @@ def _text_format(value: Any, where: str, limits: Limits) -> Grammar | None:
 
 
 def _structured_outputs(value: Any, where: str, limits: Limits) -> Grammar | None:
-    """vLLM's field: {"json" | "regex" | "choice" | "grammar" | "json_object" | "structural_tag": ...}."""
+    """Read vLLM's field: {"json" | "regex" | "choice" | "grammar" | "json_object" | "structural_tag": ...}."""
     given = {name: one for name, one in _object(value, where).items() if one not in (None, False)}
     readers = {
         "json": _schema,
@@ -158,7 +158,7 @@ def _json_object(value: Any, where: str, limits: Limits) -> Grammar:
 
 
 def _schema(value: Any, where: str, limits: Limits) -> Grammar:
-    """A schema, as an object or as its text."""
+    """Read a schema, as an object or as its text."""
     if isinstance(value, str):
         value = _decoded(value, where, limits)
     if value is not True and not isinstance(value, dict):
@@ -182,7 +182,7 @@ def _choice(value: Any, where: str, limits: Limits) -> Grammar:
 
 
 def _structural_tag(value: Any, where: str, limits: Limits) -> Grammar:
-    """{"structures": [...], "triggers": [...]}, as an object or as its text."""
+    """Read {"structures": [...], "triggers": [...]}, as an object or as its text."""
     if isinstance(value, str):
         value = _decoded(value, where, limits)
     given = _object(value, where)
@@ -205,7 +205,7 @@ def _structural_tag(value: Any, where: str, limits: Limits) -> Grammar:
         if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(one.get("schema", {}), dict):
             raise ApiError(400, f"`{at}` must have the texts `begin` and `end` and an object `schema`", at)
         if not any(begin.startswith(trigger) for trigger in triggers):
-            message = f"`{at}.begin` is {_short(begin)}, with which none of `triggers` begins"
+            message = f"`{at}.begin` is {_short(begin)}, which must begin with one of `triggers`"
             raise ApiError(400, message, f"{at}.begin")
     _check_depth(given, where, limits)
     return _bounded(structural_tag(given), where, limits)
@@ -224,7 +224,7 @@ READERS: dict[str, Callable[[Any, str, Limits], Grammar | None]] = {
     "structural_tag": _structural_tag,
     "format": _text_format,
 }
-"""Field names -> functions that make a grammar: OpenAI's, vLLM's old and new ones, SGLang's, and `text.format`."""
+"""Field -> function that makes its grammar. Fields of OpenAI, vLLM (old and new), SGLang, and `text.format`."""
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
@@ -239,7 +239,7 @@ def _bounded(grammar: Grammar, where: str, limits: Limits) -> Grammar:
 
 
 def _check_depth(value: Any, where: str, limits: Limits) -> None:
-    """Refuse values that are nested too deeply."""
+    """Check the depth of a value against the limit. Raises ApiError."""
     level: list[Any] = [value]
     for _ in range(limits.grammar_depth_max):
         level = [
@@ -261,7 +261,7 @@ def _decoded(text: str, where: str, limits: Limits) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ApiError(400, f"`{where}` is no JSON: {error}", where) from None
+        raise ApiError(400, f"`{where}` is not JSON: {error}", where) from None
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

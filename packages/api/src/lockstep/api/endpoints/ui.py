@@ -1,4 +1,4 @@
-"""The live page: one file without external resources, and its requests. It reads figures from /metrics."""
+"""The live page: one file without external resources, and the list of last requests. It reads /metrics."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ HEADERS = {
 
 
 async def page(server: Server, call: Call[None]) -> Response:
-    """The page. It contains no data: it fetches all figures with the key that its user enters."""
+    """Return the live page. It contains no data: it fetches all figures with the key that its user enters."""
     return Response(_page(), media_type="text/html; charset=utf-8", headers=HEADERS)
 
 
 async def home(server: Server, call: Call[None]) -> Response:
-    """Redirect from the address that the server printed to the page."""
+    """Redirect from / to the live page."""
     return RedirectResponse("/ui")
 
 
 async def requests(server: Server, call: Call[None]) -> Response:
-    """The last requests that this worker answered; with keys, those of the caller's tenant."""
+    """Return the last requests that this worker answered; with keys, those of the caller's tenant."""
     return JsonResponse(
         {
             "worker": server.bridge.worker,

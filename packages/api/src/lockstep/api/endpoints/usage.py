@@ -2,9 +2,9 @@
 
     FOLDER/<digest of the tenant>     one record, read and written under a lock; a few dozen microseconds
 
-Rates are token buckets: `requests_per_minute` fills one with as many as a minute allows, and a request takes one out.
-`tokens_per_minute` fills one with tokens: prompts take theirs on arrival, answers at their end, and so it can fall
-below zero; nothing is admitted until it is above zero again. `tokens_per_day` counts from midnight, UTC.
+Rates are token buckets. `requests_per_minute` is size and refill per minute of a bucket from which each request takes
+one. `tokens_per_minute` is that of a bucket of tokens: prompts are deducted on arrival, answers at their end, so it can
+fall below zero; no request is accepted until it is above zero again. `tokens_per_day` counts from midnight, UTC.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class UsageRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Usage of one tenant."""
 
     filled_s: float = 0.0  # when the buckets were last filled, seconds since 1970
-    minute_requests: float = 0.0  # left in the bucket
-    minute_tokens: float = 0.0
+    minute_requests: float = 0.0  # left in the bucket of requests
+    minute_tokens: float = 0.0  # left in the bucket of tokens
     day: int = 0  # days since 1970
     day_tokens: int = 0  # used on that day
     requests: int = 0  # total
@@ -40,7 +40,7 @@ class UsageRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     output_tokens: int = 0
 
     def refill(self, allowance: Allowance, now_s: float) -> None:
-        """Fill the buckets for the time that has passed; a clock that went back fills nothing."""
+        """Fill the buckets for the time since the last call. A clock that was set back fills nothing."""
         share = max(0.0, now_s - self.filled_s) / 60.0
         self.filled_s = now_s
         requests, tokens = allowance.requests_per_minute, allowance.tokens_per_minute
@@ -54,7 +54,7 @@ class UsageRecord(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class UsageCounter:
-    """Counts for one worker.
+    """Counts and limits the usage of tenants in one worker.
 
     Args:
         folder: folder of the records; created if missing.
@@ -67,13 +67,13 @@ class UsageCounter:
         self._open: Counter[str] = Counter()  # open answers of this worker, by tenant
 
     def admit(self, tenant: str, allowance: Allowance, prompt_tokens: int, answers: int) -> Callable[[int], object]:
-        """Count a request, if the limits allow it.
+        """Count a request, if the limits of its tenant allow it.
 
-        Returns: a function to be called once with the number of output tokens. Raises: ApiError, 429.
+        Returns: a function to be called once, at the end, with the number of output tokens. Raises: ApiError, 429.
         """
         most = allowance.answers_max
         if most is not None and self._open[tenant] + answers > most:
-            message = f"{self._open[tenant]} answers are open for this key, of the {most} that it may have at once"
+            message = f"{self._open[tenant]} answers are open for this key, which has a limit of {most} open answers"
             raise ApiError(429, message)
         with self._changed(tenant) as record:
             now_s = self._now_s()
@@ -87,7 +87,7 @@ class UsageCounter:
         return partial(self._over, tenant, answers)
 
     def read(self, tenant: str, allowance: Allowance) -> UsageRecord:
-        """The usage of a tenant so far."""
+        """Return the usage of a tenant so far."""
         with self._changed(tenant) as record:
             record.refill(allowance, self._now_s())
         return record
@@ -102,7 +102,7 @@ class UsageCounter:
 
     @contextmanager
     def _changed(self, tenant: str) -> Iterator[UsageRecord]:
-        """A tenant's record, locked for a change. Nothing is written if an exception ends the block."""
+        """Yield a tenant's record under a lock, and write it afterwards, unless an exception ends the block."""
         path = self._folder / sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -128,10 +128,10 @@ def _refuse_too_much(record: UsageRecord, allowance: Allowance, now_s: float) ->
     requests, tokens, day = allowance.requests_per_minute, allowance.tokens_per_minute, allowance.tokens_per_day
     if requests is not None and record.minute_requests < 1.0:
         wait_s = (1.0 - record.minute_requests) * 60.0 / requests
-        raise ApiError(429, f"this key may send {requests:g} requests a minute", retry_after_s=wait_s)
+        raise ApiError(429, f"this key has a limit of {requests:g} requests a minute", retry_after_s=wait_s)
     if tokens is not None and record.minute_tokens <= 0.0:
         wait_s = (1.0 - record.minute_tokens) * 60.0 / tokens
-        raise ApiError(429, f"this key may use {tokens} tokens a minute", retry_after_s=wait_s)
+        raise ApiError(429, f"this key has a limit of {tokens} tokens a minute", retry_after_s=wait_s)
     if day is not None and record.day_tokens >= day:
         wait_s = (record.day + 1) * DAY_S - now_s
-        raise ApiError(429, f"this key has used the {day} tokens that it may on one day", retry_after_s=wait_s)
+        raise ApiError(429, f"this key has reached its limit of {day} tokens a day", retry_after_s=wait_s)

@@ -1,4 +1,4 @@
-"""What a server reports about itself: Prometheus metrics, logs, spans, request times and drift.
+"""Observability of a server: Prometheus metrics, logs, spans, request times and drift.
 
 Imports the messages of `processes.wire`; modules of `endpoints` only as types.
 """

@@ -1,8 +1,8 @@
 """Measured over predicted time of each batch while a server runs.
 
 `DriftMeter.fold` is an observer of the host: the duration of a batch is predicted when it is launched, and compared
-with its measured times when it is collected. The cost is a few microseconds per batch. The counts go to the workers
-with the gauges, and from there to Prometheus (docs/serving.md, "Drift").
+with its measured times when it is collected. The cost is a few microseconds per batch. The counts are sent to the
+workers with the gauges, and exported by the workers to Prometheus (docs/serving.md, "Drift").
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DriftMeter:
         self._kinds: dict[str, _Kind] = {}
 
     def fold(self, event: ObservedEvent, step: Step) -> None:
-        """Take in an event and its decisions."""
+        """Predict the batch that a Step launches; count the batch that an event finishes."""
         if type(event) is BatchFinished:
             expected = self._expected.pop(event.batch_id, None)
             took_us = self._durations.took_us(event.started_us, event.finished_us)
@@ -55,7 +55,7 @@ class DriftMeter:
             self._expected[plan.batch_id] = plan.mode, self._predicted_us(plan) / self._speed
 
     def read(self) -> tuple[BatchDrift, ...]:
-        """All counts so far."""
+        """Return all counts so far."""
         return tuple(
             BatchDrift(mode, tuple(kind.counts), kind.ratios, kind.took_us / 1e6, kind.predicted_us / 1e6)
             for mode, kind in self._kinds.items()
@@ -74,7 +74,7 @@ class DriftMeter:
         if self._adapters is not None:
             shape = self._adapters.on(plan, shape)
         us = self._cost.batch_us(shape).mean_us
-        for _ in range(1, plan.steps):  # each step is one position on, with every row of the launch
+        for _ in range(1, plan.steps):  # each further step has all rows of the launch, one position later
             context_tokens += shape.decode_rows
             us += self._cost.batch_us(replace(shape, decode_context_tokens=context_tokens)).mean_us
         return us

@@ -11,20 +11,18 @@ from typing import Literal
 LogFormat = Literal["text", "json"]
 
 EXTRA = "fields"
-"""Name of the attribute of a log record that holds further fields, a dict: `log.info(..., extra={EXTRA: {...}})`."""
+"""Attribute of a log record with further fields, a dict: `log.info(..., extra={EXTRA: {...}})`."""
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON line: time, level, process, logger, message, further fields, and an exception's
-    text.
-    """
+    """Formats a record as one JSON line: time, level, process, logger, message, further fields, exception text."""
 
     def __init__(self, role: str) -> None:
         super().__init__()
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        """The JSON line of a record."""
+        """Return the JSON line of a record."""
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         fields = {
             "time": when.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -40,7 +38,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_log(level: str, role: str, form: LogFormat = "text") -> None:
-    """Set up the log to stderr."""
+    """Set up logging to stderr. `role` is the name of the process in each line."""
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter(f"%(asctime)s %(levelname)s {role}: %(message)s", datefmt="%H:%M:%S")
     handler.setFormatter(JsonFormatter(role) if form == "json" else plain)

@@ -1,9 +1,9 @@
-"""Prometheus metrics: Lockstep's names, and on request the same figures under names that other dashboards use.
+"""Prometheus metrics under Lockstep's names, and on request also under the names of vLLM and SGLang.
 
-Times are those of the worker: from the request's head to a token's arrival from the engine; time to the first token and
-between tokens are measured only where the client streams, since other answers are delivered whole. The state of an
-engine comes with its messages. Several workers share their figures through files (prometheus_client's multiprocess
-mode), so any of them can serve all figures.
+Times are measured by the worker, from the head of a request to the arrival of tokens from the engine. Times to the
+first token and between tokens are measured for streams only, since other answers are delivered whole. The state of an
+engine is read from its messages. Several workers share their figures in files (prometheus_client's multiprocess mode),
+so each worker can serve all figures.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +24,7 @@ from lockstep.api.observability.metrics_folder import FOLDER
 from lockstep.api.processes.wire import ITERATION_TOKENS, RATIOS, BatchDrift, DraftFigures, Gauges, SampleEnded
 
 if TYPE_CHECKING:
-    from lockstep.api.endpoints.generation import Choice, Generation, Prompt
-    from lockstep.api.processes.bridge import Ticket
+    from lockstep.api.processes.bridge import Reply, Ticket
 
 # fmt: off
 TTFT_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -32,7 +32,7 @@ ITL_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10,
 REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 # fmt: on
 TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
-"""Buckets of vLLM's histograms, so that one dashboard reads both."""
+"""Buckets of vLLM's histograms, so that one dashboard can show both servers."""
 
 SGLANG = {
     "time_to_first_token_seconds": "time_to_first_token_seconds",
@@ -61,11 +61,24 @@ NOT_VLLM_GROUPS = ("http_", "batch_")
 """Metrics with these prefixes have no vLLM equivalent; every other metric is also served under its vLLM name."""
 
 
+@dataclass(slots=True)
+class CountedAnswer:
+    """An answer, with the part of it that the metrics have counted. The times are of time.monotonic, in seconds."""
+
+    ticket: Ticket
+    reply: Reply
+    came_s: float  # when its request arrived
+    streams: bool  # whether tokens are sent as they come
+    tokens: int = 0  # counted
+    newest_s: float = 0.0  # when the last of these came
+    end: bool = False  # whether the end was counted
+
+
 class Metrics:
     """All figures of a worker."""
 
     def __init__(self, compat: Iterable[str] = ()) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs has no types
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has no types here
         self.registry = CollectorRegistry()
         self._compat = tuple(compat)
         self._model = ""
@@ -89,12 +102,14 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From the request to its first token.", TTFT_S)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens of an answer.", ITL_S)
         self._e2e = histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", REQUEST_S)
-        self._queue = histogram("request_queue_time_seconds", "From the engine's door to admission.", REQUEST_S)
+        self._queue = histogram("request_queue_time_seconds", "From arrival at the engine to admission.", REQUEST_S)
         self._prefill = histogram("request_prefill_time_seconds", "From admission to the first token.", REQUEST_S)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", REQUEST_S)
         self._inference = histogram("request_inference_time_seconds", "From admission to the last token.", REQUEST_S)
-        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time of a token but the first.", ITL_S)
-        self._tokens_max = histogram("request_max_num_generation_tokens", "Tokens that an answer may have.", TOKENS)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time per token after the first.", ITL_S)
+        self._tokens_max = histogram(
+            "request_max_num_generation_tokens", "Largest number of tokens allowed for an answer.", TOKENS
+        )
         self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._output = histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
@@ -103,43 +118,43 @@ class Metrics:
         self._queries = counter("prefix_cache_queries", "Tokens of prompts looked up in the radix cache.")
         self._hits = counter("prefix_cache_hits", "Tokens of prompts found in the radix cache.")
         self._requests = counter("num_requests", "Answers requested.")
-        self._aborted = counter("num_aborted_requests", "Answers cancelled, or left by their client.")
+        self._aborted = counter("num_aborted_requests", "Answers that were cancelled, also because the client left.")
         ended = ("lockstep_request_success", "Answers that ended.", (*keys, "finished_reason"))
         self._ended = Counter(*ended, registry=self.registry)
 
     # --------------------------------------------------------------------------------------------------------- requests
 
-    def began(self, generation: Generation, ticket: Ticket, prompt: Prompt) -> None:
-        """Count a prompt that was sent to its engine."""
+    def began(self, ticket: Ticket, prompt_tokens: int, max_tokens: int | None) -> None:
+        """Count a prompt that was sent to its engine, and the limit of its answers."""
         engine = ticket.engine
         for _ in ticket.replies:
-            self._prompt[engine].observe(len(prompt.ids))
+            self._prompt[engine].observe(prompt_tokens)
             self._requests[engine].inc()
-            if generation.parameters.max_tokens is not None:
-                self._tokens_max[engine].observe(generation.parameters.max_tokens)
-        self._prompt_tokens[engine].inc(len(prompt.ids))
+            if max_tokens is not None:
+                self._tokens_max[engine].observe(max_tokens)
+        self._prompt_tokens[engine].inc(prompt_tokens)
 
-    def saw(self, generation: Generation, choice: Choice) -> None:
-        """Count new tokens of a choice, or its end. Tokens that were counted before are not counted again."""
-        reply, engine = choice.reply, choice.ticket.engine
+    def saw(self, answer: CountedAnswer) -> None:
+        """Count new tokens of an answer, or its end. Each token is counted once."""
+        reply, engine = answer.reply, answer.ticket.engine
         arrivals, reply.arrivals = reply.arrivals, []
         if arrivals:
-            if generation.parameters.stream:  # other answers come whole, or a few dozen tokens at a time
-                self._saw_times(generation, choice, arrivals)
+            if answer.streams:  # other answers arrive whole, or a few dozen tokens at a time
+                self._saw_times(answer, arrivals)
             now_s, tokens = arrivals[-1]
-            self._output_tokens[engine].inc(tokens - choice.measured)
-            choice.measured, choice.measured_s = tokens, now_s
+            self._output_tokens[engine].inc(tokens - answer.tokens)
+            answer.tokens, answer.newest_s = tokens, now_s
         ended = reply.ended
-        if ended is None or choice.end_measured:
+        if ended is None or answer.end:
             return
-        choice.end_measured = True
+        answer.end = True
         self._ended.labels(*self._labels(engine), ended.reason).inc()
         if ended.reason == "cancelled":
             self._aborted[engine].inc()
         if ended.rejected:
             return
         self._output[engine].observe(len(reply.tokens))
-        self._e2e[engine].observe((choice.measured_s or time.monotonic()) - generation.came_s)
+        self._e2e[engine].observe((answer.newest_s or time.monotonic()) - answer.came_s)
         self._cached[engine].inc(ended.cached_tokens)
         self._queries[engine].inc(ended.prompt_tokens)
         self._hits[engine].inc(ended.cached_tokens)
@@ -157,13 +172,13 @@ class Metrics:
         if ended.output_tokens > 1:
             self._tpot[engine].observe(ended.decode_us / 1e6 / (ended.output_tokens - 1))
 
-    def _saw_times(self, generation: Generation, choice: Choice, arrivals: list[tuple[float, int]]) -> None:
+    def _saw_times(self, answer: CountedAnswer, arrivals: list[tuple[float, int]]) -> None:
         times = [now_s for now_s, _ in arrivals]
-        if choice.measured:
-            times.insert(0, choice.measured_s)
+        if answer.tokens:
+            times.insert(0, answer.newest_s)
         else:
-            self._ttft[choice.ticket.engine].observe(times[0] - generation.came_s)
-        observe = self._itl[choice.ticket.engine].observe
+            self._ttft[answer.ticket.engine].observe(times[0] - answer.came_s)
+        observe = self._itl[answer.ticket.engine].observe
         for before_s, now_s in pairwise(times):
             observe(now_s - before_s)
 
@@ -174,16 +189,16 @@ class Metrics:
     # ------------------------------------------------------------------------------------------------------------------
 
     def exposition(self, *gauges: Gauges | None, up: Sequence[bool] = ()) -> bytes:
-        """The text format: figures of all workers, and the state of the engines, which every worker has.
+        """Return the figures of all workers and the state of the engines in Prometheus' text format.
 
         Args:
-            gauges: of each engine, the newest; None: none received yet, or the engine is not running.
-            up: for each engine whether it takes requests; empty where that is unknown.
+            gauges: the newest gauges of each engine; None: none were received yet, or the engine does not run.
+            up: for each engine whether it takes requests; empty if that is unknown.
         """
         source: Any = self.registry
         if FOLDER in os.environ:
             source = CollectorRegistry()
-            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # nor has this
+            MultiProcessCollector(source)  # type: ignore[no-untyped-call]  # it has no types here either
         found = [*source.collect(), *self._up(up)]
         stand: dict[str, Metric] = {}
         for engine, one in enumerate(gauges):
@@ -193,21 +208,23 @@ class Metrics:
                 else:
                     stand[metric.name] = metric
         found += stand.values()
-        return generate_latest(_Given([*found, *self._renamed(found)]))
+        return generate_latest(_MetricList([*found, *self._renamed(found)]))
 
     def _labels(self, engine: int) -> tuple[str, str]:
-        """Label values of a model and an engine. Requests that never had an engine get `none`."""
+        """Return the labels of a model and an engine. Requests that never had an engine have `none`."""
         return self._model, str(engine) if engine >= 0 else "none"
 
     def _up(self, up: Sequence[bool]) -> Iterator[Metric]:
-        one = GaugeMetricFamily("lockstep_engine_up", "Whether it takes requests.", labels=("model_name", "engine"))
+        one = GaugeMetricFamily(
+            "lockstep_engine_up", "Whether the engine takes requests.", labels=("model_name", "engine")
+        )
         for engine, there in enumerate(up):
             one.add_metric(self._labels(engine), float(there))
         if up:
             yield one
 
     def _engine(self, engine: int, gauges: Gauges) -> Iterator[Metric]:
-        """Metrics of an engine's state."""
+        """Yield the metrics of an engine's state."""
         labels, values = ("model_name", "engine"), self._labels(engine)
         used_tokens = round(gauges.token_usage * gauges.pages) * gauges.page_size
         hit_ratio = gauges.cached_tokens / max(gauges.cached_tokens + gauges.new_tokens, 1)
@@ -220,16 +237,16 @@ class Metrics:
                 gauges.token_usage,
             ),
             ("kv_used_tokens", "Tokens of the KV pool that are neither free nor evictable.", used_tokens),
-            ("kv_cached_pages", "Pages that only the radix cache holds.", gauges.pages_cached),
-            ("prefix_cache_hit_ratio", "Prompt tokens found in the radix cache, of all; 0 to 1.", hit_ratio),
+            ("kv_cached_pages", "Pages held by the radix cache only.", gauges.pages_cached),
+            ("prefix_cache_hit_ratio", "Share of prompt tokens found in the radix cache, 0 to 1.", hit_ratio),
         ):
             one = GaugeMetricFamily(f"lockstep_{name}", text, labels=labels)
             one.add_metric(values, value)
             yield one
-        counted = CounterMetricFamily("lockstep_num_preemptions", "Requests that gave their pages back.", labels=labels)
+        counted = CounterMetricFamily("lockstep_num_preemptions", "Retractions of requests.", labels=labels)
         counted.add_metric(values, gauges.retractions)
         yield counted
-        restarted = CounterMetricFamily("lockstep_engine_restarts", "Engines that another one replaced.", labels=labels)
+        restarted = CounterMetricFamily("lockstep_engine_restarts", "Restarts of the engine.", labels=labels)
         restarted.add_metric(values, gauges.restarts)
         yield restarted
         batches = HistogramMetricFamily("lockstep_iteration_tokens_total", "Tokens of a batch.", labels=labels)
@@ -242,7 +259,7 @@ class Metrics:
         if gauges.forced_tokens is not None:
             forced = CounterMetricFamily(
                 "lockstep_forced_tokens",
-                "Tokens that grammars forced, computed beside others and not one by one.",
+                "Tokens forced by grammars and computed by jump-forward.",
                 labels=("model_name", "engine"),
             )
             forced.add_metric(values, gauges.forced_tokens)
@@ -251,12 +268,12 @@ class Metrics:
             yield from self._drift(engine, gauges.drift)
 
     def _drafts(self, values: tuple[str, str], found: DraftFigures) -> Iterator[Metric]:
-        """Metrics of verified drafts, under vLLM's names."""
+        """Yield the metrics of verified drafts, under vLLM's names."""
         labels = ("model_name", "engine")
         for name, text, value in (
             (
                 "num_drafts",
-                "Verifications of a row: each gives a token, and one more for each draft.",
+                "Verifications of a row; each yields one token and the right drafts.",
                 found.verifications,
             ),
             ("num_draft_tokens", "Drafts that were verified.", found.drafts),
@@ -273,18 +290,20 @@ class Metrics:
             by_position.add_metric((*values, str(position)), right)
         yield by_position
         mean = GaugeMetricFamily(
-            "lockstep_accepted_length_mean", "Tokens that a row got from a verification.", labels=labels
+            "lockstep_accepted_length_mean", "Mean tokens per verification of a row.", labels=labels
         )
         mean.add_metric(values, 1 + found.right / max(found.verifications, 1))
         yield mean
 
     def _drift(self, engine: int, kinds: Iterable[BatchDrift]) -> Iterator[Metric]:
-        """Metrics of measured over predicted times, by kind of batch. Buckets of Prometheus are cumulative."""
+        """Yield the metrics of measured over predicted times, by kind of batch, in cumulative buckets."""
         labels = ("model_name", "engine", "kind")
-        text = "Time of a batch over the time predicted."
+        text = "Measured over predicted time of a batch."
         ratio = HistogramMetricFamily("lockstep_batch_time_ratio", text, labels=labels)
-        took = CounterMetricFamily("lockstep_batch_seconds", "Time that batches took.", labels=labels)
-        meant = CounterMetricFamily("lockstep_batch_predicted_seconds", "Time predicted for them.", labels=labels)
+        took = CounterMetricFamily("lockstep_batch_seconds", "Measured time of batches.", labels=labels)
+        meant = CounterMetricFamily(
+            "lockstep_batch_predicted_seconds", "Predicted time of these batches.", labels=labels
+        )
         bounds = [*map(str, RATIOS), "+Inf"]
         for one in kinds:
             values = (*self._labels(engine), one.kind)
@@ -294,7 +313,7 @@ class Metrics:
         yield from (ratio, took, meant)
 
     def _renamed(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
-        """The same metrics under the names that other servers' dashboards use."""
+        """Yield the same metrics under the names of the servers in `compat`."""
         for metric in metrics:
             name = metric.name.removeprefix("lockstep_")
             if "vllm" in self._compat and not name.startswith(NOT_VLLM_GROUPS) and name not in NOT_VLLM:
@@ -307,7 +326,7 @@ Figure = TypeVar("Figure")
 
 
 class _ByEngine(dict[int, Figure]):
-    """One figure for each engine and, created on first use, one for requests without an engine."""
+    """Figures by engine. The figure for requests without an engine is created on first use."""
 
     def __init__(self, make: Callable[[int], Figure], engines: int) -> None:
         super().__init__({engine: make(engine) for engine in range(engines)})
@@ -318,7 +337,7 @@ class _ByEngine(dict[int, Figure]):
         return made
 
 
-class _Given:
+class _MetricList:
     """A registry of metrics that already exist."""
 
     def __init__(self, metrics: list[Metric]) -> None:

@@ -1,4 +1,4 @@
-"""Name of the variable with the folder in which workers share figures, without an import of `metrics`."""
+"""Environment variable of the folder in which workers share metrics. Importing it does not import `metrics`."""
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Read by prometheus_client when it is imported."""
+"""prometheus_client reads this variable when it is imported."""

@@ -1,7 +1,6 @@
-"""Times of a request in the engine by phase, and token counts of its batches: read from events and Steps.
+"""Times of a request in the engine by phase, and token counts of its batches, from events and Steps.
 
-Runs in the host's thread, beside the outbox: arrivals and admissions come with the Steps, tokens and ends with the
-sinks.
+Runs in the host's thread, like the outbox. Arrivals and admissions are read from Steps, tokens and ends from the sinks.
 
     arrival -- queue --> admission -- prefill --> first token -- decode --> last token
 """
@@ -18,7 +17,7 @@ from lockstep.core.contract.samples import sample_count
 
 
 class RequestTimes(NamedTuple):
-    """Times of one request in microseconds; -1 for a phase that did not happen, or not in this generation."""
+    """Times of one request in microseconds; -1 for a phase that did not happen in this generation."""
 
     queue_us: int = -1
     prefill_us: int = -1
@@ -36,7 +35,7 @@ class EngineTimes:
         self.batch_tokens = 0
 
     def observe(self, event: Observed, step: Step) -> None:
-        """Take in an event and its Step, before its commands are performed."""
+        """Record an event and its Step, before its commands are performed."""
         if type(event) is RequestArrived:
             for sample in range(sample_count(event)):
                 self._arrived_us[event.request_id + sample] = event.time_us
@@ -53,10 +52,10 @@ class EngineTimes:
                 self.batch_tokens += tokens
 
     def take(self, request_id: RequestId, first_us: int, last_us: int) -> RequestTimes:
-        """The times of a request that ended; the record is removed.
+        """Return the times of a request that ended, and remove its record.
 
         Args:
-            first_us, last_us: engine time of its first and last token; -1 without tokens.
+            first_us, last_us: engine time of the first and last token; -1 without tokens.
         """
         arrived_us = self._arrived_us.pop(request_id, -1)
         admitted_us = self._admitted_us.pop(request_id, -1)
@@ -69,7 +68,7 @@ class EngineTimes:
 
 
 def new_tokens_of(plan: BatchPlan) -> int:
-    """Number of new tokens of a plan. A row's position may still be open; its number of tokens to verify is not."""
+    """Return the number of new tokens of a plan. With drafts, positions may be unknown, but draft counts are known."""
     if plan.speculation is None:
         return int(plan.stops.sum() - plan.starts.sum())
     extending = slice(plan.extend_rows)

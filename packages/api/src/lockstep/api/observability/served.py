@@ -1,4 +1,4 @@
-"""An HTTP request that was answered, as the live page and the spans show it."""
+"""Answered HTTP requests, as the live page and the spans show them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Served:
 
     @property
     def phases(self) -> Phases:
-        """The phases of its first answer."""
+        """The phases of the first answer to the request."""
         ended = None if self.generation is None else self.generation.choices[0].reply.ended
         return Phases() if ended is None else Phases(ended.queue_us, ended.prefill_us, ended.decode_us)
 
@@ -59,7 +59,7 @@ class Served:
         return "" if self.generation is None else self.generation.parameters.label
 
     def row(self) -> dict[str, Any]:
-        """The request as a JSON object."""
+        """Return the request as a JSON object."""
         row: dict[str, Any] = {
             "request_id": self.request_id,
             "path": self.path,
@@ -101,5 +101,5 @@ class Recent:
             self._rows.append((served.tenant, served.row()))
 
     def of(self, tenant: str | None) -> list[dict[str, Any]]:
-        """The newest first; of one tenant, or of all with None."""
+        """Return the rows of one tenant, or of all tenants (None), the newest first."""
         return [row for owner, row in reversed(self._rows) if tenant is None or owner == tenant]

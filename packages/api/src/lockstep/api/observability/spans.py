@@ -2,12 +2,12 @@
 
     lockstep serve --otlp-endpoint http://127.0.0.1:4318/v1/traces
 
-One span for each request that reached the engine, as a child of the `traceparent` that it came with, and below it one
-for each of its phases: queue, prefill, decode. Attributes have the names of the semantic conventions for generative AI
-where these have one, and those of vLLM's spans where its tools read them.
+Each request that reached the engine has one span, a child of the request's `traceparent`, and below it one span for
+each of its phases: queue, prefill, decode. Names of attributes are those of the semantic conventions for generative AI
+where these define one, and those of vLLM's spans where vLLM's tools read them.
 
-Spans are made when an answer has ended, from times that are recorded anyway, and sent by a thread of their own. An
-unreachable collector causes log lines and nothing else.
+Spans are made when an answer has ended, from times that are recorded in any case, and sent by a thread of their own. An
+unreachable collector has no effect but log lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_endpoint(endpoint: str) -> None:
         raise ConfigError(f"`otlp_endpoint` must be a URL, got `{endpoint}`\nhint: http://127.0.0.1:4318/v1/traces")
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace  # noqa: F401  # whether they are there
+        import opentelemetry.sdk.trace  # noqa: F401  # only whether they can be imported
     except ImportError as error:
         raise ConfigError(f"`otlp_endpoint` needs OpenTelemetry's SDK: {error}\nhint: {HINT}") from error
 
@@ -39,7 +39,7 @@ class SpanExporter:
 
     Args:
         endpoint: URL of a collector, such as http://127.0.0.1:4318/v1/traces.
-        model: returns the name of the model in answers, once it is known.
+        model: returns the name of the model in answers; called when an answer has ended.
         service: name of this server at the collector; OTEL_SERVICE_NAME takes precedence.
     """
 
@@ -77,7 +77,7 @@ class SpanExporter:
         )
         inside, phases = set_span_in_context(span), served.phases
         at_ns = ended_ns - 1000 * sum(max(us, 0) for us in (phases.queue_us, phases.prefill_us, phases.decode_us))
-        at_ns = max(at_ns, began_ns)  # engine times reach the end of the answer, apart from the transport of a token
+        at_ns = max(at_ns, began_ns)  # engine times end with the answer, but for the transport of a token
         for name, took_us in (
             ("queue", phases.queue_us),
             ("prefill", phases.prefill_us),

@@ -3,8 +3,8 @@
     handler ──submit──> a Ticket, with a Reply for each sample
     mailbox ──────────> one task fills the replies and sets `changed`; only a handler ever waits for a client
 
-A reply keeps its tokens until its handler takes them. A handler that is slow, because its client is, finds more the
-next time: the amount that waits is bounded by the request's own length.
+A reply keeps its tokens until its handler takes them. The handler of a slow client takes more tokens at a time; the
+number of tokens that wait is bounded by the length of the request.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ log = logging.getLogger("lockstep.worker")
 
 
 class EngineUnavailable(LockstepError):
-    """Raised when no engine can take requests: not yet, not any more, or because of overload."""
+    """Raised when no engine can take requests: it has not started, has ended, or is overloaded."""
 
 
 class Reply:
-    """The answer to one sample, as far as it has come.
+    """The answer to one sample, as far as it was received.
 
     Args:
         changed: set whenever the reply changes; several replies may share it.
@@ -78,15 +78,15 @@ class Reply:
         self.logprobs: list[float] = []
         self.tops: list[list[tuple[int, float]]] = []  # the likeliest tokens at each position
         self.ended: SampleEnded | None = None
-        self.differs = False  # repeated tokens differed from those already sent to the client
-        self.arrivals: list[tuple[float, int]] = []  # (time, number of tokens received); the metrics take them away
+        self.differs = False  # whether repeated tokens differ from tokens already sent to the client
+        self.arrivals: list[tuple[float, int]] = []  # (time.monotonic, tokens received so far); emptied by the metrics
         self._changed = changed
 
     def put(self, offset: int, tokens: list[int], now_s: float) -> int:
-        """Take in tokens from output number `offset` on. Returns how many of them were received before."""
+        """Append tokens from output number `offset` on. Returns how many of them were received before."""
         repeats = len(self.tokens) - offset
         if repeats < 0:
-            raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} came before")
+            raise WireError(f"tokens from number {offset} on, but only {len(self.tokens)} were received before")
         if repeats and self.tokens[offset : offset + len(tokens)] != tokens[:repeats]:
             self.differs = True  # happens only where numerics depend on the batch
         self.tokens += tokens[repeats:]
@@ -106,12 +106,12 @@ class Ticket:
     Args:
         number: identifies the request to its engine; -1: it has no engine yet.
         submit: the message to the engine, with the number of output tokens already received.
-        waiting_tokens: tokens of its prompt until the first answer comes, then 0.
+        waiting_tokens: tokens of its prompt until the engine sends tokens or the end of it, then 0.
     """
 
     def __init__(self, number: int, submit: Submit, replies: list[Reply], waiting_tokens: int = 0) -> None:
         self.number, self.replies, self.waiting_tokens, self.submit = number, replies, waiting_tokens, submit
-        self.sent = False  # to an engine, possibly one that has ended
+        self.sent = False  # whether it was sent to an engine, also to one that has ended
         self.engine = -1  # number of its engine
         self.session = ""  # key that keeps requests on one engine
         self._placed: list[Callable[[], object]] = []
@@ -146,7 +146,7 @@ class Ticket:
         self.refused("engine", message)
 
     def refused(self, reason: str, message: str, *, rejected: bool = False) -> None:
-        """End the replies with an error, for a reason in the terms of engines."""
+        """End the replies with an error. `reason` is as in `SampleEnded`."""
         for sample, reply in enumerate(self.replies):
             if reply.ended is None:
                 reply.end(SampleEnded(self.number, sample, reason, error=message, rejected=rejected))
@@ -159,7 +159,7 @@ def make_ticket(
     start_by_s: float | None = None,
     finish_by_s: float | None = None,
 ) -> Ticket:
-    """A ticket without an engine; `changed` is set whenever one of its replies changes."""
+    """Return a ticket without an engine; `changed` is set whenever one of its replies changes."""
     submit = Submit(worker, -1, request, _ns(start_by_s), _ns(finish_by_s))
     replies = [Reply(changed) for _ in range(request.parallel_samples)]
     return Ticket(-1, submit, replies, prompt_length(request.prompt))
@@ -179,8 +179,8 @@ class Bridge:
         self.gauges: Gauges | None = None  # received last
         self.known = KnownAdapters()  # adapters
         self._named: tuple[KnownAdapters, dict[str, str]] = (self.known, {})  # the same by name
-        self.gone = ""  # why the engine takes no requests any more
-        self.restarting = False  # new requests are taken, and wait for the next engine
+        self.gone = ""  # why the engine ended for good; empty: it did not
+        self.restarting = False  # new requests are accepted, and wait for the next generation
         self.away = False  # the engine is starting, for the first time or again
         self.generation = -1  # of the engine that sent Welcome
         self._origin = f"{folder.name}/{worker}"
@@ -188,7 +188,7 @@ class Bridge:
         self.open_answers = 0  # samples of the open tickets
         self.waiting_answers = 0  # samples without any answer yet
         self.waiting_tokens = 0  # prompt tokens of these
-        self.last_message_s = time.monotonic()  # when the engine last sent a message, or had nothing to do
+        self.last_message_s = time.monotonic()  # when the engine last sent a message or had no open request
         self.welcome: Callable[[EngineInfo], object] | None = None  # called when the engine can take requests
         self.on_change: Callable[[], object] | None = None  # called whenever the engine appears or ends
         self.over: Callable[[Ticket], object] | None = None  # called when a ticket has ended
@@ -207,15 +207,15 @@ class Bridge:
         return (self,)
 
     async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
-        """The engine that is to open a session, and a callback for when that fails."""
+        """Return the engine that opens a session, and a callback for the case that opening fails."""
         return self, lambda: None
 
     async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
-        """The engine of a session, and a callback for when the session is closed."""
+        """Return the engine of a session, and a callback for the time when the session is closed."""
         return self, lambda: None
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
-        """Do nothing: there is no router that would have to be informed."""
+        """Do nothing: a single engine has no router."""
 
     async def run(self) -> None:
         """Read messages until cancelled. Raises WireError."""
@@ -230,7 +230,7 @@ class Bridge:
         self._mailbox.close()
         self._engine.close()
 
-    # -------------------------------------------------------------------------------------------------------- questions
+    # --------------------------------------------------------------------------------------------------------- requests
 
     def submit(
         self,
@@ -243,7 +243,7 @@ class Bridge:
         """Send a request; `changed` is set whenever one of its replies changes.
 
         Args:
-            start_by_s, finish_by_s: time.monotonic by which it must have started to run, or ended; else it is
+            start_by_s, finish_by_s: time.monotonic by which the request must run, or must have ended; else it is
                 cancelled.
             session: not used with one engine.
         Raises: EngineUnavailable.
@@ -324,7 +324,7 @@ class Bridge:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The adapters that requests may name, with the path that each came from."""
+        """The adapters that requests may name, with the path of each."""
         if self._named[0] is not self.known:
             self._named = (self.known, {one.name: one.path for one in self.known.entries})
         return self._named[1]
@@ -346,7 +346,7 @@ class Bridge:
         return await future
 
     def stalled(self, after_s: float) -> bool:
-        """Whether requests are open and the engine has sent nothing for `after_s` seconds."""
+        """Return whether requests are open and the engine has sent nothing for `after_s` seconds."""
         return bool(self.tickets) and time.monotonic() - self.last_message_s > after_s
 
     def _began(self, ticket: Ticket) -> None:
@@ -384,15 +384,15 @@ class Bridge:
     # ---------------------------------------------------------------------------------------- one handler per message
 
     def welcomed(self, message: Welcome) -> None:
-        """Take in the properties of the engine, and submit open requests again."""
+        """Store the properties of the engine, and submit open requests again."""
         if message.protocol != PROTOCOL:
-            raise WireError(f"the engine speaks protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
+            raise WireError(f"the engine uses protocol {message.protocol}, worker {self.worker} {PROTOCOL}")
         if message.generation <= self.generation:  # an answer to a second Hello
             return
         first = self.info is None
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
         self.info, self.generation, self.restarting, self.away = message.info, message.generation, False, False
-        if self.gauges is None:  # otherwise newer gauges came first
+        if self.gauges is None:  # otherwise newer gauges were received first
             self.gauges = message.gauges
         for ticket in self.tickets.values():
             self._submit(ticket)
@@ -403,12 +403,12 @@ class Bridge:
         log.info("ready: %s on %s", message.info.model, message.info.device)
 
     def engine_restarting(self, message: EngineRestarting) -> None:
-        """Take in that the engine ended and another generation follows. Messages sent so far will not reach it."""
+        """Prepare for the next engine generation. It will not receive messages sent so far."""
         if self.gone or message.generation <= self.generation:
             return
         self.restarting, self.away = self.info is not None, True
         self.gauges = None
-        self.known = KnownAdapters(-1, self.known.entries)  # the next engine counts its revisions anew
+        self.known = KnownAdapters(-1, self.known.entries)  # the next generation counts its revisions anew
         self._engine.close(0)
         self._engine = writer(zmq.Context(self._context), self._address)
         self._send(Hello(self.worker, PROTOCOL, message.generation))
@@ -416,7 +416,7 @@ class Bridge:
         self._report_state()
 
     def take(self, message: StepAnswers) -> None:
-        """Take in the results of one engine step."""
+        """Pass the results of one engine step to their replies."""
         if message.gauges is not None:
             self.gauges = message.gauges
         if message.tickets:
@@ -426,7 +426,7 @@ class Bridge:
             if ticket is not None:
                 reply = ticket.replies[ended.sample]
                 if reply.differs:
-                    error = "the engine restarted, and drew other tokens than those sent before"
+                    error = "the engine restarted, and its tokens differ from those sent before"
                     ended = msgspec.structs.replace(ended, reason="error", error=error)
                 reply.end(ended)
                 if not ticket.open:
@@ -458,21 +458,21 @@ class Bridge:
             first += count
 
     def answered(self, message: Answered) -> None:
-        """Take in the answer to a control request."""
+        """Pass the answer to a control request to its future."""
         future = self._unanswered.pop(message.ticket, None)
         if future is not None and not future.done():
             future.set_result(message)
 
     def adapters_known(self, message: AdaptersKnown) -> None:
-        """Take in a changed set of adapters."""
+        """Store a changed set of adapters."""
         self.known = max(self.known, message.adapters, key=attrgetter("revision"))
 
     def engine_gone(self, message: EngineGone) -> None:
-        """Take in that the engine ended for good, and end everything that waits for it."""
+        """End all requests and control requests, since the engine ended for good."""
         if self.gone:
             return
         self.gone = message.message
-        log.error("the engine is gone: %s", message.message)
+        log.error("the engine ended for good: %s", message.message)
         for ticket in list(self.tickets.values()):
             ticket.failed(message.message)
             self._forget(ticket)
@@ -505,5 +505,5 @@ def _ns(seconds: float | None) -> int | None:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that names none; the journal stores it, so the answer can be reproduced."""
+    """Return a seed for a request without one. The journal stores it, so the answer can be reproduced."""
     return secrets.randbits(62)

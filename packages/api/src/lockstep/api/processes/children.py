@@ -1,4 +1,4 @@
-"""The start of a server's child processes: their settings, their log, and their end when the parent process ends."""
+"""Start of a server's child processes: their settings, their log, and their end when the parent process ends."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def mark_ready(folder: Path, worker: int) -> None:
 
 
 def is_ready(folder: Path, worker: int) -> bool:
-    """Whether a worker marked itself with `mark_ready`."""
+    """Return whether `mark_ready` was called for a worker."""
     return (folder / f"ready-{worker}").exists()
 
 
 def begin(folder: Path, role: str) -> ServeSettings:
-    """Read the settings and set up a child process: it ignores SIGINT, and ends when its parent does."""
+    """Set up a child process and return its settings. The process ignores SIGINT, and ends when its parent ends."""
     settings = read_settings(folder)
     start_log(settings.log_level, role, settings.log_format)
     signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which child processes of this one would inherit
@@ -55,6 +55,6 @@ def begin(folder: Path, role: str) -> ServeSettings:
 def _end_with_parent(folder: Path) -> None:
     """End this process when stdin closes: the parent holds the other end and never writes to it."""
     os.read(0, 1)
-    logging.getLogger("lockstep.serve").error("the process that started this one is gone")
-    shutil.rmtree(folder, ignore_errors=True)  # the parent did not come to it
+    logging.getLogger("lockstep.serve").error("the parent process has ended")
+    shutil.rmtree(folder, ignore_errors=True)  # the parent ended without removing it
     os._exit(1)

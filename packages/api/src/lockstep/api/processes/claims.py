@@ -1,11 +1,11 @@
-"""Requests that were open when the previous engine generation died, until their workers have submitted them again.
+"""Requests that were open when the previous engine generation died, until their workers submit them again.
 
-A worker submits each open request `again`, with the number k of output tokens that it has:
+A worker submits each open request `again`, with the number k of output tokens that it has received:
 
-    in the journal             tokens from k on are sent again, and the request goes on
+    in the journal             tokens from k on are sent again, and the request continues
     not in the journal         no token of it was ever sent: it starts as a new request
-    cannot be continued        it starts again; tokens that were sent before are skipped by number
-    suspect of two deaths      it fails, alone
+    cannot be continued        it starts again; tokens that were sent before are skipped by their numbers
+    suspect of two deaths      it alone fails
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FIRST = PriorState()
 
 
 class Lost(LockstepError):
-    """Raised for a request that cannot go on.
+    """Raised for a request that cannot continue.
 
     Args:
         reason: as in `SampleEnded`: "engine" if another engine might serve it, "error" if none would.
@@ -61,11 +61,11 @@ class Lost(LockstepError):
 
 
 class Claims:
-    """Takes up the requests of the previous generation. Used in the main thread; the engine does not run until `close`.
+    """Continues requests of the previous generation. Used in the main thread; the engine does not run until `close`.
 
     Args:
-        keeper: state recovered from the previous generation; None: nothing was kept.
-        server: prefix of the origins of this server. A request of another server has no client any more.
+        keeper: state recovered from the previous generation; None: nothing was stored.
+        server: prefix of the origins of this server. Requests of another server have no clients here.
         workers: the running workers.
     """
 
@@ -74,7 +74,7 @@ class Claims:
         self._recovered = None if keeper is None else keeper.recovered
         self._taken: set[RequestId] = set()
         self._guilty = set[RequestId]() if keeper is None else set(keeper.verdict.guilty)
-        self.workers: set[int] = set()  # workers with requests that they may submit again
+        self.workers: set[int] = set()  # workers from which requests may still be submitted again
         self.open = True
         if self._recovered is not None:
             for origin, (first, samples) in self._recovered.origins.items():
@@ -84,7 +84,7 @@ class Claims:
             self.workers.intersection_update(workers)
 
     def take(self, request: RequestArrived, have: Sequence[int], sinks: Sequence[Sink]) -> RequestId | None:
-        """Take up a request that was submitted to a previous generation.
+        """Continue a request that was submitted to a previous generation.
 
         Args:
             have: for each sample the number of output tokens that the worker has, or OVER if it has ended.
@@ -93,7 +93,7 @@ class Claims:
         recovered = self._recovered
         if recovered is None:
             kept = "nothing was" if self._keeper is None else "only digests were"
-            raise Lost(f"the engine ended and restarted, and of its work {kept} kept; repeat the request", "engine")
+            raise Lost(f"the engine ended and restarted, and {kept} stored of its work; repeat the request", "engine")
         if recovered.image.strikes.get(request.origin, 0) >= STRIKES_MAX:
             raise Lost(POISON, "error")
         try:
@@ -130,7 +130,7 @@ class Claims:
         if gone := [request_id for request_id in engine.requests if request_id not in self._taken]:
             host.ask(CancelMany(tuple(gone)))
         log.warning(
-            "recovered %d requests in %.0f ms from %d events behind a snapshot; %d of them were not submitted again",
+            "recovered %d requests in %.0f ms from %d events after a snapshot; %d of them were not submitted again",
             len(engine.requests),
             self._keeper.took_s * 1e3,
             self._recovered.steps,

@@ -2,8 +2,8 @@
 
     handler ──submit──> a Ticket without engine ──Offer──> router ──Routed──> Bridge of that engine, which sends it
 
-Handlers use it like one `Bridge`; its figures are those of all engines together. Control requests go to the bridges in
-`engines`.
+Handlers use `ClusterBridge` like one `Bridge`. Its figures are sums over all engines. Control requests are sent through
+the bridges in `engines`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lockstep.core.contract.events import RequestArrived
 from lockstep.core.requests.table import prompt_bytes
 from lockstep.host.router_journal import label_key, session_key
 
-FULL = "so many requests wait at the router that no more are taken"
+FULL = "the waiting queue of the router is full"
 
 
 class ClusterBridge:
@@ -67,7 +67,7 @@ class ClusterBridge:
         folders = [engine_folder(folder, engine, engines) for engine in range(engines)]
         self.engines = tuple(Bridge(one, worker, engine) for engine, one in enumerate(folders))
         for one in self.engines:
-            one.on_change, one.over = self._look, self._over
+            one.on_change, one.over = self._engine_changed, self._over
         self._router, self._tenants_apart, self._admission = router, tenants_apart, admission
         self._unrouted: dict[int, Ticket] = {}  # by number of their offer
         self._numbers: dict[Ticket, int] = {}  # number of the offer of every open ticket
@@ -75,8 +75,8 @@ class ClusterBridge:
         self._late: dict[int, asyncio.TimerHandle] = {}
         self._unanswered: dict[int, asyncio.Future[Routed]] = {}  # offers of sessions, by number
         self._next_number = 0
-        self._combined: list[EngineInfo] = []  # properties of the engines left
-        self._info: EngineInfo | None = None  # and of all together, derived from them
+        self._combined: list[EngineInfo] = []  # properties of the engines in `left`
+        self._info: EngineInfo | None = None  # value of `info`, derived from `_combined`
         self._context = zmq.asyncio.Context()
         self._mailbox = self._context.socket(zmq.SocketType.PULL)
         reader_options(self._mailbox)
@@ -114,12 +114,12 @@ class ClusterBridge:
 
     @property
     def gone(self) -> str:
-        """Why no request is taken any more; empty while one engine is left."""
+        """Why the last engine ended for good; empty while an engine is left."""
         return "" if self.left else self.engines[-1].gone
 
     @property
     def info(self) -> EngineInfo | None:
-        """Abilities that all engines have; None until each has either started or failed, and one has started."""
+        """Properties common to all engines; None until one has started, and each other has started or is restarting."""
         known = [one.info for one in self.left if one.info is not None]
         if not known or any(one.info is None and not one.away for one in self.left):
             return None
@@ -136,7 +136,7 @@ class ClusterBridge:
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Adapters that all engines have, with the path that each came from."""
+        """Adapters that all engines have, with the path of each."""
         first, *others = [one.adapters for one in self.left] or [{}]
         return {name: path for name, path in first.items() if all(name in one for one in others)}
 
@@ -161,7 +161,7 @@ class ClusterBridge:
         return sum(map(of_engine, self.engines)) + sum(map(of_ticket, self._unrouted.values()))
 
     def stalled(self, after_s: float) -> bool:
-        """Whether an engine has open requests and has sent nothing for `after_s` seconds."""
+        """Return whether an engine has open requests and has sent nothing for `after_s` seconds."""
         return any(one.stalled(after_s) for one in self.left)
 
     # ------------------------------------------------------------------------------------------------- control requests
@@ -206,8 +206,9 @@ class ClusterBridge:
             self.cancel(ticket)
 
     def cancel_label(self, label: str, tenant: str) -> None:
-        """Cancel all requests of a tenant with this label, on every engine. Raises EngineUnavailable if one is
-        unavailable.
+        """Cancel all requests of a tenant with this label, at the router and on every engine.
+
+        Raises: EngineUnavailable if an engine is unavailable, after all other engines have received the message.
         """
         for ticket in list(self._unrouted.values()):
             request = ticket.submit.request
@@ -225,20 +226,20 @@ class ClusterBridge:
             raise EngineUnavailable(missed or self.gone)
 
     async def engine_to_open(self, session: str, parent: str = "") -> tuple[Bridge, Callable[[], object]]:
-        """The engine that is to open a session, and a callback for when that fails. Raises EngineUnavailable."""
+        """Return the engine that opens a session, and a callback for a failure to open. Raises EngineUnavailable."""
         key, parent_key = session_key(session), session_key(parent) if parent else ""
         routed = await self._offer_session(lambda number: Offer(self.worker, number, 0, (), key, "open", parent_key))
         refused = partial(self._send, SessionOver(key)) if routed.fresh else lambda: None
         return self.engines[routed.engine], refused
 
     async def engine_to_close(self, session: str) -> tuple[Bridge, Callable[[], object]]:
-        """The engine of a session, and a callback for when the session is closed. Raises EngineUnavailable."""
+        """Return the engine of a session, and a callback for its closing. Raises EngineUnavailable."""
         key = session_key(session)
         routed = await self._offer_session(lambda number: Offer(self.worker, number, 0, (), key, "close"))
         return self.engines[routed.engine], partial(self._send, SessionOver(key))
 
     def drained(self, engine: Bridge, *, draining: bool) -> None:
-        """Send the router that an engine is to receive nothing new, or to receive requests again."""
+        """Report to the router that an engine is to receive no new requests, or requests again."""
         self._send(Drained(engine.number, draining))
 
     async def _offer_session(self, offer: Callable[[int], Offer]) -> Routed:
@@ -285,7 +286,7 @@ class ClusterBridge:
             self._late[number] = loop.call_later(max(0.0, min(due) - time.monotonic()), self._end_late, number)
 
     def _taken(self, number: int) -> Ticket | None:
-        """Remove and return a ticket that waits for the router; None if it does not."""
+        """Remove and return a ticket that waits for the router; None if there is no such ticket."""
         late = self._late.pop(number, None)
         if late is not None:
             late.cancel()
@@ -301,14 +302,14 @@ class ClusterBridge:
             self._over(ticket)
 
     def _routed(self, message: Routed) -> None:
-        """Take in the router's assignment."""
+        """Pass a ticket to the engine that the router assigned, or end it as the router refused it."""
         requested = self._unanswered.get(message.number)
         if requested is not None:
             if not requested.done():
                 requested.set_result(message)
             return
         ticket = self._taken(message.number)
-        if ticket is None:  # its client left meanwhile, and the router has received that
+        if ticket is None:  # its client left meanwhile; the router was sent OfferClosed
             return
         if message.engine < 0:
             del self._numbers[ticket]
@@ -318,7 +319,7 @@ class ClusterBridge:
                 ticket.refused(message.refused, FULL, rejected=True)
             return
         one = self.engines[message.engine]
-        if one.gone:  # the router did not have that report yet
+        if one.gone:  # the router sent Routed before it received EngineLost
             self._send(OfferClosed(self.worker, self._numbers.pop(ticket), 0))
             if self.left:
                 self._offer(ticket)
@@ -332,14 +333,14 @@ class ClusterBridge:
             self._over(ticket)
 
     def _over(self, ticket: Ticket) -> None:
-        """Send the router that a request has ended."""
+        """Report to the router that a request has ended."""
         number = self._numbers.pop(ticket, None)
         if number is not None:
-            with suppress(EngineUnavailable):  # a router that does not read any more has no use for the count
+            with suppress(EngineUnavailable):  # the router no longer reads, and needs no counts
                 self._send(OfferClosed(self.worker, number, sum(len(reply.tokens) for reply in ticket.replies)))
 
-    def _look(self) -> None:
-        """Take in that an engine appeared or ended."""
+    def _engine_changed(self) -> None:
+        """Call `welcome` once, when `info` is complete. Called whenever an engine starts or ends."""
         whole = self.info
         if whole is not None and self.welcome is not None:
             welcome, self.welcome = self.welcome, None

@@ -16,9 +16,7 @@ class ToForkServer(msgspec.Struct, frozen=True, array_like=True, tag=True, forbi
 
 
 class Begin(ToForkServer, frozen=True):
-    """Fork an engine. `death` is how the previous generation ended, if there was one; `workers` are the running
-    workers.
-    """
+    """Fork an engine. `death`: how the previous generation ended, None for the first. `workers`: running workers."""
 
     death: Death | None
     workers: tuple[int, ...] = ()

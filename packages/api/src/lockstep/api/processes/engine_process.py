@@ -1,13 +1,13 @@
 """The engine process: an engine, the thread of its host, and a mailbox. The fork server forks it.
 
-    mailbox ──handler──> host.submit, cancel, ask ──> host's thread ──> outbox ──one message per worker and step──>
+    mailbox ──handler──> RuntimeHost ──its thread──> outbox ──one message per worker and step──>
 
 The main thread reads and dispatches messages, and waits for nothing else. The process ends with status 0 on StopEngine,
 with 1 when the engine failed, and with EXIT_FOR_GOOD if the next generation would fail alike: impossible settings, a
-journal that cannot be continued, an unreadable message. It also ends when its parent is gone.
+journal that cannot be continued, an unreadable message. It also ends when its parent process ends.
 
 A generation that follows a death first waits up to CLAIM_S for the workers to submit their open requests again. It
-continues those, and cancels the others: their clients have left.
+continues these requests, and cancels the rest, since their clients have left.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from lockstep.host.router_journal import session_key
 log = logging.getLogger("lockstep.engine")
 
 Questions = ProfileRequest | ReadWeights | JoinGroup | LeaveGroup | LoadLora | UnloadLora
-"""Messages that the scheduler does not answer, or not first."""
+"""Messages that are answered in a thread of their own, beside the scheduler."""
 
 LOOK_MS = 200  # interval between checks that the engine still runs
 CLAIM_S = 2.0  # time for workers to submit open requests again; a worker that ended sends nothing
@@ -93,7 +93,7 @@ class EngineProcess:
     Args:
         folder: folder of the sockets.
         generation: of this engine; the server's first is 0.
-        before: how the previous generation ended, and its workers.
+        before: the end of the previous generation, and the workers that it had.
         alive: called several times a second while the engine makes progress.
         number: number of the engine among several, reported to the router; None: the only engine, without a router.
     """
@@ -186,14 +186,14 @@ class EngineProcess:
     def greet(self, message: Hello) -> None:
         """Answer a worker's Hello."""
         if message.protocol != PROTOCOL:
-            raise WireError(f"worker {message.worker} speaks protocol {message.protocol}, the engine {PROTOCOL}")
+            raise WireError(f"worker {message.worker} uses protocol {message.protocol}, the engine {PROTOCOL}")
         self.outbox.workers.add(message.worker)
         info = msgspec.structs.replace(self.unit.info, weights_version=self.host.weights.version)
         gauges = self.outbox.newest
         self._writers.send(Welcome(message.worker, PROTOCOL, info, self.generation, self.host.adapters, gauges))
 
     def submit(self, message: Submit) -> None:
-        """Submit a request, or take it up `again` from a previous generation, with the worker's count of tokens."""
+        """Submit a request, or continue an earlier one (`again`) after the tokens that the worker has."""
         if message.generation != self.generation:
             return
         request, clock = message.request, self.host.clock
@@ -229,7 +229,7 @@ class EngineProcess:
         ticket.first_id = first_id
 
     def settled(self, message: Settled) -> None:
-        """Take in that a worker has submitted all of its open requests again."""
+        """Record that a worker has submitted all of its open requests again."""
         if message.generation == self.generation:
             self._claims.workers.discard(message.worker)
 
@@ -244,24 +244,24 @@ class EngineProcess:
                 self._cancel(worker, number)
 
     def ask(self, message: Ask) -> None:
-        """Pass a control request to the host; the answer is sent when the engine has one."""
+        """Pass a control request to the host; its answer is sent later."""
         self.host.ask(message.control, partial(self._answer, message.worker, message.ticket))
 
     def trace(self, message: ProfileRequest) -> None:
-        """Begin or end a profile, in a thread of its own, since it waits for the engine."""
-        threading.Thread(target=self._look, args=(message, self._traced), daemon=True).start()
+        """Begin or end a profile, in a thread of its own, since this waits for the engine."""
+        threading.Thread(target=self._answer_aside, args=(message, self._traced), daemon=True).start()
 
     def read_weights(self, message: ReadWeights) -> None:
-        """Read values of a tensor, in a thread of its own, since weights may be being loaded."""
-        threading.Thread(target=self._look, args=(message, self._weights_read), daemon=True).start()
+        """Read values of a tensor, in a thread of its own, since this waits while weights are loaded."""
+        threading.Thread(target=self._answer_aside, args=(message, self._weights_read), daemon=True).start()
 
     def group(self, message: JoinGroup | LeaveGroup) -> None:
-        """Join or leave a trainer's group, in a thread of its own, since other members may come late."""
-        threading.Thread(target=self._look, args=(message, self._grouped), daemon=True).start()
+        """Join or leave a trainer's group, in a thread of its own, since this waits for the other members."""
+        threading.Thread(target=self._answer_aside, args=(message, self._grouped), daemon=True).start()
 
     def lora(self, message: LoadLora | UnloadLora) -> None:
-        """Load or unload an adapter, in a thread of its own: files are read, and other requests may still use it."""
-        threading.Thread(target=self._look, args=(message, self._adapted), daemon=True).start()
+        """Load or unload an adapter, in a thread of its own: this reads files, or waits for requests that use it."""
+        threading.Thread(target=self._answer_aside, args=(message, self._adapted), daemon=True).start()
 
     def worker_gone(self, message: WorkerGone) -> None:
         """Cancel the requests of a worker that ended."""
@@ -287,10 +287,10 @@ class EngineProcess:
             for sample in range(opened.samples):
                 self.host.cancel(opened.first_id + sample)
 
-    def _look(self, message: Questions, look: Callable[[Any], Answered]) -> None:
-        """Answer, in a thread of its own, a message that the scheduler does not answer."""
+    def _answer_aside(self, message: Questions, answer_to: Callable[[Any], Answered]) -> None:
+        """Answer a message beside the scheduler. Runs in a thread of its own."""
         try:
-            answer = look(message)
+            answer = answer_to(message)
         except LockstepError as error:
             answer = Answered(message.worker, message.ticket, False, str(error).partition("\nhint: ")[0])
         with suppress(EngineStopped):  # the workers receive EngineGone or EngineRestarting
@@ -299,7 +299,7 @@ class EngineProcess:
 
     def _traced(self, message: ProfileRequest) -> Answered:
         if self.unit.trace is None:
-            raise ConfigError("this engine has no device to look at")
+            raise ConfigError("this engine has no device to profile")
         return Answered(message.worker, message.ticket, True, self.unit.trace(message.options))
 
     def _weights_read(self, message: ReadWeights) -> Answered:
@@ -361,20 +361,20 @@ def main(folder: Path, generation: int, before: PriorState, alive: Callable[[], 
     several = children.read_settings(folder).dp > 1
     name, suffix = (f"engine {number}", f".{generation}") if several else ("engine", f" {generation}")
     settings = children.begin(folder, name + suffix * (generation > 0))
-    # SIGTERM may go to all processes of a service: workers end first, then StopEngine comes. Ranks would inherit
-    # SIG_IGN.
+    # SIGTERM may be sent to all processes of a service. It is ignored here, since the engine ends after the workers, on
+    # StopEngine. The handler is not SIG_IGN, which ranks would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         unit = build_engine(settings, Place(folder, before.death, number))
         faults.install(unit.host, generation)
-        # for a model it was logged when the memory was divided
+        # for a model the table was logged when the memory was divided
         memory = "" if unit.info.kind == "model" else f"\n{unit.memory}"
         log.info("%s on %s, ready%s", unit.info.model, unit.info.device, memory)
         EngineProcess(unit, folder, generation, before, alive, number if several else None).run()
     except LockstepError as error:
         log.error("%s: %s", type(error).__name__, error)
         for_good = isinstance(error, ConfigError | JournalError | Divergence | WireError)
-        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)  # possibly temporary, such as a
-        # full disk
+        # an error of the file system may be temporary, such as a full disk
+        full = isinstance(error, JournalError) and isinstance(error.__cause__, OSError)
         return children.EXIT_FOR_GOOD if for_good and not full else 1
     return 0

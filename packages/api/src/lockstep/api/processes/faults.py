@@ -1,17 +1,17 @@
-"""Faults for tests of recovery: an engine that dies at a place that a test cannot hit from outside.
+"""Faults for tests of recovery: an engine dies at a point that a test cannot reach from outside the process.
 
 LOCKSTEP_FAULT is one of
 
     written:N[:GENERATIONS[:EVENT]]
-                        killed once records were written N times, counting only writes with such an event if one is
-                        named, before anything of the last write is performed or sent
+                        killed after the Nth write of records, before any command of that write is performed or
+                        sent; with EVENT, only writes with an event of this type count
     recovered           killed in every second generation, after recovery and before anything was sent
-    hang:N              stands still at its Nth launch, in its first generation
+    hang:N              hangs at the Nth launch of its first generation
     poison:TOKEN        aborts whenever a batch computes this token
-    greedy:TOKEN        killed whenever a batch computes this token, as by a kernel that has no memory left
+    greedy:TOKEN        killed whenever a batch computes this token, as the operating system does when memory runs out
     arrival:TOKEN       the core raises whenever a prompt that begins with this token arrives
 
-`written` kills that many generations, by default one. Only the environment of the process sets a fault, no client.
+`written` kills the first GENERATIONS generations, by default one. Faults are set by the process environment only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POINTS = {"written": (1, 2), "recovered": (0, 0), "hang": (1, 1), "poison": (1, 
 
 
 def install(host: RuntimeHost, generation: int) -> None:
-    """Install the fault that the environment names. Raises ConfigError for an unknown one."""
+    """Install the fault in LOCKSTEP_FAULT. Raises ConfigError if the value is malformed."""
     given = os.environ.get(VARIABLE, "")
     if not given:
         return
@@ -107,7 +107,7 @@ class _Faulty:
         return self._executor.in_flight
 
     def launch(self, plan: BatchPlan, *, deferred: bool = False, contexts: ContextOf | None = None) -> None:
-        """Launch a batch, or fail as the fault demands."""
+        """Launch a batch, or fail if the fault applies to it."""
         self._launches += 1
         while self._launches == self._hangs_at:
             time.sleep(1)
@@ -120,15 +120,15 @@ class _Faulty:
         self._executor.sample(batch_id, advance)
 
     def ready(self) -> bool:
-        """Whether the results of the oldest batch are available."""
+        """Return whether the results of the oldest batch are available."""
         return self._executor.ready()
 
     def pause_s(self) -> float:
-        """Seconds until the oldest batch is worth another check."""
+        """Return the seconds until the next check for the results of the oldest batch."""
         return self._executor.pause_s()
 
     def collect(self) -> BatchResult:
-        """The results of the oldest batch."""
+        """Return the results of the oldest batch."""
         return self._executor.collect()
 
 
@@ -137,7 +137,7 @@ def _raise_at_arrival(host: RuntimeHost, token: int) -> None:
 
     def faulty(event: ObservedEvent) -> Step:
         if isinstance(event, RequestArrived) and np.frombuffer(prompt_bytes(event.prompt), np.int32)[0] == token:
-            raise RuntimeError("a mistake in the core")
+            raise RuntimeError("a planted fault in the core")
         return step(event)
 
     host.engine.step = faulty  # type: ignore[method-assign,assignment]  # a planted fault

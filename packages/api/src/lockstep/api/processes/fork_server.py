@@ -4,10 +4,10 @@
              <──Began, EngineExited──            ──fork──> engine 1
              <──Alive───────────────────────────────────────┘
 
-`python -m lockstep.api.processes.fork_server FOLDER DESCRIPTOR NUMBER`: DESCRIPTOR is one end of a socket pair, the
-launcher has the other end; NUMBER is the number of the engine. Imports take a second, with torch several; a fork takes
-milliseconds, so an engine that died is soon replaced. The fork server has one thread, opens no device and no socket,
-and computes nothing: a forked engine starts clean.
+`python -m lockstep.api.processes.fork_server FOLDER DESCRIPTOR NUMBER`: DESCRIPTOR is one end of a socket pair whose
+other end the launcher holds; NUMBER is the number of the engine. Imports take a second, with torch several; a fork
+takes milliseconds, so an engine that died is replaced quickly. The fork server has one thread, opens no device and no
+socket, and computes nothing, so a forked engine inherits no such state.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ForkServer:
             os.set_blocking(descriptor, False)
 
     def run(self) -> int:
-        """Serve until the launcher is gone. Also returns in a forked child, with the exit status of the child."""
+        """Serve until the launcher ends. Also returns in a forked child, with the exit status of the child."""
         signal.set_wakeup_fd(self._wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
@@ -93,14 +93,14 @@ class ForkServer:
         def alive() -> None:
             try:
                 self.control.send(encode(Alive(generation)))
-            except BlockingIOError:  # the launcher has not read for long; the reports that wait for it suffice
+            except BlockingIOError:  # the launcher has not read for long; enough reports wait for it
                 return
 
         return engine_process.main(self.folder, generation, before, alive, self.engine)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve one launcher until it is gone. Returns the exit status."""
+    """Serve one launcher until it ends. Returns the exit status."""
     folder = Path(arguments[0])
     control = socket.socket(fileno=int(arguments[1]))
     settings = children.read_settings(folder)

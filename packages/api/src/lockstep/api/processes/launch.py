@@ -7,10 +7,11 @@
 
 - When a worker ends, its streams end. The engines receive WorkerGone and cancel its requests, and another worker
   is started. A worker that ends right after its start stops the server.
-- An engine that ends is replaced: `supervisor`. When one is given up, the others go on; with the last one, or with
-  one that could not even start, the server stops with status 1.
+- An engine that ends is replaced: `supervisor`. When an engine is given up, the other engines continue. If it was the
+  last engine, or its first generation never served, the server stops with status 1.
 - With several engines the router is a thread of the launcher: `routing`.
-- On SIGTERM or Ctrl-C the workers stop first, with time for their answers, then the engines. A second signal kills all.
+- On SIGTERM or Ctrl-C the workers stop first, with time for their answers, then the engines. A second signal kills
+  all processes.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from lockstep.host.inbox import Inbox
 log = logging.getLogger("lockstep.serve")
 
 BACKLOG = 2048
-LOOK_S = 0.05  # interval between checks that all are ready, during the start
-REPORT_DELAY_S = 0.5  # added to an engine's deadline: the launcher may itself have been stopped, with reports unread
+LOOK_S = 0.05  # interval of checks, during the start, that all processes are ready
+REPORT_DELAY_S = 0.5  # added to an engine's deadline, since the launcher may have been suspended, with unread reports
 EXIT_INTERRUPTED = 130
 
 
@@ -79,7 +80,7 @@ LauncherEvent = ChildEnded | Signalled | EngineReport | RouterFailed
 
 
 class Launcher:
-    """One server, from the opening of its sockets to their removal."""
+    """One server: opens the sockets, runs the processes, and removes the sockets at the end."""
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
@@ -87,7 +88,7 @@ class Launcher:
         self.children: list[Child] = []
         self._events: Inbox[LauncherEvent] = Inbox()
         self._next_worker = 0
-        self._operator_worker = -1  # number of the worker that serves the operator's routes
+        self._operator_worker = -1  # number of the worker that serves the routes for operators
         self._listener = listen(settings.host, settings.port)
         self._admin = None if settings.admin_socket is None else listen_unix(Path(settings.admin_socket))
         self.folder = fresh_folder()
@@ -115,7 +116,7 @@ class Launcher:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self, ready: Callable[[], object] = lambda: None) -> int:
-        """Serve until a signal comes or the server cannot go on. Returns the exit status.
+        """Serve until a signal arrives or the server cannot continue. Returns the exit status.
 
         Args:
             ready: called once, in a thread of its own, when all engines and API workers take requests.
@@ -149,7 +150,7 @@ class Launcher:
                 return
 
     def _next(self) -> int | None:
-        """Wait for the next event and handle it. Returns the exit status when the server is to end."""
+        """Wait for the next event and handle it. Returns the exit status if the server ended; else None."""
         match self._wait():
             case Signalled(number):
                 self._stop()
@@ -184,7 +185,7 @@ class Launcher:
         return None
 
     def _wait(self) -> LauncherEvent | None:
-        """The next event; None if the deadline of an engine passed first."""
+        """Wait for the next event and return it; None if the deadline of an engine passed first."""
         due = [engine.deadline_s for engine in self.engines if engine.deadline_s is not None]
         if not due:
             return self._events.wait()
@@ -194,14 +195,17 @@ class Launcher:
             return None
 
     def _after(self, engine: Supervisor, goes_on: bool, *, first: bool) -> int | None:
-        """Handle the end of an engine, replaced (`goes_on`) or given up. Returns the exit status if it was the last
-        one.
+        """Handle the end of an engine that was replaced (`goes_on`) or given up.
+
+        Args:
+            first: the engine ended in its first generation before it served.
+        Returns: the exit status if the server ended with the engine; else None.
         """
         self._send_to_router(EngineLost(engine.number, engine.next_generation - 1 if goes_on else None))
         if goes_on:
             return None
         if not first and not all(one.gone for one in self.engines):
-            log.error("%s is not restarted, the others go on: %s", engine.name, engine.gone)
+            log.error("%s is not restarted, the other engines continue: %s", engine.name, engine.gone)
             return None
         time.sleep(0.2)  # so that workers receive EngineGone before SIGTERM
         self._stop()
@@ -250,7 +254,7 @@ class Launcher:
         return [child for child in self.children if child.role == "worker"]
 
     def _start_worker(self) -> None:
-        """Start a worker under a number never used before, so that it receives no message meant for another worker."""
+        """Start a worker under a number never used before, so that it receives no message to an earlier worker."""
         descriptors = [self._listener.fileno()]
         number = self._next_worker
         self._next_worker += 1
@@ -302,19 +306,20 @@ class Launcher:
             self._wait_for("an engine", self._engines_running, GRACE_S)
 
     def _wait_for(self, name: str, there: Callable[[], bool], seconds: float) -> bool:
-        """Wait while `there()` is true. Returns False after `seconds`, after a second signal, or if a fork server
-        ended.
+        """Wait while `there()` is true.
+
+        Returns: False after `seconds`, after a second signal, or if a fork server ended; else True.
         """
         until_s = time.monotonic() + seconds
         while there():
             try:
                 event = self._events.get(until_s - time.monotonic())
             except Empty:
-                log.error("%s does not end and is killed", name)
+                log.error("%s did not end in time and is killed", name)
                 return False
             match event:
                 case Signalled():
-                    log.error("killing everything")
+                    log.error("second signal: all processes are killed")
                     return False
                 case ChildEnded(child) if child in self.children:
                     self.children.remove(child)
@@ -366,7 +371,7 @@ class Launcher:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError."""
+    """Return a listening TCP socket. Raises ConfigError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -381,11 +386,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        hint = "another server may be there; --port 0 takes a free one"
+        hint = "another server may listen there; --port 0 takes a free port"
         if error.errno == EADDRNOTAVAIL:
             hint = "the address must be one of this machine; 127.0.0.1 is"
         elif error.errno in (EACCES, EPERM):
-            hint = "ports below 1024 are the system's; --port 8000"
+            hint = "ports below 1024 are reserved for the system; --port 8000"
         raise ConfigError(
             f"`port`: {host}:{port} cannot be listened on: {error.strerror or error}\nhint: {hint}"
         ) from error
@@ -393,7 +398,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """A listening Unix socket with mode 0600, in place of one that a dead server left. Raises ConfigError."""
+    """Return a listening Unix socket with mode 0600. It replaces a socket without a listener. Raises ConfigError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
     try:
@@ -405,7 +410,7 @@ def listen_unix(path: Path) -> socket.socket:
         listener.close()
         why = error.strerror or str(error)
         if error.errno == EADDRINUSE:
-            why = "another server is there" if path.is_socket() else "it is there, and no socket"
+            why = "another server listens there" if path.is_socket() else "the file exists, and is not a socket"
         raise ConfigError(f"`admin_socket`: {path} cannot be listened on: {why}\nhint: choose another path") from error
     finally:
         os.umask(before)
@@ -413,7 +418,7 @@ def listen_unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a process listens on a Unix socket."""
+    """Return whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
         one.settimeout(1.0)
         try:

@@ -1,7 +1,7 @@
-"""Collects what an engine's steps produce for the workers: one message for each worker and step.
+"""Results of an engine's steps for the workers: one message for each worker and step.
 
 Everything here runs in the host's thread. Sinks only record; `send`, which the host calls when nothing more follows
-from the same event, packs the records and hands the messages to the sockets without waiting.
+from the same event, packs the records into messages and passes these to the sockets without waiting.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Writers:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
     def send(self, message: ToWorker) -> bool:
-        """Hand a message over; False if the worker has not read for very long."""
+        """Queue a message to its worker. Returns False if the worker has too many unread messages (MESSAGES_MAX)."""
         socket = self._sockets.get(message.worker)
         if socket is None:
             socket = self._sockets[message.worker] = writer(self._context, worker_address(self._folder, message.worker))
@@ -62,7 +62,7 @@ class Writers:
         return True
 
     def close(self) -> None:
-        """Close the sockets; messages that were handed over still go out."""
+        """Close the sockets; queued messages are still sent."""
         for socket in self._sockets.values():
             socket.close()
 
@@ -97,8 +97,8 @@ class Outbox:
     """Collects the results of a step for all workers.
 
     Args:
-        stuck: called with a worker that has not read for so long that no more messages can be kept for it.
-        drift: returns measured over predicted batch times so far, where there are predictions.
+        stuck: called with the number of a worker that has too many unread messages.
+        drift: returns measured over predicted batch times so far; empty without predictions.
         host: holds the known adapters, which are sent to the workers whenever they change.
     """
 
@@ -123,14 +123,14 @@ class Outbox:
         self.drafts = DraftCounts()  # counted by the host as it runs
 
     def page(self, worker: int) -> _Page:
-        """The results of the current step for a worker, created on first use."""
+        """Return the page of a worker for the current step, created on first use."""
         page = self._pages.get(worker)
         if page is None:
             page = self._pages[worker] = _Page()
         return page
 
     def now_us(self) -> int:
-        """The time of the current event, in microseconds."""
+        """Return the time of the current event, in microseconds."""
         return self._engine.now_us
 
     def answer(self, answer: Answered) -> None:
@@ -156,8 +156,9 @@ class Outbox:
             self._writers.send(answer)
 
     def _due_gauges(self) -> Gauges | None:
-        """Gauges of the engine when it becomes idle or its weights change, and at most GAUGES_EVERY_US apart; else
-        None.
+        """Return the gauges of the engine if they are due; else None.
+
+        They are due when the engine is idle, when its weights changed, and GAUGES_EVERY_US after the last gauges.
         """
         engine, version = self._engine, self._engine.memory.weights_version
         soon = engine.now_us - self._gauges_us < GAUGES_EVERY_US
@@ -187,7 +188,7 @@ class Outbox:
         return self.newest
 
     def _draft_figures(self) -> DraftFigures | None:
-        """Totals of verified drafts; None where no drafts are verified."""
+        """Return the totals of verified drafts; None if the engine verifies no drafts."""
         if not self._engine.config.speculates:
             return None
         found = self.drafts
@@ -252,7 +253,7 @@ class SampleSink:
         self._end(SampleEnded(self._ticket, self._sample, end.reason, error=end.message, rejected=True))
 
     def failed(self, message: str) -> None:
-        """Do nothing: the engine ends, and the next generation decides what becomes of the request."""
+        """Do nothing: the engine ends, and the next generation continues or fails the request."""
 
     def _end(self, ended: SampleEnded) -> None:
         self._outbox.page(self._worker).ended.append(ended)

@@ -1,20 +1,20 @@
 """The router of a server with several engines: `lockstep.core.cluster.router`, with a mailbox.
 
-    worker ──Offer────────> router ──Routed──> worker ──Submit──> the engine        tokens never pass here
-    worker ──OfferClosed──> router                                                  so its counts are exact
+    worker ──Offer────────> router ──Routed──> worker ──Submit──> the engine        tokens bypass the router
+    worker ──OfferClosed──> router                                                  which counts their ends
     engine ──EngineHere───> router <──EngineLost, WorkerLost── launcher
 
-The router is a thread of the launcher. All workers use the same one, so its counts cover all requests, in one order,
-and its journal replays to the same decisions (`lockstep journal verify`). It is never restarted: it ends with the
-launcher, and the whole server ends with both.
+The router is a thread of the launcher. All workers use the same router, so its counts cover all requests, in one
+order, and its journal replays to the same decisions (`lockstep journal verify`). It is never restarted: it ends with
+the launcher, and the whole server ends with both.
 
-An engine that died comes back with its requests, which its journal has: until then it is `recovering`, receives nothing
-new, and its requests still count. A session belongs to the engine that opened it, which takes all of its turns under
-any policy, and reports its open sessions whenever it starts.
+The next generation of an engine that died continues its requests from its journal. Until then the engine is
+`recovering`: it receives no new requests, and its open requests still count. A session belongs to the engine that
+opened it, and all of its turns run there under any policy. An engine reports its open sessions whenever it starts.
 
 With `--admission` requests wait in a queue in front of the router, `lockstep.core.cluster.dispatch`; each decision of
-the queue is sent to the worker that made the offer. A decision that was sent is never revoked, so nothing is sent again
-when an engine is lost: a client that had received tokens would receive different ones.
+the queue is sent to the worker that made the offer. A decision that was sent is never revoked: when an engine is lost,
+its requests are not assigned again, since a client that had received tokens would receive different ones.
 """
 
 from __future__ import annotations
@@ -106,14 +106,13 @@ class RouterService:
         self.queue: dispatch.Dispatcher | None = None  # in front of the router; None: requests do not wait
         self.router: Router | None = None  # None until every engine has started
         self._here: dict[int, EngineHere] = {}  # by engine, of its newest generation
-        self._next_generation = dict.fromkeys(
-            range(engines), 0
-        )  # by engine; messages of earlier generations are ignored
+        # by engine; messages of earlier generations are ignored
+        self._next_generation = dict.fromkeys(range(engines), 0)
         self._lost: set[int] = set()  # engines that ended for good
         self._journal: RouterJournal | NoRouterJournal = NoRouterJournal()
-        self._sessions: dict[str, int] = {}  # open sessions -> engine; the most recently named is last
+        self._sessions: dict[str, int] = {}  # open sessions -> engine; the most recently used is last
         self._pending: dict[tuple[int, int], Offer] = {}  # offers that no engine can take now, in order of arrival
-        # by worker and number: engine, and the offer as the router has it
+        # by worker and number: engine, and the offer that the router received
         self._open: dict[tuple[int, int], tuple[int, RequestOffered]] = {}
         self._waiting: dict[tuple[int, int], int] = {}  # by worker and number: id in the waiting queue
         self._offers: dict[int, _Offered] = {}  # by id, for the waiting queue and the router
@@ -144,7 +143,9 @@ class RouterService:
         only = known if known is not None else self._sessions.get(message.parent, refusing)
         if self.router is None:
             self._pending[message.worker, message.number] = message
-        elif self.queue is not None and refusing is not None:  # the engine refuses at once, without waiting
+        elif (
+            self.queue is not None and refusing is not None
+        ):  # a draining engine refuses at once, so the request need not wait
             self._answer(Routed(message.worker, message.number, refusing if only is None else only, known is None))
         else:
             self._offer(message, only, fresh=known is None)
@@ -168,7 +169,7 @@ class RouterService:
             self._answer(Routed(*key, -1, refused="cancelled"))
 
     def session_over(self, message: SessionOver) -> None:
-        """Forget a session that is no longer open."""
+        """Remove a session that is not open, or no longer open."""
         self._sessions.pop(message.session, None)
 
     def drained(self, message: Drained) -> None:
@@ -179,7 +180,7 @@ class RouterService:
         self._state(message.engine, "draining" if message.draining else "up")
 
     def engine_here(self, message: EngineHere) -> None:
-        """Take in that an engine can take requests, with the requests and sessions that it already has."""
+        """Record that an engine can take requests, and which sessions it has open."""
         engine = message.engine
         if engine in self._lost or message.generation < self._next_generation[engine]:
             return
@@ -193,7 +194,7 @@ class RouterService:
             self._begin_if_complete()
 
     def engine_lost(self, message: EngineLost) -> None:
-        """Take in that an engine ended. A successor keeps its requests; without one, the workers end them."""
+        """Record the end of an engine. The next generation continues its requests; without one, workers end them."""
         if message.next_generation is not None:
             self._next_generation[message.engine] = message.next_generation
             self._state(message.engine, "recovering")
@@ -201,7 +202,7 @@ class RouterService:
         self._lost.add(message.engine)
         self._sessions = {key: owner for key, owner in self._sessions.items() if owner != message.engine}
         gone = [key for key, opened in self._open.items() if opened[0] == message.engine]
-        if self.queue is not None:  # the workers end the requests of the engine, so nothing is sent again
+        if self.queue is not None:  # the workers end the requests of the engine, so the router sends none of them again
             self._state(message.engine, "recovering")
         for key in gone:
             if self.queue is not None:
@@ -236,7 +237,7 @@ class RouterService:
         return "draining" if here.draining else "up"
 
     def _begin(self, states: list[EngineState]) -> None:
-        """Create a router with the open requests. The prompt history of an earlier router is not carried over."""
+        """Create a router, and offer it the open requests. The prompt history of an earlier router is dropped."""
         tokens = [here.cache_tokens if (here := self._here.get(engine)) else 0 for engine in self._next_generation]
         shares = tuple(EngineShare(cache_tokens=one) for one in tokens)
         if self._admission is None:
@@ -271,7 +272,7 @@ class RouterService:
         self._again()
 
     def _refusing_engine(self) -> int | None:
-        """If every engine drains, the number of one of them, which will refuse the request at once; else None."""
+        """Return a draining engine, which refuses requests at once, if no engine is up or recovering; else None."""
         states = self.router.state if self.router is not None else []
         if "draining" in states and "up" not in states and "recovering" not in states:
             return states.index("draining")
@@ -340,7 +341,7 @@ class RouterService:
             self._fact(EngineChanged(time_us=self._now_us(), engine=engine, state=state))
             self._again()
             refusing = self._refusing_engine() if self.queue is not None else None
-            if refusing is not None:  # so that no offer waits for an engine that will not come
+            if refusing is not None:  # otherwise these offers would wait for an engine that never starts
                 for key in list(self._waiting):
                     self.over(OfferClosed(*key, 0))
                     self._answer(Routed(*key, refusing))
@@ -370,11 +371,12 @@ HANDLERS: dict[type[RouterMessage], Callable[[RouterService, Any], None]] = {
 
 
 class RouterThread:
-    """Reads messages to the router until StopRouter.
+    """The thread of the router, which handles messages until StopRouter.
 
     Args:
         folder: folder of the server's sockets.
-        failed: called with the exception if the thread ends otherwise.
+        make: makes the service, given the function that sends a message to a worker.
+        failed: called with the exception if the thread ends with one.
     """
 
     def __init__(self, folder: Path, make: Callable[[Callable[[Routed], object]], RouterService], failed: Any) -> None:
@@ -397,7 +399,7 @@ class RouterThread:
             self._mailbox.close()
 
     def join(self, seconds: float) -> None:
-        """Wait until the thread has ended."""
+        """Wait up to `seconds` until the thread has ended."""
         self._thread.join(seconds)
         if not self._thread.is_alive():
             self._context.destroy(linger=200)

@@ -21,48 +21,48 @@ from lockstep.api.processes.wire import MESSAGE_BYTES_MAX
 from lockstep.core.contract.errors import ConfigError
 
 PATH_BYTES_MAX = 100  # of the 107 bytes that Linux allows for the path of a socket, 103 elsewhere
-RECONNECT_MS = 5  # first interval between attempts to reach a reader that is not there yet
-MESSAGES_MAX = 10_000  # kept for a reader that does not read; about as many steps of an engine
+RECONNECT_MS = 5  # first interval between attempts to connect to a reader that has not started yet
+MESSAGES_MAX = 10_000  # unread messages kept for a reader; about one per step of an engine
 
 
 def fresh_folder() -> Path:
-    """A new folder with mode 0700. Raises ConfigError if the path of the system's temporary folder is too long."""
+    """Create a folder with mode 0700. Raises ConfigError if the path of the system's temporary folder is too long."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
     if len(bytes(engine_folder(folder, 999, 1000) / "worker-9999")) > PATH_BYTES_MAX:
         folder.rmdir()
-        raise ConfigError(f"`{folder}` is too long a path for local sockets\nhint: set TMPDIR to a short one")
+        raise ConfigError(f"the path `{folder}` is too long for local sockets\nhint: set TMPDIR to a shorter path")
     return folder
 
 
 def engine_folder(folder: Path, engine: int, engines: int) -> Path:
-    """The folder of an engine's sockets. Its name is unique among servers and stands in the journal: see `Claims`."""
+    """Return the folder of an engine's sockets. Its name is unique among servers and recorded in journals: `Claims`."""
     return folder if engines == 1 else folder / f"{folder.name.removeprefix('lockstep-')}-{engine}"
 
 
 def router_address(folder: Path) -> str:
-    """The address that the router reads."""
+    """Return the address that the router reads."""
     return f"ipc://{folder / 'router'}"
 
 
 def engine_address(folder: Path) -> str:
-    """The address that the engine reads."""
+    """Return the address that the engine reads."""
     return f"ipc://{folder / 'engine'}"
 
 
 def worker_address(folder: Path, worker: int) -> str:
-    """The address that a worker reads."""
+    """Return the address that a worker reads."""
     return f"ipc://{folder / f'worker-{worker}'}"
 
 
 def reader_options(socket: zmq.Socket[Any]) -> None:
-    """Set the limits of a socket to read from: number of waiting messages and bytes of one message."""
+    """Set the limits of a reading socket: the number of unread messages and the bytes of one message."""
     socket.set(zmq.SocketOption.RCVHWM, MESSAGES_MAX)
     socket.set(zmq.SocketOption.MAXMSGSIZE, MESSAGE_BYTES_MAX)
     socket.set(zmq.SocketOption.LINGER, 0)
 
 
 def writer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that writes to an address; its reader may appear later. The number of unread messages is bounded."""
+    """Return a socket that writes to an address; its reader may start later. Unread messages are bounded in number."""
     socket = context.socket(zmq.SocketType.PUSH)
     socket.set(zmq.SocketOption.SNDHWM, MESSAGES_MAX)
     socket.set(zmq.SocketOption.RECONNECT_IVL, RECONNECT_MS)
@@ -73,7 +73,7 @@ def writer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[
 
 
 def reader(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """A socket that reads from this address and creates it."""
+    """Return a socket that reads from this address and creates it."""
     socket = context.socket(zmq.SocketType.PULL)
     reader_options(socket)
     socket.bind(address)

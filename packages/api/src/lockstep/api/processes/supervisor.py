@@ -32,15 +32,15 @@ from lockstep.host.recovery import Death
 
 log = logging.getLogger("lockstep.serve")
 
-YOUNG_S = 2.0  # a process that ends within this time of its start is not restarted: it would end again
-GRACE_S = 5.0  # from the end of the time for answers until a process that should have ended is killed
+YOUNG_S = 2.0  # a process that ends within this time of its start would end again, and is not restarted
+GRACE_S = 5.0  # from the end of `shutdown_s` until a process that has not ended is killed
 # signals that come from outside, not from a fault of the engine itself
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(slots=True)
 class Child:
-    """A child process of the launcher. A fork server has the number of its engine."""
+    """A child process of the launcher. The number of a fork server is that of its engine."""
 
     role: Literal["fork_server", "worker"]
     number: int
@@ -116,7 +116,7 @@ class Supervisor:
     # -------------------------------------------------------------------------------------------- reports and deadlines
 
     def reported(self, report: Began | Alive) -> None:
-        """Take in the report that the engine started, or that it makes progress."""
+        """Record the report that the engine started, or that it makes progress."""
         current = self.current
         if current is None or report.generation != current.generation:
             return
@@ -129,7 +129,7 @@ class Supervisor:
                 gone_s = time.monotonic() - self._down_s
                 several = self.settings.dp > 1
                 shown = f"{self.name}, generation {current.generation}," if several else f"engine {current.generation}"
-                log.warning("%s serves %.3f s after the end of the one before", shown, gone_s)
+                log.warning("%s serves %.3f s after the end of the previous generation", shown, gone_s)
 
     def end_hanging(self) -> None:
         """Kill the engine, which made no progress for too long."""
@@ -139,7 +139,7 @@ class Supervisor:
         self.send_to_fork_server(KillEngine(self.current.generation))
 
     def ended(self, status: int) -> bool:
-        """Start the next generation, which recovers from the journal; False if the engine is given up."""
+        """Start the next generation, which recovers from the journal. Returns False if the engine is given up."""
         current, settings = self.current, self.settings
         assert current is not None
         self.current, self._down_s = None, time.monotonic()
@@ -160,7 +160,7 @@ class Supervisor:
         return True
 
     def fork_server_ended(self) -> bool:
-        """Restart the fork server and the engine, which cannot report without it; False if the engine is given up."""
+        """Restart fork server and engine, which cannot report without it. Returns False if the engine is given up."""
         fork_server, current = self.fork_server, self.current
         assert fork_server is not None
         log.error("the fork server of %s ended with %s", self.name, status_text(fork_server.process.returncode))
@@ -218,7 +218,7 @@ class Supervisor:
 
     def send_to_engine(self, message: ToEngine) -> None:
         """Send the engine a message; dropped if the engine does not read."""
-        with contextlib.suppress(zmq.Again):  # the engine does not read any more; its end or its deadline follows
+        with contextlib.suppress(zmq.Again):  # the engine no longer reads; its end or its deadline follows
             self._to_engine.send(encode(message), zmq.Flag.DONTWAIT)
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class Supervisor:
 
 
 def end_orphan(pid: int) -> None:
-    """Kill an engine after its fork server has ended, and return when the engine has ended."""
+    """Kill an engine without a fork server, and wait up to GRACE_S until it has ended."""
     until_s = time.monotonic() + GRACE_S
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -239,15 +239,15 @@ def end_orphan(pid: int) -> None:
             os.kill(pid, 0)
             try:
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # not on Linux, or the process is gone
+            except OSError:  # not on Linux, or the process has ended
                 state = ""
-            if state == "Z":  # a zombie that its new parent has not reaped; it holds no resource any more
+            if state == "Z":  # a zombie that its new parent has not reaped; it holds no resources
                 return
             time.sleep(0.005)
 
 
 def status_text(code: int) -> str:
-    """How a process ended, as text for messages."""
+    """Return how a process ended, as text for messages. A negative code is the number of a signal."""
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"status {code}"

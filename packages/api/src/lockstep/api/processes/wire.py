@@ -1,12 +1,12 @@
-"""Messages between the processes of a server: typed, bounded, and never code.
+"""Messages between the processes of a server: typed, bounded in size, and free of code.
 
-    API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder that only
-    API worker 1 ─────────────────────────────>                its owner can enter; see `sockets.py`
+    API worker 0 ──Hello, Submit, Cancel, ...──> engine        each arrow is a ZeroMQ socket in a folder with mode
+    API worker 1 ─────────────────────────────>                0700; see `sockets.py`
                  <──Welcome, StepAnswers, Answered──
     launcher ──WorkerGone, StopEngine──> engine;  launcher ──EngineRestarting, EngineGone──> workers
 
-With several engines each has a folder of its own with all of these sockets, and one more socket belongs to the router,
-which assigns requests to engines: `routing`.
+With several engines, each engine has a folder of its own with all of these sockets. One more socket belongs to the
+router, which assigns requests to engines: `routing`.
 
     API worker ──Offer, OfferClosed, ...──> router ──Routed──> API worker;  engine ──EngineHere──> router
 
@@ -66,16 +66,16 @@ class Hello(ToEngine, frozen=True):
 class Submit(ToEngine, frozen=True):
     """A request, identified to its worker by `ticket`. The engine fills in its time and its id.
 
-    A request that was sent to an earlier generation comes `again`, with the number of output tokens that the worker has
-    of each sample, or OVER for a sample that has ended. `request.origin` is its name in the journal.
+    A request that was sent to an earlier generation has `again` set. `have` is the number of output tokens that the
+    worker received of each sample, or OVER for a sample that has ended. `request.origin` is its name in the journal.
     """
 
     ticket: int
     request: RequestArrived
-    # ns of the machine's monotonic clock: cancel if the request has not started by then,
+    # monotonic clock of the machine, ns: the request is cancelled if it has not started, or not ended, by then
     start_by_ns: int | None = None
-    finish_by_ns: int | None = None  # or not ended by then
-    generation: int = 0  # of the engine that the ticket was sent to
+    finish_by_ns: int | None = None
+    generation: int = 0  # of the engine to which the ticket was sent
     again: bool = False
     have: tuple[int, ...] = ()
 
@@ -159,11 +159,11 @@ class UnloadLora(ToEngine, frozen=True):
 
 
 class WorkerGone(ToEngine, frozen=True):
-    """From the launcher: the process of this worker ended. Its open requests are cancelled."""
+    """From the launcher: the process of this worker ended. The engine cancels its open requests."""
 
 
 class StopEngine(ToEngine, frozen=True):
-    """From the launcher: end."""
+    """From the launcher: end the engine process."""
 
 
 EngineMessage = (
@@ -193,9 +193,10 @@ class ToRouter(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_un
 
 
 class Offer(ToRouter, frozen=True):
-    """From a worker: assign this to an engine. Answered by Routed with the same number, once an engine can take it.
+    """From a worker: assign a request or a session to an engine. Answered by Routed with the same number.
 
-    `session` is the hashed key that keeps requests together; an open session belongs to one engine.
+    The answer is sent once an engine can take the offer. `session` is the hashed key of requests that are assigned
+    together; an open session belongs to one engine.
     """
 
     worker: int
@@ -231,14 +232,14 @@ class SessionOver(ToRouter, frozen=True):
 
 
 class Drained(ToRouter, frozen=True):
-    """From a worker: an engine is to receive nothing new, or to receive requests again."""
+    """From a worker: an engine is to receive no new requests, or to receive requests again."""
 
     engine: int
     draining: bool
 
 
 class EngineHere(ToRouter, frozen=True):
-    """From an engine that can take requests."""
+    """From an engine: it can take requests."""
 
     engine: int
     generation: int
@@ -248,20 +249,20 @@ class EngineHere(ToRouter, frozen=True):
 
 
 class EngineLost(ToRouter, frozen=True):
-    """From the launcher: an engine ended. `generation` is that of its successor; None: there is no successor."""
+    """From the launcher: an engine ended. `next_generation` is that of its successor; None: there is no successor."""
 
     engine: int
     next_generation: int | None
 
 
 class WorkerLost(ToRouter, frozen=True):
-    """From the launcher: a worker ended, and its offers with it."""
+    """From the launcher: a worker ended. Its offers are removed."""
 
     worker: int
 
 
 class StopRouter(ToRouter, frozen=True):
-    """From the launcher: end."""
+    """From the launcher: end the thread of the router."""
 
 
 RouterMessage = (
@@ -290,8 +291,8 @@ class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     matryoshka: tuple[int, ...] | None = None
     logit_processors: tuple[str, ...] = ()  # names that requests may use
     able: tuple[str, ...] = ()  # device functions that an operator may use: "profile"
-    grammars: str = ""  # name of the grammar library; "" for none,
-    no_grammars: str = "this engine has no grammar backend; leave it out"  # and then the cause, with a remedy
+    grammars: str = ""  # name of the grammar library; "": none
+    no_grammars: str = "this engine has no grammar backend; leave it out"  # cause and remedy, if there is none
     weights_version: int = 0  # when the worker was welcomed; Gauges carry later versions
 
 
@@ -335,19 +336,18 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     accepting: bool  # whether new requests are taken
     drift: tuple[BatchDrift, ...] = ()  # by kind of batch; empty without a calibration
     page_size: int = 0  # tokens per page
-    batch_counts: tuple[
-        int, ...
-    ] = ()  # since the engine started: batches by their tokens, by bucket of ITERATION_TOKENS
+    # since the engine started: batches by their tokens, per bucket of ITERATION_TOKENS
+    batch_counts: tuple[int, ...] = ()
     batch_tokens: int = 0  # sum over these batches
     pages_cached: int = 0  # pages used by the radix cache only
     restarts: int = 0  # engine generations before this one
     weights_version: int = 0
-    drafts: DraftFigures | None = None  # where drafts are verified
-    forced_tokens: int | None = None  # tokens that grammars forced, where these are computed together
+    drafts: DraftFigures | None = None  # None: the engine verifies no drafts
+    forced_tokens: int | None = None  # tokens that grammars forced; None: jump-forward is off
 
 
 class ToWorker(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """A message to one worker, which it names: a worker must not go on after a message for another worker."""
+    """A message to the worker of this number. A worker that receives a message for another worker ends."""
 
     worker: int
 
@@ -359,7 +359,7 @@ class Welcome(ToWorker, frozen=True):
     info: EngineInfo
     generation: int = 0
     adapters: KnownAdapters = KnownAdapters()
-    gauges: Gauges | None = None  # recent; None: the engine reports them once it runs
+    gauges: Gauges | None = None  # sent last; None: the engine has sent none yet
 
 
 class LogprobsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -372,7 +372,7 @@ class LogprobsMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class SampleEnded(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of a sample. Each sample ends with exactly one of these."""
+    """The end of a sample. Each sample has exactly one such message."""
 
     ticket: int
     sample: int
@@ -411,7 +411,7 @@ class StepAnswers(ToWorker, frozen=True):
 
 
 class Answered(ToWorker, frozen=True):
-    """The answer to `Ask` or another message with a ticket of its own kind."""
+    """The answer to `Ask`, or to another control message, with the same ticket."""
 
     ticket: int
     ok: bool
@@ -440,7 +440,7 @@ class EngineGone(ToWorker, frozen=True):
 
 
 class Routed(ToWorker, frozen=True):
-    """From the router: this engine takes the offer. `fresh`: the offer named a session that is new to the router.
+    """From the router: this engine takes the offer. `fresh`: the session of the offer is new to the router.
 
     Engine -1: no engine takes it; `refused` is the cause, a reason of RejectRequest or "cancelled".
     """
@@ -472,22 +472,22 @@ def encode(message: ToEngine | ToWorker | ToRouter) -> bytes:
 
 
 def read_by_engine(frame: bytes) -> EngineMessage:
-    """Decode a message to an engine. Raises WireError, which names what came."""
+    """Decode a message to an engine. Raises WireError, with the type of the message."""
     return _read(_to_engine, frame, "the engine")
 
 
 def read_by_worker(frame: bytes, worker: int) -> WorkerMessage:
-    """Decode a message to this worker. Raises WireError, which names what came."""
+    """Decode a message to this worker. Raises WireError, with the type of the message."""
     return _for(worker, _read(_to_worker, frame, f"worker {worker}"))
 
 
 def read_routed(frame: bytes, worker: int) -> Routed:
-    """Decode a message from the router to this worker. Raises WireError, which names what came."""
+    """Decode a message from the router to this worker. Raises WireError, with the type of the message."""
     return _for(worker, _read(_routed, frame, f"worker {worker}"))
 
 
 def read_by_router(frame: bytes) -> RouterMessage:
-    """Decode a message to the router. Raises WireError, which names what came."""
+    """Decode a message to the router. Raises WireError, with the type of the message."""
     return _read(_to_router, frame, "the router")
 
 
@@ -505,7 +505,7 @@ def _read(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, receiver: str
 
 
 def _called(frame: bytes) -> str:
-    """The name of the message type in a frame, for error messages."""
+    """Return the name of the message type in a frame, for error messages."""
     try:
         match msgspec.msgpack.decode(frame):
             case [str(name), *_]:

@@ -1,9 +1,9 @@
-"""The text of an answer while it comes: only complete characters, and nothing after a stop text.
+"""Decoding of an answer as its tokens arrive: only complete characters, and nothing after a stop text.
 
     tokens   | The | answer | is | é¹ | é² |     é² completes the character that é¹ begins
     text     | The   answer   is |    é    |
 
-The engine withholds tokens that may begin a stop text, so no stop text begins in tokens that came here and ends in
+The engine withholds tokens that may begin a stop text, so a stop text never begins in received tokens and ends in
 later ones.
 """
 
@@ -20,7 +20,8 @@ class AnswerText:
     """Decodes one sample to text.
 
     Args:
-        stops: texts that end the answer; the text before the first one is the answer, with `include_stop` that one too.
+        stops: texts that end the answer. The answer is the text before the first one, with `include_stop` also the stop
+            text.
         stop_token_ids: tokens that end the answer, which are not part of the text.
         min_tokens: stop texts that are complete within fewer tokens do not count.
     """
@@ -40,13 +41,13 @@ class AnswerText:
         self._watch = StopTexts(text, prompt_ids, stops) if text is not None and self._stops else None
         self._step = text.stream(prompt_ids) if text is not None and not self._stops else None
         self._spelled = 0  # tokens decoded
-        self._shown = 0  # characters returned, of the text that the stop watch holds
-        self.stop_reason: int | str | None = None  # the requested stop token or text that ended the answer, if one did
-        self.characters = 0  # returned in all
+        self._shown = 0  # characters returned of the text in `_watch`
+        self.stop_reason: int | str | None = None  # the stop token or text that ended the answer; None: neither did
+        self.characters = 0  # characters returned so far
         self.starts: list[int] = []  # for each token the number of characters before it
 
     def spell(self, tokens: Sequence[int], ended: SampleEnded | None) -> str:
-        """The new text of all tokens so far; after the end, all text that is left."""
+        """Return the new text of `tokens`, all tokens so far. If the answer `ended`, this is all text that is left."""
         until = len(tokens)
         if ended is None and self._step is not None and until == self._spelled + 1:  # the usual case: one new token
             self.starts.append(self.characters)

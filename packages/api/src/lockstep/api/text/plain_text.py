@@ -4,7 +4,7 @@
          a byte of   | end | words of answers: " w257"
          UTF-8 each
 
-A prompt has about four times the tokens that a real tokenizer would give it; use one (`--tokenizer DIR`) where that
+A prompt has about four times as many tokens as with a real tokenizer, which `--tokenizer DIR` provides where that
 matters.
 """
 
@@ -28,16 +28,16 @@ class Texts(Protocol):
     chat_template: str | None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; with `special`, including the tokens that the tokenizer puts around every text."""
+        """Return the token ids of a text, with `special` including the tokens that the tokenizer adds to every text."""
 
     def characters_max(self) -> int:
-        """The largest number of characters that one token can stand for."""
+        """Return the largest number of characters of one token."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special tokens."""
+        """Return the text of tokens, without special tokens."""
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """A decoder of the tokens after a prompt: returns the text that each token completes, often ""."""
+        """Return a decoder of the tokens after a prompt. It returns the text that each token completes, often ""."""
 
     def chat(
         self,
@@ -48,31 +48,29 @@ class Texts(Protocol):
         characters_max: int = TEMPLATE_CHARACTERS,
         **more: Any,
     ) -> str:
-        """A conversation as the model's template writes it. Raises ConfigError if there is no template, or it fails."""
+        """Render a conversation by the chat template. Raises ConfigError if there is no template, or it fails."""
 
 
 class PlainText:
-    """Encodes text as UTF-8 bytes; decodes answers as numbered words."""
+    """A tokenizer that encodes text as UTF-8 bytes and decodes answers as numbered words."""
 
     chat_template: str | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """One token per byte of UTF-8; a code point that is not valid Unicode text, such as a lone surrogate, is
-        replaced.
-        """
+        """Return one token per byte of UTF-8. A code point that UTF-8 cannot encode, a lone surrogate, becomes "?"."""
         return list(text.encode("utf-8", "replace"))
 
     def characters_max(self) -> int:
-        """1: a prompt token is a byte, and a character has one or more bytes."""
+        """Return 1: a prompt token is a byte, and a character has one or more bytes."""
         return 1
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without the end token."""
+        """Return the text of tokens, without the end token."""
         step = self.stream(())
         return "".join(map(step, ids))
 
     def stream(self, prompt_ids: Sequence[int]) -> Callable[[int], str]:
-        """A decoder token by token: bytes are returned once they form a character."""
+        """Return a decoder of single tokens. It returns bytes once they form a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def step(token: int) -> str:
@@ -91,6 +89,6 @@ class PlainText:
         characters_max: int = TEMPLATE_CHARACTERS,
         **more: Any,
     ) -> str:
-        """Each message after its role, then the role of the answer."""
+        """Return each message after its role, then the role of the answer."""
         lines = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
         return lines + ("assistant:" if more.get("add_generation_prompt", True) else "")

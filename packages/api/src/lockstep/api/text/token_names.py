@@ -1,4 +1,4 @@
-"""Single tokens in logprobs: their text, and their bytes, which the text may not show."""
+"""Names of single tokens in logprobs: their text, and their bytes, which the text may not contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenNames:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes of a token."""
+        """Return text and bytes of a token."""
         known = self._known.get(token)
         if known is None:
             raw = self._bytes(token)
@@ -44,9 +44,10 @@ class TokenNames:
 
 @cache
 def bytes_by_letter() -> Mapping[str, int]:
-    """The byte that each letter stands for in a byte-level vocabulary.
+    """Return the byte of each letter in a byte-level vocabulary.
 
-    Printable bytes stand for themselves; the others, in order, for the letters from 256 on. Source: GPT-2's encoder.
+    The letter of a printable byte is its own character. The letters of the other bytes, in order, are the code points
+    from 256 on. Source: GPT-2's encoder.
     """
     printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printed]

@@ -1,15 +1,15 @@
-"""Requests about the engine itself. Each is answered exactly once; most of them at once.
+"""Control requests: requests about the engine itself. Each is answered exactly once, most of them at once.
 
-running --Pause--> paused --Resume--> running      a second Pause changes the mode only by doing more;
-                                                   "admission" stops admission and launches go on
-open --Drain--> draining --everything ended--> answered; Resume, or a Pause that keeps work, ends the wait unanswered
-                                               with ok=False
-UpdateWeights, ReleaseMemory, ResumeMemory         answered when the device did it: see `maintenance`
+running --Pause--> paused --Resume--> running      a second Pause applies its own mode to the requests that are left;
+                                                   mode "admission" stops admission, and launches go on
+open --Drain--> draining --everything ended--> answered with ok=True
+                         --Resume, or a Pause that keeps requests--> answered with ok=False
+UpdateWeights, ReleaseMemory, ResumeMemory         answered after the device has done it: see `maintenance`
 OpenSession, CloseSession                          see `sessions`
-LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered once it is not in use
+LoadAdapterControl, UnloadAdapterControl           see `adapters`; an unload is answered once no request uses it
 
-Dispatch is by the class of the control. A handler returns why it refuses, "" when it is done, or None when the answer
-comes later.
+Dispatch is by the class of the control. A handler returns the reason of a refusal, DONE (""), or LATER (None) if the
+answer follows later.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.disaggregation import Transfers
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 LATER = None
 DONE = ""
@@ -62,26 +63,26 @@ SETTABLE = (
     "stream_interval",
     "force_stream_interval",
 )
-"""Settings that may change at run time. Intervals hold for requests that arrive from then on."""
+"""Settings that may change at run time. Changed intervals apply to requests that arrive later."""
 
 MAY_BE_UNSET = ("max_queued_requests", "chunked_prefill_size")
 
 
 class Pace(msgspec.Struct):
-    """Orders of operators about launches: a gap between them, and a report of how many the profiler saw."""
+    """Operators' settings for launches: the gap between two launches, and the profile that is running."""
 
     gap_us: int = 0
-    not_before_us: int = 0  # the next launch, while there is a gap
+    not_before_us: int = 0  # earliest time of the next launch, while there is a gap
     profiling: bool = False
     profile_launches_left: int | None = None  # None: until it is stopped
 
     @property
     def watches(self) -> bool:
-        """Whether launches matter to it."""
+        """Whether launches must be reported by `launched`."""
         return self.profiling or self.gap_us > 0
 
     def launched(self, now_us: int, step: Step) -> None:
-        """A batch was launched."""
+        """Start the gap after a launch, and end a profile with its last launch."""
         self.not_before_us = now_us + self.gap_us
         if self.profile_launches_left is not None:
             self.profile_launches_left -= 1
@@ -89,10 +90,11 @@ class Pace(msgspec.Struct):
                 self.end_profile(step)
 
     def restarted(self) -> None:
-        """The device is new: a profile ended with the one that took it."""
+        """Forget a running profile, which ended with the device."""
         self.profiling, self.profile_launches_left = False, None
 
     def end_profile(self, step: Step) -> None:
+        """Order the host to stop the profiler."""
         self.profiling = False
         self.profile_launches_left = None
         step.commands.append(StopProfile())
@@ -101,8 +103,21 @@ class Pace(msgspec.Struct):
 NO_LORA = "LoRA is off (`max_loras` is not set)"
 
 
-class Controls:
-    """Control requests, and what operators set with them: pause, drain, the pace of launches."""
+class ControlsPart(msgspec.Struct):
+    """Pause, drains and pace in a snapshot."""
+
+    paused: bool
+    draining: bool
+    drains: list[int]
+    pace: Pace
+    admits: bool | msgspec.UnsetType = msgspec.UNSET  # false: an operator paused admission
+
+
+class Controls(Component):
+    """Applies control requests, and holds the state that operators set: pause, drain, the pace of launches."""
+
+    PART = ControlsPart
+    EMPTY_AT_REST = ("drains",)
 
     def __init__(
         self, scheduler: AdminView, sessions: Sessions, transfers: Transfers, maintenance: Maintenance
@@ -113,17 +128,23 @@ class Controls:
         self._maintenance = maintenance
         self._ranks = 1 if scheduler.config.dp_ranks is msgspec.UNSET else scheduler.config.dp_ranks
         self.paused = False
-        self.admits = True  # False: an operator paused admission, and running requests go on
+        self.admits = True  # false: an operator paused admission, and running requests go on
         self.draining = False
         self.drains: list[int] = []  # control ids that are answered once everything has ended
         self.pace = Pace()
 
-    def load(self, paused: bool, admits: bool, draining: bool, drains: list[int], pace: Pace) -> None:
-        """Become what a snapshot stored."""
-        self.paused, self.admits, self.draining, self.drains, self.pace = paused, admits, draining, drains, pace
+    def part(self) -> ControlsPart:
+        """Return the state for a snapshot."""
+        admits = msgspec.UNSET if self.admits else False
+        return ControlsPart(self.paused, self.draining, list(self.drains), self.pace, admits)
+
+    def load(self, part: ControlsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.paused, self.draining, self.drains, self.pace = part.paused, part.draining, part.drains, part.pace
+        self.admits = part.admits is msgspec.UNSET
 
     def apply(self, event: ControlRequested, step: Step) -> None:
-        """Do what was asked, or refuse with the reason."""
+        """Carry out a control request, or answer it with the reason of the refusal."""
         control = event.control
         if isinstance(control, GetState):
             step.commands.append(ControlAnswered(event.control_id, True, stats=self._scheduler.stats()))
@@ -133,16 +154,16 @@ class Controls:
             step.commands.append(ControlAnswered(event.control_id, not refused, refused))
 
     def answer_drains(self, step: Step, *, ok: bool, message: str = "") -> None:
-        """Answer all drains that wait for the end."""
+        """Answer all pending drains."""
         for control_id in self.drains:
             step.commands.append(ControlAnswered(control_id, ok, message))
         self.drains = []
 
-    # ----------------------------------------------------------------------------------------------- stop, empty, go on
+    # ----------------------------------------------------------------------------------- pause, drain, flush and cancel
 
     def _flush(self, control_id: int, control: Flush, step: Step) -> str | None:
         if self._scheduler.requests or self._scheduler.in_flight:
-            waiting = len(self._scheduler.waiting) + len(self._scheduler.held)
+            waiting = len(self._scheduler.waiting) + len(self._scheduler.blocked)
             running = len(self._scheduler.requests) - waiting
             return f"not idle: {waiting} waiting, {running} running, {len(self._scheduler.in_flight)} in flight"
         tiers = self._scheduler.memory.tiers
@@ -188,7 +209,7 @@ class Controls:
         if self.paused and self._scheduler.requests:
             return f"paused with {len(self._scheduler.requests)} requests unfinished; resume first"
         self.draining = True
-        self.drains.append(control_id)  # answered by the engine once nothing is left, perhaps in this very step
+        self.drains.append(control_id)  # answered by the engine once no request is left, perhaps in this step
         return LATER
 
     def _cancel_many(self, control_id: int, control: CancelMany, step: Step) -> str | None:
@@ -267,18 +288,18 @@ class Controls:
             requests, batches = len(self._scheduler.requests), len(self._scheduler.in_flight)
             return f"not idle: {requests} requests, {batches} batches in flight, {transfers} transfers; drain first"
         if self._ranks > 1:
-            return self._of_ranks()
+            return self._refusal_of_rank()
         return self._transfers.switch_role(control.role)
 
-    def _of_ranks(self) -> str:
-        return f"it is one of {self._ranks} data-parallel ranks, whose role none of them changes alone"
+    def _refusal_of_rank(self) -> str:
+        return f"this is one of {self._ranks} data-parallel ranks, which cannot change their role one at a time"
 
     def _change_role(self, control_id: int, control: ChangeRole, step: Step) -> str | None:
         transfers = self._transfers
         if not transfers.hands_over:
-            return "it is no prefill or decode engine: drain it, then switch its role"
+            return "this is no prefill or decode engine: drain it, then switch its role"
         if self._ranks > 1:
-            return self._of_ranks()
+            return self._refusal_of_rank()
         if transfers.change is not None:
             return f"its role is being changed to {transfers.change.role} already"
         if control.within_us < 0:
@@ -297,10 +318,10 @@ class Controls:
         transfers = self._transfers
         if transfers.sends:
             return (
-                "this is a prefill engine: sessions live on decode engines, and their turns come here as whole prompts"
+                "this is a prefill engine: sessions are kept by decode engines, which send their turns as whole prompts"
             )
         if transfers.change is not None:
-            return f"its role is being changed to {transfers.change.role}; open it elsewhere"
+            return f"the role is being changed to {transfers.change.role}; open the session on another engine"
         return self._sessions.begin(control)
 
     def _close_session(self, control_id: int, control: CloseSession, step: Step) -> str | None:
@@ -341,4 +362,4 @@ HANDLERS: dict[type, Callable[[Controls, int, Any, Step], str | None]] = {
     LoadAdapterControl: Controls._load_adapter,
     UnloadAdapterControl: Controls._unload_adapter,
 }
-"""What carries each control request out. Returns why it refuses, DONE, or LATER."""
+"""The handler of each control request. A handler returns the reason of a refusal, DONE or LATER."""

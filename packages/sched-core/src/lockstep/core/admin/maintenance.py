@@ -1,23 +1,23 @@
-"""Work on the device itself: new weights, and memory given back for a while. One job at a time, in the order asked.
+"""Maintenance of the device: new weights, and memory released for a while. One job at a time, in order of request.
 
-    queued --its turn--> begun --nothing in its way--> ordered --the host's answer--> answered
-                           |                                                             |
-       no request is admitted from here on; "in_place", "retract", "cancel": nothing is launched either
+    queued --it is the first--> begun --nothing in flight--> ordered --the host's answer--> answered
+                                  |                                                            |
+       no request is admitted in this time; with "in_place", "retract", "cancel" nothing is launched either
 
-A job is ordered only once nothing is in flight and no adapter is being loaded, so that no batch runs on two versions of
-the weights and nothing is written to memory that is gone; "wait" and the release of memory wait until no request holds
-a row as well. Nothing is launched, and no load is begun, before the answer.
+A job is ordered only once nothing is in flight and no adapter is being loaded. So no batch runs on two versions of the
+weights, and nothing is written to released memory. "wait" and the release of memory also wait until no request holds a
+row. Before the answer nothing is launched and no load begins.
 
 **Weights and KV.** The version is part of the key under which KV is cached (`Memory.keyed`), so no request reads KV of
-other weights. What is unlocked is evicted at the swap. What rows still hold ("in_place") is evicted as they leave;
-their KV mixes versions and is never published.
+other weights. Unlocked KV is evicted at the swap. KV that rows still hold ("in_place") is evicted when they are freed;
+it mixes versions and is never published.
 
-**Memory.** Releasing kv_cache voids what is cached; weights must be there for any launch, and with them go the slots of
-adapters, which are loaded again when a request waits for them. While anything is released nothing is launched, and
-requests wait. New weights leave the slots alone: an adapter is what is added to them, whatever they are.
+**Memory.** Releasing kv_cache voids the cached KV. Every launch needs the weights. Releasing weights also voids the
+adapter slots; adapters are loaded again when a request waits for them. While any memory is released, nothing is
+launched and requests wait. New weights leave the adapter slots valid, since an adapter is added to any weights.
 
-A restart undoes an order that was not answered: the job is ordered again under the new generation. It does not undo
-what was done: the host brings up the weights of the newest version, and leaves released memory released.
+A restart voids an order without an answer: the job is ordered again under the new generation. It keeps completed jobs:
+the host starts with the weights of the newest version and with released memory still released.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lockstep.core.contract.commands import ControlAnswered, ReleaseDeviceMemory
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import MemorySwitched, ReleaseMemory, ResumeMemory, UpdateWeights, WeightsSwapped
 from lockstep.core.features.view import AdminView
+from lockstep.core.kv.component import Component, Restored
 
 MEMORY_TAGS = ("kv_cache", "weights")
 
@@ -37,12 +38,12 @@ class Job(msgspec.Struct):
 
     control_id: int
     control: UpdateWeights | ReleaseMemory | ResumeMemory
-    begun: bool = False  # its turn has come, and its mode was applied to those that ran
-    ordered: bool = False  # the host was told and has not answered
+    begun: bool = False  # it is the first job, and its mode was applied to the running requests
+    ordered: bool = False  # its command was issued and the host has not answered
 
     @property
     def lets_run(self) -> bool:
-        """Whether running requests go on to their end before it."""
+        """Whether running requests run to their end before the job is ordered."""
         return not isinstance(self.control, UpdateWeights) or self.control.mode == "wait"
 
 
@@ -55,42 +56,51 @@ class MaintenanceImage(msgspec.Struct):
     admits: bool = True
 
 
-class Maintenance:
-    """The jobs of one engine, the first one first, and what is released."""
+class MaintenancePart(msgspec.Struct):
+    """Maintenance as a field of a snapshot."""
+
+    maintenance: MaintenanceImage
+
+
+class Maintenance(Component):
+    """The jobs of one engine in order, and the released memory."""
+
+    PART = MaintenancePart
 
     def __init__(self, scheduler: AdminView) -> None:
         self._scheduler = scheduler
         self.jobs: list[Job] = []
-        self.released: tuple[str, ...] = ()
-        self.still = False  # nothing may be launched
-        self.admits = True  # requests may start
+        self.released: tuple[str, ...] = ()  # tags of MEMORY_TAGS
+        self.still = False  # whether launches are blocked
+        self.admits = True  # whether requests may be admitted
 
-    def image(self) -> MaintenanceImage:
-        """All of it."""
-        return MaintenanceImage(self.jobs, self.released, self.still, self.admits)
+    def part(self) -> MaintenancePart:
+        """Return the state for a snapshot."""
+        return MaintenancePart(MaintenanceImage(self.jobs, self.released, self.still, self.admits))
 
-    def load(self, image: MaintenanceImage) -> None:
-        """Become what `image` stored."""
+    def load(self, part: MaintenancePart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.maintenance
         self.jobs, self.released, self.still, self.admits = image.jobs, image.released, image.still, image.admits
-        self.tell_tiers()
+        self.block_copies()
 
     def newest_version(self) -> int:
-        """Of the weights there are and those asked for."""
-        asked = [job.control.version for job in self.jobs if isinstance(job.control, UpdateWeights)]
-        return asked[-1] if asked else self._scheduler.memory.weights_version
+        """Return the newest version among the current weights and those of queued jobs."""
+        queued = [job.control.version for job in self.jobs if isinstance(job.control, UpdateWeights)]
+        return queued[-1] if queued else self._scheduler.memory.weights_version
 
     def advance(self, step: Step) -> None:
-        """Begin and order what can be; answer jobs that have nothing to do. Called after every event."""
+        """Begin and order the jobs that are possible now; answer jobs without work. Called after every event."""
         self._advance(step)
         head = self.jobs[0] if self.jobs else None
         self.still = bool(self.released) or (head is not None and (head.ordered or not head.lets_run))
         self.admits = not self.jobs and not self.released
-        self.tell_tiers()
+        self.block_copies()
 
-    def tell_tiers(self) -> None:
-        """Whether the host is changing the device: a transfer may end meanwhile, and its request with it."""
+    def block_copies(self) -> None:
+        """Block copies from the device while the host changes it. Transfers may still end meanwhile."""
         if self._scheduler.memory.tiers.present:
-            self._scheduler.memory.tiers.holds_still = bool(self.jobs) and self.jobs[0].ordered
+            self._scheduler.memory.tiers.copies_blocked = bool(self.jobs) and self.jobs[0].ordered
 
     def _advance(self, step: Step) -> None:
         while self.jobs and not self.jobs[0].ordered:
@@ -107,14 +117,17 @@ class Maintenance:
                 return
             if job.lets_run and self._scheduler.transfers_hold_pages:
                 return
-            if self._scheduler.memory.tiers.device_busy:
+            if self._scheduler.memory.operations.device_busy:
                 return
             self._order(job, step)
 
     def swapped(self, event: WeightsSwapped, step: Step) -> None:
-        """The host loaded the weights, or kept those before."""
+        """Take in that the host loaded the weights, or kept the previous ones after an error.
+
+        Raises: ContractError for an answer to another order.
+        """
         if event.generation < self._scheduler.generation:
-            return  # from before a restart: void
+            return  # an answer from before a restart is void
         control = self._ordered(event)
         if not isinstance(control, UpdateWeights) or control.version != event.version:
             raise ContractError(f"weights {event.version} were swapped, but {control} was ordered")
@@ -126,9 +139,12 @@ class Maintenance:
         self.advance(step)
 
     def switched(self, event: MemorySwitched, step: Step) -> None:
-        """The host gave memory back or took it again, or could not."""
+        """Take in that the host released or resumed memory, or failed to do so.
+
+        Raises: ContractError for an answer to another order.
+        """
         if event.generation < self._scheduler.generation:
-            return  # from before a restart: void
+            return  # an answer from before a restart is void
         control = self._ordered(event)
         expected = ReleaseMemory if event.released else ResumeMemory
         if not isinstance(control, expected) or event.tags != self._to_switch(control):
@@ -140,12 +156,12 @@ class Maintenance:
         self.advance(step)
 
     def restarted(self) -> None:
-        """The device is new: what it was told and did not answer is told again."""
+        """Let an order without an answer be issued again to the new device."""
         for job in self.jobs:
             job.ordered = False
 
     def _ordered(self, event: WeightsSwapped | MemorySwitched) -> UpdateWeights | ReleaseMemory | ResumeMemory:
-        """The order that the event answers, if it can."""
+        """Return the control of the ordered job. Raises ContractError if no job is ordered."""
         if event.generation > self._scheduler.generation:
             raise ContractError(
                 f"{type(event).__name__} of generation {event.generation}, this is {self._scheduler.generation}"
@@ -155,7 +171,7 @@ class Maintenance:
         return self.jobs[0].control
 
     def _make_way(self, job: Job, step: Step) -> None:
-        """Do to those that run what the job's mode asks for."""
+        """Retract or cancel the running requests if the job's mode requires it."""
         if isinstance(job.control, UpdateWeights) and job.control.mode == "retract":
             self._scheduler.retract_all("weights", step)
         elif isinstance(job.control, UpdateWeights) and job.control.mode == "cancel":
@@ -167,11 +183,11 @@ class Maintenance:
         return ""
 
     def _is_done(self, job: Job) -> bool:
-        """Whether there is nothing left to do for it."""
+        """Return whether a job has no work left: all its tags are in the requested state."""
         return not isinstance(job.control, UpdateWeights) and not self._to_switch(job.control)
 
     def _order(self, job: Job, step: Step) -> None:
-        """Tell the host."""
+        """Issue the command of a job to the host."""
         generation = self._scheduler.generation
         match job.control:
             case UpdateWeights(version, source):
@@ -189,7 +205,7 @@ class Maintenance:
         job.ordered = True
 
     def _to_switch(self, control: ReleaseMemory | ResumeMemory) -> tuple[str, ...]:
-        """Of the tags asked for, those that are not that way already."""
+        """Return the requested tags that are not in the requested state already."""
         released = isinstance(control, ReleaseMemory)
         return tuple(tag for tag in dict.fromkeys(control.tags) if (tag in self.released) != released)
 
@@ -197,7 +213,7 @@ class Maintenance:
         step.commands.append(ControlAnswered(self.jobs.pop(0).control_id, not refused, refused))
 
     def objection(self, control: UpdateWeights | ReleaseMemory | ResumeMemory) -> str:
-        """Why a job can never be done as asked, or nothing."""
+        """Return the reason why a job can never be done as requested, or ""."""
         if isinstance(control, UpdateWeights):
             newest = self.newest_version()
             if control.version <= newest:

@@ -12,14 +12,18 @@ from lockstep.core.contract.stats import Stats
 
 
 class Watched(NamedTuple):
-    """What a watchdog remembers between two looks."""
+    """The state that a watchdog keeps between two calls of `watch`."""
 
-    progress: int
-    moved_us: int  # when the engine was last seen to have moved, or to have nothing to do
+    progress: int  # Stats.progress at that time
+    moved_us: int  # time of the last call at which the engine had moved or was at rest
 
 
 def watch(before: Watched | None, now: Stats, now_us: int) -> Watched:
-    """Look at an engine: it is well when it moved since the last look, rests, or was told to stand still."""
+    """Return the new watchdog state of an engine with statistics `now`.
+
+    An engine is at rest if it is idle, paused, or has released memory. `moved_us` becomes `now_us` if the engine is at
+    rest or has made progress since `before`.
+    """
     at_rest = now.idle or now.paused or bool(now.memory_released)
     if before is None or at_rest or now.progress != before.progress:
         return Watched(now.progress, now_us)
@@ -27,5 +31,5 @@ def watch(before: Watched | None, now: Stats, now_us: int) -> Watched:
 
 
 def healthy(watched: Watched, now_us: int, stalled_us: int) -> bool:
-    """Whether the engine moved within the last `stalled_us`. It counts batches, so a long prompt in chunks is well."""
+    """Return whether the engine moved or rested within the last `stalled_us`. Each chunk of a prompt is progress."""
     return now_us - watched.moved_us <= stalled_us

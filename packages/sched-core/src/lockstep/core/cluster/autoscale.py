@@ -1,17 +1,18 @@
-"""The number of replicas, and which of them start and stop: a pure function of the load at a router.
+"""Autoscaling: the number of replicas, and which of them start and stop. A pure function of the load at a router.
 
     scaler = Autoscaler(ScalingConfig(target=24, maximum=8))
     for changed in scaler.step(LoadObserved(time_us=15_000_000, open=(30, 0), open_tokens=90_000, arrived=41)):
         router.step(changed)                     # an EngineChanged: up, draining, down
 
     off -> starting -> up -> draining -> off     paid for from `starting` on until `off`
-     starting -> off                              not needed any more before it was ready
+    starting -> off                              no longer needed before it was ready
     draining -> up                               needed again: it takes requests at once
 
-`target_replicas` is the policy: load over what one replica should have. What surrounds it is as in the Horizontal Pod
-Autoscaler of Kubernetes: a tolerance, within which nothing changes, and the largest answer of the last `cooldown_us`
-counts, so that replicas come at once and leave late. A draining replica gets no new request, and goes when its last
-request has ended: nothing is ever cut off. Those with the fewest requests drain first, of equals the highest numbers.
+`target_replicas` is the policy: the load divided by the target of one replica. The rules around it are those of the
+Horizontal Pod Autoscaler of Kubernetes. Within a tolerance nothing changes. The largest answer of the last
+`cooldown_us` counts, so replicas start at once and stop late. A draining replica gets no new request and stops when its
+last request has ended, so no request is ever aborted. Replicas with the fewest requests drain first, of equals those
+with the highest numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.core.contract.errors import ConfigError, ContractError
 
 ScalingPolicy = Literal["open_requests", "open_tokens", "arrival_rate"]
 SCALING_POLICIES: tuple[ScalingPolicy, ...] = get_args(ScalingPolicy)
-"""What `target` is of one replica: requests open at a time, tokens of them, or requests that come per second."""
+"""The unit of `target` for one replica: open requests, tokens of open requests, or arriving requests per second."""
 
 ReplicaState = Literal["off", "starting", "up", "draining"]
 SECOND_US = 1_000_000
@@ -37,14 +38,14 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Rules of scaling. Raises ConfigError for values that cannot work."""
 
     policy: ScalingPolicy = "open_requests"
-    target: float  # of one replica; see SCALING_POLICIES
-    minimum: int = 1
-    maximum: int
-    start_us: int = 60 * SECOND_US  # from the decision until a new replica takes requests
-    interval_us: int = 15 * SECOND_US  # between two decisions: HPA's sync period
-    window_us: int = 30 * SECOND_US  # that the load is averaged over
-    cooldown_us: int = 300 * SECOND_US  # before replicas are taken away: HPA's downscale stabilization
-    tolerance: float = 0.1  # of the load, within which nothing changes: HPA's
+    target: float  # load of one replica; its unit follows from the policy, see SCALING_POLICIES
+    minimum: int = 1  # replicas
+    maximum: int  # replicas
+    start_us: int = 60 * SECOND_US  # time from the decision until a new replica takes requests
+    interval_us: int = 15 * SECOND_US  # time between two decisions: HPA's sync period
+    window_us: int = 30 * SECOND_US  # time over which the load is averaged
+    cooldown_us: int = 300 * SECOND_US  # time before replicas are removed: HPA's downscale stabilization
+    tolerance: float = 0.1  # share of the load within which nothing changes, as in HPA
 
     def __post_init__(self) -> None:
         if self.policy not in SCALING_POLICIES:
@@ -67,14 +68,14 @@ class LoadObserved(msgspec.Struct, frozen=True, kw_only=True):
     """The load at a router at one moment."""
 
     time_us: int
-    open: tuple[int, ...]  # requests, by replica
-    open_tokens: int  # of open and of waiting requests
-    arrived: int  # requests since the beginning
-    waiting: int = 0  # at the router
+    open: tuple[int, ...]  # open requests by replica
+    open_tokens: int  # tokens of open and of waiting requests
+    arrived: int  # requests that have arrived since the beginning
+    waiting: int = 0  # requests that wait at the router
 
 
 def target_replicas(config: ScalingConfig, load: float, replicas: int) -> int:
-    """The policy: the number of replicas for a load in the unit of `target`, given the present number."""
+    """Return the number of replicas for a load in the unit of `target`, given the present number of `replicas`."""
     needed = load / config.target
     if abs(needed - replicas) <= config.tolerance * replicas:
         return min(max(replicas, config.minimum), config.maximum)
@@ -82,7 +83,7 @@ def target_replicas(config: ScalingConfig, load: float, replicas: int) -> int:
 
 
 class Autoscaler:
-    """Follows the load. Replicas 0 to `minimum` - 1 are up from the beginning; feed it every moment in order."""
+    """Starts and stops replicas by load. Replicas 0 to `minimum` - 1 are up at first. Loads must be fed in order."""
 
     def __init__(self, config: ScalingConfig) -> None:
         self.config = config
@@ -90,30 +91,30 @@ class Autoscaler:
         self.state: list[ReplicaState] = ["up" if replica < up else "off" for replica in range(config.maximum)]
         self.now_us = 0
         self.starts = 0  # replicas that were started
-        self.most = up  # paid for at once
+        self.most = up  # most replicas that were paid for at once
         self._ready_us = [0] * config.maximum
-        self._since_us = [0] * config.maximum  # paid for from then on, unless off
-        self._paid_us = 0  # for those that were given back
+        self._since_us = [0] * config.maximum  # by replica: the time from which it is paid for, unless off
+        self._paid_us = 0  # replica-microseconds of stopped replicas
         self._decide_us = config.interval_us
-        self._samples: deque[tuple[int, float]] = deque()  # load, by time
-        self._arrived: deque[tuple[int, int]] = deque([(0, 0)])  # requests so far, by time
-        self._answers: deque[tuple[int, int]] = deque()  # of the policy, by time
+        self._samples: deque[tuple[int, float]] = deque()  # (time in us, load)
+        self._arrived: deque[tuple[int, int]] = deque([(0, 0)])  # (time in us, requests so far)
+        self._answers: deque[tuple[int, int]] = deque()  # (time in us, replicas by the policy)
 
     @property
     def next_us(self) -> int:
-        """The time of the next step: of a decision, or of a replica that is ready."""
+        """The time of the next step: the next decision, or the next replica to be ready."""
         starting = [us for us, state in zip(self._ready_us, self.state, strict=True) if state == "starting"]
         return min([self._decide_us, *starting])
 
     def paid_us(self, until_us: int) -> int:
-        """Replica-microseconds that were paid for up to a moment, which must not lie behind the last step."""
+        """Return the replica-microseconds paid for until a time, which must not be before the last step."""
         running = [us for us, state in zip(self._since_us, self.state, strict=True) if state != "off"]
         return self._paid_us + sum(max(until_us - us, 0) for us in running)
 
     def step(self, fact: LoadObserved) -> tuple[EngineChanged, ...]:
-        """Take in the load; return the facts for the router. Before `next_us` only empty replicas are stopped.
+        """Take in the load; return the facts for the router. Before `next_us` only empty draining replicas are stopped.
 
-        Raises ContractError for time that runs backwards, and for another number of replicas.
+        Raises: ContractError for time that runs backwards, and for a wrong number of replicas.
         """
         if fact.time_us < self.now_us:
             raise ContractError(f"time ran backwards: {fact.time_us} us after {self.now_us} us; the host must clamp")
@@ -148,7 +149,7 @@ class Autoscaler:
                 self._become(replica, "off" if idle else "draining", out)
 
     def _load(self, fact: LoadObserved) -> float:
-        """The mean over the window, in the unit of the target."""
+        """Return the mean load over the window, in the unit of the target."""
         now_us, config = fact.time_us, self.config
         since_us = now_us - config.window_us
         if config.policy == "arrival_rate":
@@ -164,7 +165,7 @@ class Autoscaler:
         return sum(load for _, load in self._samples) / len(self._samples)
 
     def _add(self, now_us: int, out: list[EngineChanged]) -> None:
-        """Start one replica: a draining one if there is any, else the first that is off."""
+        """Start one replica: the first draining one if there is any, else the first that is off."""
         for candidate in ("draining", "off"):
             for replica, state in enumerate(self.state):
                 if state == candidate:
@@ -182,7 +183,7 @@ class Autoscaler:
         if state == "off":
             self._paid_us += self.now_us - self._since_us[replica]
             if before == "starting":
-                return  # the router has no fact about it
+                return  # the router was never informed about this replica
         if state != "starting":
             reported = "down" if state == "off" else state
             out.append(EngineChanged(time_us=self.now_us, engine=replica, state=reported))

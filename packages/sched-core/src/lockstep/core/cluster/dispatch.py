@@ -1,29 +1,30 @@
-"""The router's waiting queue: which requests wait, which is sent next, and which are sent again after a lost engine.
+"""The router's waiting queue: which requests wait, which is sent next, and which are sent again after an engine's loss.
 
     dispatcher = Dispatcher(DispatchConfig(open_max=64), RouterConfig(), (EngineShare(), EngineShare()))
     for routed in dispatcher.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=900, tenant="a")):
         routed.engine                            # None and reason "waits": a later step has its engine
 
 One fact may decide about several requests: a request ends and two waiting ones are sent, or an engine is lost and all
-its requests are sent again. At every moment a request is open on exactly one engine, waits here, or has ended. A pure
-function of its facts, as the router is.
+its requests are sent again. At every moment a request is open on exactly one engine, waits here, or has ended. Like the
+router, the dispatcher is a pure function of its facts.
 
-**Fair share.** Each tenant has a queue, and a count of the tokens that it was given per weight: those of prompts, and
-the expected ones of answers. The difference from the real number is charged to, or credited to, the tenant's next
-request. While there is room, the waiting tenant with the least count is sent first, so that no request waits while
-there is room. A tenant that returns keeps no credit: its count begins no lower than that of the tenant last sent. This
-is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the tokens of Virtual Token Counter (Sheng et al.,
-OSDI 2024): of two tenants that wait all the time, the charges per weight differ by no more than one request of each.
+**Fair share.** Each tenant has a queue and a count of charged tokens per weight: those of prompts, and the expected
+ones of answers. The difference between expected and real tokens is charged or credited to the tenant's next request.
+While there is room, a request of the waiting tenant with the lowest count is sent, so no request waits while there is
+room. A tenant that returns keeps no credit: its count begins no lower than that of the tenant sent last. This is
+start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over the tokens of Virtual Token Counter (Sheng et al.,
+OSDI 2024): for two tenants that wait all the time, the charges per weight differ by at most one request of each.
 
-**Order.** A tenant's queue is first come, first served; with `order` priority the highest priority is first, requests
-without one are last, and equals are in the order of arrival. Shares of tenants do not depend on it.
+**Order.** A tenant's queue is first come, first served. With `order` priority the highest priority is first, requests
+without a priority are last, and equals are in order of arrival. The shares of tenants do not depend on it.
 
-**Bounds.** All queues together hold `waiting_max` requests; when they are full, the newest request of the tenant with
-most waiting requests per weight is refused, so that no tenant can fill the queue of others. The requests of a lost
-engine go to the front of their tenants' queues, in the order of their arrival, at most `resends_max` times each.
+**Bounds.** All queues together hold `waiting_max` requests. When they are full, the newest request of the tenant with
+the most waiting requests per weight is refused, so that no tenant can fill the queue of others. The requests of a lost
+engine go to the front of their tenants' queues, in order of arrival, at most `resends_max` times each.
 
-**Health.** The host probes engines and reports the answers: after some failures in a row an engine is down, and its
-requests are sent again; after some successes in a row it is up. An engine that was taken out by other means stays out.
+**Health.** The host probes engines and reports the answers. After `unhealthy_after` consecutive failures an engine is
+down, and its requests are sent again; after `healthy_after` consecutive successes it is up. An engine that was taken
+down by an EngineChanged stays down.
 """
 
 from __future__ import annotations
@@ -54,15 +55,14 @@ TENANTS_REMEMBERED = 10_000
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bounds of the router's waiting queue, of resends and of probes. Raises ConfigError for values that cannot
-    work."""
+    """Bounds of the router's waiting queue, of resends and of probes. Raises ConfigError for invalid values."""
 
-    open_max: int | None = None  # requests open per engine of weight 1, all engines together; None: no limit
+    open_max: int | None = None  # open requests per engine of weight 1, summed over engines; None: no limit
     waiting_max: int = WAITING_MAX  # waiting requests; with one more, one of them is refused
-    tenant_weights: dict[str, float] = {}  # of tenants that do not have the usual 1
-    resends_max: int = 2  # of one request, after its engine was lost
-    unhealthy_after: int = 3  # probes that fail in a row: the engine is down (SGLang's gateway: 3)
-    healthy_after: int = 2  # and that succeed in a row: it is up again (SGLang's gateway: 2)
+    tenant_weights: dict[str, float] = {}  # weights of tenants; 1 for tenants without an entry
+    resends_max: int = 2  # times that a request is sent again after its engine was lost
+    unhealthy_after: int = 3  # consecutive failed probes after which an engine is down (SGLang's gateway: 3)
+    healthy_after: int = 2  # consecutive successful probes after which it is up again (SGLang's gateway: 2)
     order: Literal["fcfs", "priority"] | msgspec.UnsetType = msgspec.UNSET  # within a tenant's queue; UNSET: fcfs
 
     def __post_init__(self) -> None:
@@ -100,31 +100,30 @@ class _Sent(msgspec.Struct):
 
 
 class Dispatcher:
-    """A router with a waiting queue. Build it from both configurations; feed it every fact in order."""
+    """A router with a waiting queue. It must receive every fact in order."""
 
     def __init__(self, config: DispatchConfig, router: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
         self.config = config
         self.router = Router(router, engines)
         self.waiting = 0
         self.queues: dict[str, deque[RequestOffered]] = {}  # by tenant, of waiting requests
-        self.given: dict[str, float] = {}  # tokens per weight, by tenant
-        self._owed: dict[
-            str, float
-        ] = {}  # tokens per weight by which the tenant's next request is charged more or, below 0, less
-        self._sent: dict[int, _Sent] = {}  # by request id: open on an engine
-        self._sends: dict[int, int] = {}  # times that a request was sent before, for those that wait to be sent again
-        self._waiting_ids: dict[int, str] = {}  # to the tenant
-        self._given_last = 0.0  # `given` of the tenant of the last request sent, before that request
+        self.given: dict[str, float] = {}  # charged tokens per weight, by tenant
+        # tokens per weight by which the tenant's next request is charged more or, below 0, less
+        self._owed: dict[str, float] = {}
+        self._sent: dict[int, _Sent] = {}  # requests that are open on an engine, by id
+        self._sends: dict[int, int] = {}  # times that a waiting request was sent before its engine was lost, by id
+        self._waiting_ids: dict[int, str] = {}  # tenant of each waiting request, by id
+        self._given_last = 0.0  # `given` of the tenant of the request sent last, before that request
         self._last_request_id = -1
-        self.digest = bytes(16)  # over all decisions
+        self.digest = bytes(16)  # chained over all decisions
         self._forget_at = TENANTS_REMEMBERED
-        self._probes: list[int] = [0] * len(engines)  # answers in a row: above 0 well, below 0 not
-        self._unwell = [False] * len(engines)  # down because of its answers
+        self._probes: list[int] = [0] * len(engines)  # consecutive answers: successes above 0, failures below 0
+        self._unwell = [False] * len(engines)  # whether failed probes took the engine down
 
     def step(self, fact: DispatchFact) -> tuple[RequestRouted, ...]:
         """Take in one fact; return every decision that follows, in order.
 
-        Raises ContractError for a fact that cannot be, as `Router.step` does.
+        Raises: ContractError for an impossible fact, like `Router.step`.
         """
         out: list[RequestRouted] = []
         match fact:
@@ -183,7 +182,7 @@ class Dispatcher:
         self.waiting += 1
 
     def _forget_tenants(self) -> None:
-        """Drop counts that have no effect: those of tenants without requests, at most `_given_last`."""
+        """Drop counts without effect: tenants without requests and with a count of at most `_given_last`."""
         active = {*self.queues, *(sent.offered.tenant for sent in self._sent.values())}
         self.given = {t: given for t, given in self.given.items() if t in active or given > self._given_last}
         self._owed = {t: owed for t, owed in self._owed.items() if t in self.given}
@@ -193,8 +192,10 @@ class Dispatcher:
         return self.config.tenant_weights.get(tenant, 1.0)
 
     def _refuse_one(self, out: list[RequestRouted]) -> None:
-        """Refuse the newest request of the tenant with most waiting requests per weight; of equals, the newest
-        queue."""
+        """Refuse the newest request of the tenant with the most waiting requests per weight.
+
+        Of equal tenants, the one with the newest queue is chosen.
+        """
         longest = max(reversed(self.queues), key=lambda tenant: len(self.queues[tenant]) / self._weight(tenant))
         self._drop(self.queues[longest][-1].request_id, "line_full", out)
 
@@ -220,7 +221,7 @@ class Dispatcher:
 
     @property
     def room(self) -> float:
-        """Requests that may be sent before the limit of open ones; infinite without a limit, 0 with no engine up."""
+        """Requests that may be sent until the limit of open ones; infinite without a limit, 0 with no engine up."""
         router, limit = self.router, self.config.open_max
         up = [engine for engine, state in enumerate(router.state) if state == "up"]
         if not up:
@@ -231,7 +232,7 @@ class Dispatcher:
         return most - sum(router.open_requests[engine] for engine in up)
 
     def _send_all(self, now_us: int, out: list[RequestRouted]) -> None:
-        """While there is room, send a request of the tenant with the least count; of equals, the oldest queue first."""
+        """While there is room, send a request of the tenant with the lowest count; of equals, of the oldest queue."""
         room = self.room if self.queues else 0
         while self.queues and room > 0:
             tenant = min(self.queues, key=self.given.__getitem__)
@@ -255,7 +256,7 @@ class Dispatcher:
 
     def _end(self, fact: RequestEnded) -> None:
         self._at(fact.time_us)
-        if fact.request_id in self._waiting_ids:  # its client left
+        if fact.request_id in self._waiting_ids:  # the client left
             self._leave_queue(fact.request_id)
         sent = self._sent.pop(fact.request_id, None)
         if sent is not None:
@@ -277,7 +278,7 @@ class Dispatcher:
         self._probes[fact.engine], self._unwell[fact.engine] = 0, False
         for request_id in reversed(lost):
             sent = self._sent.pop(request_id)
-            self._owe(sent.offered.tenant, -sent.expected)  # a lost answer is not charged
+            self._owe(sent.offered.tenant, -sent.expected)  # the charge of a lost answer is credited
             if sent.sends > self.config.resends_max:
                 out.append(RequestRouted(request_id=request_id, engine=None, reason="lost"))
                 continue
@@ -309,5 +310,5 @@ class Dispatcher:
 
 
 def _rank(offered: RequestOffered) -> float:
-    """Sort key of a request by its priority, the highest first, requests without one last."""
+    """Return the sort key of a request by priority: the highest first, requests without a priority last."""
     return inf if offered.priority is None else -offered.priority

@@ -1,25 +1,26 @@
 """The placement of experts on GPUs: an expert-parallel load balancer (EPLB), and the counts that it uses.
 
     placement = balance(loads, slots=288, gpus=8)       loads: [layers, experts], placement: [layers, slots]
-    gpu_loads(loads, placement, gpus=8).max(1)          what the fullest GPU of every layer has to do
+    gpu_loads(loads, placement, gpus=8).max(1)          load of the fullest GPU of every layer
 
-    slots of a layer   | 0 .. 35 | 36 .. 71 | ...       those of one GPU stand together; each holds one expert
+    slots of a layer   | 0 .. 35 | 36 .. 71 | ...       the slots of one GPU are contiguous; each holds one expert
                          GPU 0     GPU 1
 
-With more slots than experts the heaviest experts get a second copy, and a third; tokens for an expert are spread evenly
-over its copies. As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), which this follows in what it does:
+With more slots than experts the heaviest experts get further copies; tokens for an expert are spread evenly over its
+copies. The algorithm is that of DeepSeek's EPLB (github.com/deepseek-ai/EPLB):
 
-1. **Copies.** Each spare slot goes to the expert with the most load per copy. That makes the heaviest copy as light
-   as any choice of numbers of copies could.
-2. **Packing.** Copies go to GPUs, as many to each, so that the fullest has little more than its share. Two ways are
-   tried: heaviest first to the emptiest GPU that has a slot; and in rounds, one copy for every GPU, the heaviest of a
-   round to the emptiest. The second is never above (2 - 1 / gpus) times the best packing there is, because GPUs never
-   differ by more than one copy; the first is nearly always better. The better one counts, layer by layer.
-3. **Nodes.** With `nodes` above 1, groups of experts (a token's experts are in few groups) are first packed onto nodes,
-   whole, so that a token need not go to many; then each node does 1 and 2 for itself.
+1. **Copies.** Each spare slot goes to the expert with the most load per copy. This minimises the load of the heaviest
+   copy.
+2. **Packing.** Copies are packed onto GPUs, the same number on each, so that the fullest GPU has little more than its
+   share. Two ways are tried. The first assigns the heaviest copy first, to the emptiest GPU with a free slot. The
+   second works in rounds of one copy per GPU, the heaviest of a round to the emptiest GPU. The second is at most
+   (2 - 1 / gpus) times the best packing, because GPUs never differ by more than one copy. The first is nearly always
+   better. The better result is used, layer by layer.
+3. **Nodes.** With `nodes` above 1, whole groups of experts (a token's experts are in few groups) are first packed onto
+   nodes, so that a token is sent to few nodes. Steps 1 and 2 then run within each node.
 
-Where experts divide evenly over GPUs, a layer for which all this is no better stays as it would be without. So no layer
-is ever worse off. Of equals the first counts: equal loads have equal placements everywhere.
+If experts divide evenly over GPUs, a layer keeps its plain placement unless the new one is better. So no layer becomes
+worse. Of equal choices the first is taken: equal loads have equal placements everywhere.
 """
 
 from __future__ import annotations
@@ -50,16 +51,26 @@ class ExpertLoads:
     counts: Int64s  # [layers, experts]; read only
     reports: int
 
+    def image(self) -> tuple[int, int, bytes]:
+        """Return layers, reports and counts (packed int64) for a snapshot."""
+        return len(self.counts), self.reports, self.counts.tobytes()
+
+    @classmethod
+    def of_image(cls, image: tuple[int, int, bytes]) -> ExpertLoads:
+        """Return the loads that `image` described."""
+        layers, reports, counts = image
+        return cls(np.frombuffer(counts, np.int64).reshape(layers, -1), reports)
+
     @classmethod
     def folded(cls, before: ExpertLoads | None, event: ExpertLoadMeasured) -> ExpertLoads:
-        """With one more report. Raises ContractError for one that is no such table, or of another shape."""
+        """Return the loads with one more report. Raises ContractError for a malformed report or another shape."""
         if before is None:
             return cls(counts_of(event), 1)
         return cls(before.counts + counts_of(event, before.counts.shape), before.reports + 1)
 
 
 def counts_of(event: ExpertLoadMeasured, shape: tuple[int, ...] | None = None) -> Int64s:
-    """The report as int64 [layers, experts]. Raises ContractError if it is none, or not of this shape."""
+    """Return the report as int64 [layers, experts]. Raises ContractError if it is malformed or of another shape."""
     layers, size = event.layers, len(event.counts)
     if layers < 1 or not size or size % (layers * COUNT_BYTES):
         raise ContractError(f"loads of experts: {size} bytes are no int64 [{layers}, experts]")
@@ -72,22 +83,22 @@ def counts_of(event: ExpertLoadMeasured, shape: tuple[int, ...] | None = None) -
 
 
 def balance(loads: NDArray[np.generic], *, slots: int, gpus: int, nodes: int = 1, groups: int = 1) -> Int32s:
-    """Place experts; see the module.
+    """Return a placement of experts by the algorithm described in the module docstring.
 
     Args:
-        loads: any unit, [layers, experts], not negative.
-        slots: of each layer, over all GPUs; as many on each.
-        nodes: that GPUs are divided among; 1 takes no notice of groups (the global policy).
-        groups: of neighbouring experts that stay on one node, where there are several.
+        loads: [layers, experts], not negative, in any unit.
+        slots: slots of each layer over all GPUs, the same number on each.
+        nodes: nodes among which the GPUs are divided; 1 ignores groups (the global policy).
+        groups: groups of neighbouring experts; each stays on one node if there are several.
     Returns: int32 [layers, slots]: the expert in each slot, ascending within a GPU.
-    Raises: ConfigError, with the numbers, for what does not divide or does not fit.
+    Raises: ConfigError, with the numbers, for numbers that do not divide or do not fit.
     """
     weights = np.asarray(loads, np.float64)
     if weights.ndim != 2 or not weights.size or not np.isfinite(weights).all() or weights.min() < 0:
         raise ConfigError("`loads` must be finite numbers of at least 0, [layers, experts]")
     layers, experts = weights.shape
     _check(experts, slots, gpus, nodes, groups)
-    order = np.broadcast_to(np.arange(experts), weights.shape)  # experts by node, those of a node together
+    order = np.broadcast_to(np.arange(experts), weights.shape)  # experts sorted by node
     if nodes > 1:
         of_group = weights.reshape(layers, groups, -1).sum(2)
         node = _packed(of_group, nodes)
@@ -112,9 +123,12 @@ def balance(loads: NDArray[np.generic], *, slots: int, gpus: int, nodes: int = 1
 
 
 def unbalanced(experts: int, *, slots: int, gpus: int, layers: int = 1) -> Int32s:
-    """Experts in their order, as many on every GPU, and spare slots with copies that take load off no other GPU.
+    """Return the plain placement: experts in order, the same number on every GPU.
 
-    Returns: int32 [layers, slots]. Raises: ConfigError if experts do not divide over GPUs.
+    Spare slots hold copies of experts of the same GPU, so that they change no load of a GPU.
+
+    Returns: int32 [layers, slots].
+    Raises: ConfigError if experts do not divide over GPUs.
     """
     _check(experts, slots, gpus, 1, 1)
     if experts % gpus:
@@ -126,7 +140,7 @@ def unbalanced(experts: int, *, slots: int, gpus: int, layers: int = 1) -> Int32
 
 
 def gpu_loads(loads: NDArray[np.generic], placement: Int32s, gpus: int) -> Float64s:
-    """The load of every GPU, [layers, gpus], if the tokens of an expert are spread evenly over its copies."""
+    """Return the load of every GPU, float64 [layers, gpus]. Tokens are spread evenly over the copies of an expert."""
     weights = np.asarray(loads, np.float64)
     layers, experts = weights.shape
     rows = np.arange(layers)[:, None]
@@ -138,9 +152,9 @@ def gpu_loads(loads: NDArray[np.generic], placement: Int32s, gpus: int) -> Float
 
 
 def settled(before: Int32s, after: Int32s, gpus: int, nodes: int = 1) -> Int32s:
-    """`after` with its GPUs renamed within their nodes, so that few experts have to be moved.
+    """Return `after` with its GPUs renumbered within their nodes, so that few experts have to be moved.
 
-    Pairs of an old and a new GPU are made from those that have the most in common; of equals the lowest numbers.
+    Old and new GPUs are paired greedily by the most common experts; of equals the lowest numbers first.
     """
     layers = len(after)
     had, has = _held(before, gpus), _held(after, gpus)
@@ -159,15 +173,17 @@ def settled(before: Int32s, after: Int32s, gpus: int, nodes: int = 1) -> Int32s:
 
 
 def fetched(before: Int32s, after: Int32s, gpus: int) -> Int64s:
-    """Experts that each GPU must get from other GPUs, [layers, gpus]; an expert that it holds already is copied
-    locally."""
+    """Return how many experts each GPU must fetch from other GPUs, int64 [layers, gpus].
+
+    An expert that the GPU holds already is copied locally.
+    """
     new = np.maximum(_held(after, gpus) - _held(before, gpus), 0)
     missing: Int64s = new.sum(2)
     return missing
 
 
 def _held(placement: Int32s, gpus: int) -> Int64s:
-    """1 where a GPU holds an expert, [layers, gpus, experts]."""
+    """Return 1 for each expert that a GPU holds and 0 for others, int64 [layers, gpus, experts]."""
     layers, slots = placement.shape
     held = np.zeros((layers, gpus, int(placement.max()) + 1), np.int64)
     gpu = np.arange(slots) // (slots // gpus)
@@ -196,8 +212,10 @@ def _check(experts: int, slots: int, gpus: int, nodes: int, groups: int) -> None
 
 
 def _copies(weights: Float64s, slots: int, copies_max: int) -> Int64s:
-    """Number of copies of every item, [rows, items], `slots` in all, with the least possible load of the heaviest
-    copy."""
+    """Return the number of copies of every item, int64 [rows, items], `slots` in each row.
+
+    The numbers minimise the load of the heaviest copy. No item has more than `copies_max` copies.
+    """
     copies = np.ones(weights.shape, np.int64)
     rows = np.arange(len(weights))
     for _ in range(slots - weights.shape[1]):
@@ -208,7 +226,7 @@ def _copies(weights: Float64s, slots: int, copies_max: int) -> Int64s:
 
 
 def _packed(weights: Float64s, packs: int) -> Int64s:
-    """A pack for every item, [rows, items], as many in each: the better of both ways, row by row."""
+    """Return the pack of every item, int64 [rows, items], the same number in each: the better of two ways per row."""
     one, other = _heaviest_first(weights, packs), _in_rounds(weights, packs)
     better = _fullest(weights, other, packs) < _fullest(weights, one, packs)
     return np.where(better[:, None], other, one)
@@ -222,7 +240,7 @@ def _fullest(weights: Float64s, pack: Int64s, packs: int) -> Float64s:
 
 
 def _heaviest_first(weights: Float64s, packs: int) -> Int64s:
-    """Each item, the heaviest first, to the lightest pack that is not full."""
+    """Return the pack of every item: the heaviest item first, to the lightest pack that is not full."""
     rows, items = np.arange(len(weights)), weights.shape[1]
     order = np.argsort(-weights, axis=1, kind="stable")
     totals = np.zeros((len(weights), packs))
@@ -238,7 +256,7 @@ def _heaviest_first(weights: Float64s, packs: int) -> Int64s:
 
 
 def _in_rounds(weights: Float64s, packs: int) -> Int64s:
-    """The heaviest items one to each pack, the next heaviest to the lightest of them, and so on."""
+    """Return the pack of every item: in rounds of one item per pack, the heaviest of a round to the lightest pack."""
     rows = np.arange(len(weights))[:, None]
     order = np.argsort(-weights, axis=1, kind="stable")
     totals = np.zeros((len(weights), packs))

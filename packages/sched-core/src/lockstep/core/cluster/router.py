@@ -1,33 +1,34 @@
-"""The engine of a cluster that takes a request: a pure function of the router's facts, like the engines' own core.
+"""Routing of requests to the engines of a cluster: a pure function of the router's facts, like the engines' own core.
 
     router = Router(RouterConfig(policy="prefix_affinity"), (EngineShare(), EngineShare(weight=2.0)))
     routed = router.step(RequestOffered(time_us=5, request_id=0, prompt_tokens=900, prefix=keys))
     routed.engine                               # None: no engine takes requests now
     router.step(RequestEnded(time_us=90_000, request_id=0, output_tokens=210))
 
-Facts go in one at a time, decisions come out; a simulated cluster and a server are two hosts of it. A router sees every
-request begin and every answer end, because both pass through it, so it counts them itself. Where several routers send
-to the same engines, no router sees all requests: then engines report their load, and `total_requests` and
-`total_tokens` use the last report and the requests sent since. No clock, no randomness, no order by hashes.
+Facts go in one at a time, decisions come out; a simulated cluster and a server are two hosts of it. Every request and
+the end of every answer pass through the router, so it counts them itself. If several routers send to the same engines,
+no router has all requests. Then engines report their load, and `total_requests` and `total_tokens` use the last report
+and the requests sent since. The router has no clock, no randomness, and no order by hashes.
 
 **Named engines and rooms.** A request may name its engine; the name is checked, and no policy applies. The halves of a
 disaggregated request meet in a numbered room; both sides find the prefill engine by one rule, `engine_of_room`.
 
-**Load** is open requests per weight. A request without another rule goes to the engine with the least load; of equals
-to the one that was chosen longest ago.
+**Load** is open requests per weight. A request without another rule is sent to the engine with the least load; of
+equals to the one that was chosen longest ago.
 
-**Prefix affinity with a load bound.** The router records, per engine, which blocks of prompts it sent there, up to the
-tokens of KV that the engine has. The oldest are dropped first, and the end of a prompt before its beginning: an image
-of the engine's radix cache at the cost of a dictionary. A request goes to the engine that was sent the longest part of
-its prompt before, among the engines with a load within the bound:
+**Prefix affinity with a load bound.** The router records, per engine, which blocks of prompts were sent there, up to
+the tokens of KV that the engine has. The oldest blocks are dropped first, and the end of a prompt before its beginning.
+This approximates the engine's radix cache at the cost of a dictionary. A request is sent to the engine that received
+the longest beginning of its prompt before, among the engines with a load within the bound:
 
     open + 1 <= max(load_floor, ceil(load_bound * (all open + 1) * weight / all weights))
 
-With `load_bound` of at least 1 some engine always is. This is the bound of Mirrokni, Thorup and Zadimoghaddam,
-"Consistent Hashing with Bounded Loads" (SODA 2018, arXiv 1608.01350), applied to a match instead of a hash. A hash of
-the prompt's beginning sends all prompts with the same beginning to one engine, however long the common part is. A match
-follows conversations as they grow, finds the second engine of a prefix once the bound made one, and drops blocks that
-the engine evicted. Below `load_floor` requests no engine counts as overloaded, and prefixes are not spread needlessly.
+With a `load_bound` of at least 1, at least one engine is always within the bound. This is the bound of Mirrokni, Thorup
+and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (SODA 2018, arXiv 1608.01350), applied to a match instead of
+a hash. A hash of the prompt's beginning sends all prompts with the same beginning to one engine, however long the
+common part is. A match follows growing conversations, uses further engines of a prefix once the bound has created them,
+and drops blocks that the engine evicted. Below `load_floor` requests no engine counts as overloaded, so prefixes are
+not spread needlessly.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from __future__ import annotations
 from collections import deque
 from hashlib import blake2b
 from math import ceil, isfinite
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError, ContractError
+from lockstep.core.contract.setting import Setting, setting_fields
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,12 +61,12 @@ RouterPolicy = Literal[
 ROUTER_POLICIES: tuple[RouterPolicy, ...] = get_args(RouterPolicy)
 
 EngineState = Literal["up", "draining", "recovering", "down"]
-"""up takes requests; draining finishes what it has; recovering has lost its cache, and comes back with the requests and
-sessions that it had; down has lost those too.
+"""States of an engine. "up" takes requests; "draining" finishes its requests and takes no new ones; "recovering" has
+lost its cache and will continue its requests and sessions; "down" has lost these too.
 """
 
 Half = Literal["", "prefill", "decode"]
-"""Of a disaggregated request; empty for a whole one."""
+"""Which half of a disaggregated request; empty for a whole request."""
 
 RouteReason = Literal[
     "policy",
@@ -80,24 +82,35 @@ RouteReason = Literal[
     "line_full",
     "lost",
 ]
-"""The reason of a routing decision. An engine was chosen by the policy; by its session; by the longest prefix; because
-the engine with a longer one is over the bound; by the room; by its name. No engine was chosen: none takes requests; no
-engine has that number; the engine of the name or room is not up; and by a `dispatch.Dispatcher`: the request waits; the
-waiting queue is full; the request was lost too often.
+"""The reason of a routing decision.
+
+An engine was chosen: "policy", by the policy; "session", by its session; "prefix", by the longest prefix; "bound",
+since the engine with a longer prefix is over the bound; "room", by the room; "named", by its name. No engine was
+chosen: "no_engine", none takes requests; "unknown_engine", no engine has that number; "engine_not_up", the engine of
+the name or room is not up. A `dispatch.Dispatcher` adds: "waits", the request waits; "line_full", the waiting queue is
+full; "lost", its engines were lost too often.
 """
 
 ENGINES_MAX = 1024
-OUTPUT_TOKENS_FIRST_GUESS = 256  # of an answer, before any has ended
+OUTPUT_TOKENS_FIRST_GUESS = 256  # expected tokens of an answer before any has ended
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of how requests are spread. Raises ConfigError for values that cannot work."""
+    """Settings of the router. Raises ConfigError for invalid values."""
 
     policy: RouterPolicy = "least_requests"
-    load_bound: float = 1.25  # prefix_affinity: an engine's load over the mean, at most
-    load_floor: int = 8  # prefix_affinity: open requests up to which no engine counts as loaded
-    block_tokens: int = 256  # prefix_affinity: tokens of a block, the unit in which prompts are compared
-    sessions_max: int = 100_000  # session_sticky: sessions kept; the one with the oldest last request is dropped first
+    load_bound: Annotated[float, Setting("largest ratio of an engine's load to the mean", policy="prefix_affinity")] = (
+        1.25
+    )
+    load_floor: Annotated[
+        int, Setting("open requests up to which no engine counts as overloaded", policy="prefix_affinity")
+    ] = 8
+    block_tokens: Annotated[
+        int, Setting("tokens of a block, the unit in which prompts are compared", policy="prefix_affinity")
+    ] = 256
+    sessions_max: Annotated[
+        int, Setting("sessions kept; the one with the oldest last request is dropped first", policy="session_sticky")
+    ] = 100_000
 
     def __post_init__(self) -> None:
         if self.policy not in ROUTER_POLICIES:
@@ -111,11 +124,16 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"`{name}` must be a whole number of at least {least}, got `{value}`")
 
 
-class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weight and cache size of one engine, as a router needs them."""
+def policy_settings() -> dict[str, Setting]:
+    """The settings that some policies read, by the names of RouterConfig, in its order."""
+    return {name: field.setting for name, field in setting_fields(RouterConfig).items() if field.setting is not None}
 
-    weight: float = 1.0  # capacity beside the others: 2 takes twice as much
-    cache_tokens: int = 1 << 40  # of KV that its radix cache can hold
+
+class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Weight and cache size of one engine, for a router."""
+
+    weight: float = 1.0  # relative capacity: an engine of weight 2 takes twice as much as one of weight 1
+    cache_tokens: int = 1 << 40  # tokens of KV that its radix cache can hold
 
     def __post_init__(self) -> None:
         if not (isfinite(self.weight) and self.weight > 0):
@@ -128,7 +146,7 @@ class EngineShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A request came to the router. Ids are made by the host and strictly increase."""
+    """A request arrived at the router. Ids are made by the host and strictly increase."""
 
     time_us: int
     request_id: int
@@ -144,7 +162,7 @@ class RequestOffered(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_d
 
 
 class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """The last token passed, the request was refused, or its client left. Ids that are not open are ignored."""
+    """The last token passed, the request was refused, or the client left. Ids that are not open are ignored."""
 
     time_us: int
     request_id: int
@@ -152,8 +170,7 @@ class RequestEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_def
 
 
 class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """An engine came up, drains, recovers, or went down. The host offers the requests of an engine that went down
-    again."""
+    """An engine is up, drains, recovers, or is down. The host offers the requests of a lost engine again."""
 
     time_us: int
     engine: int
@@ -161,13 +178,13 @@ class EngineChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_de
 
 
 class LoadReported(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A load report of an engine, of an earlier moment. A report older than the last one is ignored."""
+    """A load report of an engine, measured at an earlier time. A report older than the last one is ignored."""
 
     time_us: int
     engine: int
-    measured_us: int  # requests sent later are not in it
-    requests: int  # waiting and running
-    tokens: int  # of the KV that they hold, and of waiting prompts
+    measured_us: int  # requests sent later are not included
+    requests: int  # waiting and running requests
+    tokens: int  # tokens of the KV of running requests and of waiting prompts
 
 
 RouterFact = RequestOffered | RequestEnded | EngineChanged | LoadReported
@@ -177,13 +194,13 @@ class RequestRouted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The engine of a request, or the reason why it has none yet."""
 
     request_id: int
-    engine: int | None  # None: no engine takes requests; offer it again, under a new id, when one does
+    engine: int | None  # None: no engine; the host may offer the request again under a new id
     reason: RouteReason
-    matched_tokens: int = 0  # of the prompt, sent to this engine before
+    matched_tokens: int = 0  # tokens of the prompt's beginning that were sent to this engine before
 
 
 class _RoutedRequest(msgspec.Struct, frozen=True):
-    """A request on an engine, as it was counted."""
+    """A request that is open on an engine, with its counted tokens."""
 
     engine: int
     tokens: int
@@ -192,7 +209,7 @@ class _RoutedRequest(msgspec.Struct, frozen=True):
 
 
 class _Reported:
-    """The last report of one engine, and what was sent there since: when, and prompts' tokens."""
+    """The last report of one engine, and (time in us, prompt tokens) of the requests sent since."""
 
     def __init__(self, measured_us: int, requests: int, tokens: int) -> None:
         self.measured_us = measured_us
@@ -210,7 +227,7 @@ class _Reported:
 
 
 class Router:
-    """Chooses an engine for each request. Build it from a RouterConfig and the engines; feed it every fact in order."""
+    """Chooses an engine for each request. It must receive every fact in order."""
 
     def __init__(self, config: RouterConfig, engines: tuple[EngineShare, ...]) -> None:
         if not 1 <= len(engines) <= ENGINES_MAX:
@@ -220,26 +237,26 @@ class Router:
         self.now_us = 0
         self.state: list[EngineState] = ["up"] * len(engines)
         self.open_requests = [0] * len(engines)  # by engine
-        self.open_tokens = [0] * len(engines)  # prompts, and the expected tokens of their answers
+        self.open_tokens = [0] * len(engines)  # tokens of prompts and expected tokens of answers, by engine
         self.open: dict[int, _RoutedRequest] = {}  # by request id
-        self.digest = bytes(16)  # over all decisions
+        self.digest = bytes(16)  # chained over all decisions
         self._up = list(range(len(engines)))
         self._up_weight = sum(share.weight for share in engines)
         self._last_request_id = -1
         self._routed = 0
-        self._last_chosen = [-1] * len(engines)  # value of `_routed` then
-        self._credit = [0.0] * len(engines)  # round_robin
+        self._last_chosen = [-1] * len(engines)  # by engine: value of `_routed` when it was last chosen
+        self._credit = [0.0] * len(engines)  # credits of round_robin, by engine
         self._ended = 0
         self._output_tokens = 0
-        self._sessions: dict[str, int] = {}  # to the engine; the session with the newest request is last
+        self._sessions: dict[str, int] = {}  # engine of each session; the session with the newest request is last
         self._prefixes = PrefixHomes([share.cache_tokens // config.block_tokens for share in engines])
         self._reported: list[_Reported | None] = [None] * len(engines)
 
     def step(self, fact: RouterFact) -> RequestRouted | None:
-        """Take in one fact; for a request that is offered, return where it goes.
+        """Take in one fact; return the routing decision of an offered request.
 
-        Raises ContractError for a fact that cannot be: time running backwards, an id that does not increase, an engine
-        that is not there.
+        Raises: ContractError for an impossible fact: time that runs backwards, an id that does not increase, an engine
+            that does not exist.
         """
         if fact.time_us < self.now_us:
             raise ContractError(f"time ran backwards: {fact.time_us} us after {self.now_us} us; the host must clamp")
@@ -265,7 +282,7 @@ class Router:
         return self._placed(fact, now_us)
 
     def bound(self, engine: int) -> int:
-        """Requests that prefix_affinity lets an engine have open, with the one now to be routed among them."""
+        """Return the most open requests of an engine under prefix_affinity, including the one to be routed."""
         config = self.config
         total = sum(self.open_requests[e] for e in self._up) + 1
         fair = config.load_bound * total * self.engines[engine].weight / self._up_weight
@@ -302,7 +319,7 @@ class Router:
         return self._decided(routed)
 
     def _chosen(self, fact: RequestOffered) -> tuple[int, RouteReason, int]:
-        """The engine by the policy, the reason, and how many tokens of the prompt were sent there before."""
+        """Return the engine by the policy, the reason, and the prompt tokens that were sent there before."""
         match self.config.policy:
             case "least_requests":
                 return self._least(self.open_requests, 1), "policy", 0
@@ -328,7 +345,7 @@ class Router:
         return routed
 
     def _fixed(self, fact: RequestOffered) -> tuple[int | None, RouteReason] | None:
-        """The engine that a request requires, or why there is none; None if the policy decides."""
+        """Return the engine that a request requires, or the reason why it has none; None if the policy decides."""
         if fact.only is not None:
             if not 0 <= fact.only < len(self.engines):
                 raise ContractError(f"there is no engine {fact.only}: the router has 0 to {len(self.engines) - 1}")
@@ -347,18 +364,20 @@ class Router:
         return (engine, reason) if self.state[engine] == "up" else (None, "engine_not_up")
 
     def load_requests(self, engine: int) -> int:
-        """Requests on an engine: those of its last report and those sent since; without a report, those open here."""
+        """Return the requests on an engine: those of its last report plus those sent since, or the open ones here."""
         reported = self._reported[engine]
         return self.open_requests[engine] if reported is None else reported.requests + len(reported.since)
 
     def load_tokens(self, engine: int) -> int:
-        """Tokens on an engine: those of its last report and those sent since; without a report, those open here."""
+        """Return the tokens on an engine: those of its last report plus those sent since, or the open ones here."""
         reported = self._reported[engine]
         return self.open_tokens[engine] if reported is None else reported.tokens + reported.since_tokens
 
     def _in_turn(self) -> int:
-        """Smooth weighted round robin: each engine is credited its weight; the highest credit is chosen and pays
-        all."""
+        """Return the next engine by smooth weighted round robin.
+
+        Each engine is credited its weight. The engine with the highest credit is chosen and loses the sum of weights.
+        """
         for engine in self._up:
             self._credit[engine] += self.engines[engine].weight
         chosen = max(self._up, key=lambda engine: (self._credit[engine], -engine))
@@ -366,7 +385,7 @@ class Router:
         return chosen
 
     def _least(self, load: list[int], more: int, among: list[int] | None = None) -> int:
-        """The engine with the least load per weight after adding `more`; of equals, the one chosen longest ago."""
+        """Return the engine with the least load per weight, `more` added; of equals, the one chosen longest ago."""
         engines, chosen = self.engines, self._last_chosen
         return min(
             self._up if among is None else among,
@@ -374,7 +393,7 @@ class Router:
         )
 
     def _by_session(self, session: str) -> tuple[int, RouteReason]:
-        """The engine of the session, while it is up; it is given one with its first request."""
+        """Return the engine of the session; a new one for its first request, or if its engine is not up."""
         if not session:
             return self._least(self.open_requests, 1), "policy"
         home = self._sessions.pop(session, None)
@@ -386,7 +405,7 @@ class Router:
         return engine, "session" if stays else "policy"
 
     def _by_prefix(self, prefix: tuple[int, ...]) -> tuple[int, RouteReason, int]:
-        """The engine within the bound that was sent the most of this prompt; of equals, the one with the least load."""
+        """Return the engine within the bound that received most of this prompt; of equals, the one with least load."""
         config = self.config
         within = [engine for engine in self._up if self.open_requests[engine] < self.bound(engine)]
         lengths = self._prefixes.match(prefix)
@@ -399,7 +418,7 @@ class Router:
         return engine, reason, longest * config.block_tokens
 
     def _output_tokens_expected(self) -> int:
-        """Expected tokens of a new answer: the mean of those that ended, starting from a guess."""
+        """Return the expected tokens of a new answer: the mean of ended answers and one first guess."""
         return (self._output_tokens + OUTPUT_TOKENS_FIRST_GUESS) // (self._ended + 1)
 
     # --------------------------------------------------------------------------------------- reports, ends and changes
@@ -451,8 +470,10 @@ class Router:
 
 
 def engine_of_room(room: int, engines: int) -> int:
-    """The engine of a room, among `engines`. Both halves of a request compute it, so it depends on nothing else
-    (SGLang)."""
+    """Return the engine of a room, among `engines` engines. It depends on nothing else, since both halves compute it.
+
+    Source: SGLang.
+    """
     return room % engines
 
 
@@ -460,13 +481,13 @@ class PrefixHomes:
     """Blocks of prompts by the engines to which they were sent, those of each engine in the order of eviction."""
 
     def __init__(self, blocks_max: list[int]) -> None:
-        """`blocks_max`: by engine, how many blocks its cache holds."""
+        """Create an empty record. `blocks_max`: the number of blocks that the cache of each engine holds."""
         self._blocks_max = blocks_max
-        self._homes: dict[int, int] = {}  # block key to engines, one bit each
-        self._blocks: list[dict[int, None]] = [{} for _ in blocks_max]  # by engine; the first is forgotten first
+        self._homes: dict[int, int] = {}  # engines of each block key, one bit each
+        self._blocks: list[dict[int, None]] = [{} for _ in blocks_max]  # block keys by engine, next to be dropped first
 
     def match(self, prefix: tuple[int, ...]) -> dict[int, int]:
-        """Blocks of the prompt's beginning on each engine, for engines with any."""
+        """Return how many leading blocks of the prompt each engine has, for engines with any."""
         lengths: dict[int, int] = {}
         having = -1
         length = 0
@@ -483,7 +504,7 @@ class PrefixHomes:
         return lengths
 
     def sent(self, prefix: tuple[int, ...], engine: int) -> None:
-        """Record a prompt sent to an engine: its end is dropped before its beginning, as a radix cache evicts."""
+        """Record a prompt sent to an engine. Its end is dropped before its beginning, like in a radix cache."""
         blocks, homes, bit = self._blocks[engine], self._homes, 1 << engine
         for key in reversed(prefix):
             if key in blocks:
@@ -526,15 +547,15 @@ _MASK = (1 << 64) - 1
 
 
 def prefix_keys(ids: NDArray[np.int32], block_tokens: int, namespace: str = "") -> tuple[int, ...]:
-    """One key per whole block of a prompt; each identifies all tokens up to its end.
+    """Return one key per whole block of a prompt; each identifies all tokens up to its end.
 
     Args:
         ids: int32 [tokens].
-        namespace: prompts share only inside it: tenant, adapter, salt.
-    Returns: 64-bit numbers. Equal beginnings have equal keys; different ones by a chance of 2**-64. A deliberate
-        collision sends a request to the wrong engine, where the radix cache compares tokens.
+        namespace: prompts share keys only inside it: tenant, adapter, salt.
+    Returns: 64-bit numbers. Equal beginnings have equal keys; different ones collide with a chance of 2**-64. A
+        deliberate collision sends a request to the wrong engine, where the radix cache compares tokens.
     """
-    import numpy as np  # not at the top: a command line reads names and defaults here before it needs any array
+    import numpy as np  # not at the top: a command line reads names and defaults of this module before it needs arrays
 
     blocks = len(ids) // block_tokens
     if not blocks:

@@ -1,4 +1,4 @@
 """The contract between core and host: observed events, decided events, commands, settings, digest, text form, errors.
 
-Imports nothing else of the core. Every other room, every host and every tool may import it.
+Imports no other package of the core. Every other package of the core, every host and every tool may import it.
 """

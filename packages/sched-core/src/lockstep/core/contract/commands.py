@@ -1,7 +1,7 @@
 """Commands: orders to the host, verb first. Each docstring states what must hold before it and which event answers it.
 
 A Step lists its commands in the order in which the host must start them. The executor makes no decisions and the core
-touches no tensors: a recorded sequence of plans runs on a device with no scheduler at all.
+uses no tensors, so a recorded sequence of plans runs on a device without a scheduler.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mode = Literal[
 SpeculationMethod = Literal["ngram", "draft_model", "eagle", "mtp", "forced"]
 """The source of drafts; "forced": no drafter, all verified tokens were forced by grammars."""
 
-NO_SLOT = -1  # of state: none is named
+NO_SLOT = -1  # no state slot
 NO_ROWS: Int32s = np.empty(0, np.int32)
 NO_ROWS.flags.writeable = False
 
@@ -42,24 +42,24 @@ class AfterBatch(msgspec.Struct, frozen=True, array_like=True):
 class PageDeltas(msgspec.Struct, frozen=True):
     """Changes of the device's page tables, applied in this order before the batch reads them.
 
-    First whole runs of a row's entries, given by three numbers each: the row, the first index, how many. Then one entry
-    for each decode of the plan that begins a page. `pages` has the pages of all of them, end to end.
+    Runs of consecutive entries of a row come first, each as three numbers: the row, the first index, the count. One
+    entry for each decode of the plan that opens a page follows. `pages` has the pages of all these entries, end to end.
     """
 
-    pages: Int32s
+    pages: Int32s  # [entries]
     runs: Int32s = NO_ROWS  # [3 x runs]
-    opened_rows: Int32s = NO_ROWS
-    opened_index: Int32s = NO_ROWS
+    opened_rows: Int32s = NO_ROWS  # [opened pages]
+    opened_index: Int32s = NO_ROWS  # [opened pages]
 
     @property
     def rows(self) -> Int32s:
-        """For each page the row of its table: table[rows, index] = pages, in order."""
+        """The row of each entry: table[rows, index] = pages, in order. int32 [entries]"""
         runs = self.runs.reshape(-1, 3)
         return np.concatenate((runs[:, 0].repeat(runs[:, 2]), self.opened_rows))
 
     @property
     def index(self) -> Int32s:
-        """For each page its place in the row's table."""
+        """The index of each entry in the page table of its row. int32 [entries]"""
         spans = self.runs.reshape(-1, 3)[:, 1:].tolist()
         return np.concatenate([np.arange(first, first + n, dtype=np.int32) for first, n in spans] + [self.opened_index])
 
@@ -71,37 +71,38 @@ class HybridChanges(msgspec.Struct, frozen=True):
     """Changes for layers without full attention: before a batch, and the states that the batch stores (hybrid.py).
 
     Sliding layers find position p of a row in page `window_of[table[p // page_size]]`, a table by full page that the
-    device keeps. A window page has one full page: after it is assigned to another, only the new one has it.
+    device keeps. A window page belongs to one full page. After its assignment to another, only the new one has it.
 
-    A row that may verify drafts has more slots, named behind its first one, with source -2: nothing is done to them.
-    Where it verifies, its state behind the newest token and each draft goes to its slots in this order, and the state
-    that its next pass begins with is that behind the last token which was right; other passes leave it in the first.
-    A row that verifies may stop before the position of a checkpoint; the slot then holds no state, as the result shows.
+    A row that may verify drafts has more slots, listed behind its first one with source -2, which are not initialised.
+    A verifying row writes its state behind the newest token and behind each draft to its slots, in this order. Its next
+    pass begins with the state behind the last right token. Other passes write the state to the first slot. A verifying
+    row may stop before the position of a checkpoint; the slot then holds no state, as the result shows.
     """
 
     pages: Int32s = NO_ROWS  # [n] full pages, in order: window_of[pages[i]] = window_pages[i]
     window_pages: Int32s = NO_ROWS  # [n]
-    state_rows: Int32s = NO_ROWS  # [m] rows that were taken; they compute in ...
-    state_slots: Int32s = NO_ROWS  # [m] ... these slots of state, which are made ...
-    state_sources: Int32s = NO_ROWS  # [m] ... copies of these before the batch runs; -1: of nothing; -2: see above;
-    #                                  itself: of what a transfer has brought there
-    checkpoint_index: Int32s = NO_ROWS  # [k] positions in the plan's rows; their states ...
-    checkpoint_positions: Int32s = NO_ROWS  # [k] ... right behind so many positions are copied as they pass there ...
+    state_rows: Int32s = NO_ROWS  # [m] rows that were taken
+    state_slots: Int32s = NO_ROWS  # [m] state slots of these rows
+    # [m] slots from which the state slots are copied before the batch runs; -1: zeros; -2: see above; the slot itself:
+    # it keeps the state that a transfer wrote
+    state_sources: Int32s = NO_ROWS
+    checkpoint_index: Int32s = NO_ROWS  # [k] indices into the plan's rows of rows that store a checkpoint
+    checkpoint_positions: Int32s = NO_ROWS  # [k] numbers of positions behind which their state is copied ...
     checkpoint_slots: Int32s = NO_ROWS  # [k] ... to these slots
 
 
 class HybridTransfer(msgspec.Struct, frozen=True):
-    """What a transfer moves beside full attention: the last window's KV of sliding layers, and the state of the prompt.
+    """The part of a transfer without full attention: the last window's KV of sliding layers, and the prompt's state.
 
-    Positions are those of the pages; `window_pages` are the window blocks of the last n of them, in order.
+    `window_pages` are the window blocks of the last n pages of the transfer, in order.
     """
 
-    window_pages: Int32s = NO_ROWS  # [n] of the sliding layers' pool
-    state_slot: int = NO_SLOT  # of the state right behind the whole prompt; -1: not of this part, or none
+    window_pages: Int32s = NO_ROWS  # [n] pages of the sliding layers' pool
+    state_slot: int = NO_SLOT  # slot of the state right behind the whole prompt; -1: not in this part, or none
 
 
 class RowTaken(msgspec.Struct, frozen=True):
-    """A row gets a new request: the executor resets all state of the row before the batch."""
+    """A row is assigned to a request: the executor resets all state of the row before the batch."""
 
     row: int
     request_id: RequestId
@@ -110,14 +111,14 @@ class RowTaken(msgspec.Struct, frozen=True):
     adapter: str = ""
     grammar: Grammar | None = None
     adapter_version: int = 0
-    adapter_slot: int = -1  # where a LoadAdapter put it; -1 for the model itself
-    logprobs: bool = False  # every token it samples comes with its logprob
-    hidden_states: bool = False  # every position it decodes comes with its hidden state
+    adapter_slot: int = -1  # the slot into which a LoadAdapter copied it; -1: no adapter
+    logprobs: bool = False  # the result contains the logprob of every sampled token
+    hidden_states: bool = False  # the result contains the hidden state of every decoded position
     token_type_ids: bytes = b""  # one byte per prompt token
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
-    """Positions [start:stop) of row `index` take the embeddings of `digest` from number `offset` on, not of tokens."""
+    """Positions [start:stop) of row `index` take embeddings of media, from number `offset` on, in place of tokens."""
 
     index: int  # position in the plan's rows
     start: int
@@ -145,21 +146,21 @@ class HiddenSpan(msgspec.Struct, frozen=True):
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """What a plan's verifying rows, those behind `extend_rows`, verify beside their newest token: drafts.
+    """The drafts that a plan's verifying rows, those behind `extend_rows`, verify beside their newest token.
 
     They are drafted on the device, from the row's position at that time; `BatchFinished.accepted` - 1 of them were
     right. Rows with `forced_lengths` have no drafts: their grammars admit `forced_tokens` only, so that all of these
     are right.
     """
 
-    draft_tokens: int  # per row, at most
-    draft_lengths: Int32s  # per verifying row, forced ones included
+    draft_tokens: int  # the most of any row
+    draft_lengths: Int32s  # [verifying rows] numbers of drafts, forced tokens included
     method: SpeculationMethod
-    forced_lengths: Int32s = NO_ROWS  # per verifying row: 0, or all that `draft_lengths` has; empty where nothing is
-    forced_tokens: Int32s = NO_ROWS  # of these, end to end
+    forced_lengths: Int32s = NO_ROWS  # [verifying rows] 0 or the row's `draft_lengths`; empty: no token is forced
+    forced_tokens: Int32s = NO_ROWS  # the forced tokens of all rows, end to end
 
     def forced_of(self, member: int) -> list[int]:
-        """The forced tokens of a verifying row."""
+        """Return the forced tokens of a verifying row."""
         if not self.forced_lengths.size:
             return []
         stop = int(self.forced_lengths[: member + 1].sum())
@@ -167,15 +168,15 @@ class Speculation(msgspec.Struct, frozen=True):
         return found
 
     def drafted(self) -> Int32s:
-        """Tokens per verifying row that a drafter must supply: all but the forced ones."""
+        """Return the number of tokens that a drafter must supply, without forced ones. int32 [verifying rows]"""
         return self.draft_lengths - self.forced_lengths if self.forced_lengths.size else self.draft_lengths
 
 
 class Ranks(msgspec.Struct, frozen=True):
-    """What the data-parallel ranks agreed to run together: the same in the plan of every rank.
+    """The common pass that the data-parallel ranks agreed on, equal in the plan of every rank.
 
-    Where ranks gather rows they do so with those of each padded to the most of any (`max_length`), or laid end to end
-    (`sum_length`). If any of them extends, all run the branch of extends, and rows that decode are extends by a token.
+    Gathered rows are padded to the longest rank (`max_length`) or laid end to end (`sum_length`). If any rank extends,
+    all run the branch of extends, and rows that decode are extends by one token.
     """
 
     round: int
@@ -184,11 +185,11 @@ class Ranks(msgspec.Struct, frozen=True):
     use_graph: bool
     logit_rows: tuple[int, ...] = ()  # per rank
     extends: bool = False
-    draft_passes: int | msgspec.UnsetType = msgspec.UNSET  # of a drafter that all ranks run together; unset: none is
+    draft_passes: int | msgspec.UnsetType = msgspec.UNSET  # passes of a drafter that all ranks run; unset: no drafter
 
     @property
     def recorded(self) -> tuple[Any, ...]:
-        """The values that the digest covers: without `draft_passes` where it is unset."""
+        """The values that the digest covers: without `draft_passes` if that is unset."""
         values = astuple(self)
         return values if self.draft_passes is not msgspec.UNSET else values[:-1]
 
@@ -196,18 +197,17 @@ class Ranks(msgspec.Struct, frozen=True):
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward pass, complete given the plans before it, and immutable: its arrays are never written again.
 
-    Row i computes the tokens at positions [starts[i]:stops[i]) of request `request_ids[i]`, reading KV at [0:stops[i])
-    and writing it at [starts[i]:stops[i]), in the pages its table holds after `deltas`.
+    Row i computes the tokens at positions [starts[i]:stops[i]) of request `request_ids[i]`. It reads KV at [0:stops[i])
+    and writes KV at [starts[i]:stops[i]), in the pages of its page table after `deltas`.
 
         0 ............. cached ............ starts ............... stops ........... context max
         | in the radix cache's pages | own | new in this batch | not allocated yet  |
 
-    The first `extend_rows` rows find their new tokens in `token_ids`, end to end. Every row behind them computes one
+    The new tokens of the first `extend_rows` rows are in `token_ids`, end to end. Every row behind them computes one
     token: the newest one sampled for that row, by a batch delivered or still in flight. The device keeps it by row.
-    A plan with `steps` above 1 decodes so often in one launch: a row samples a token for each position of its span.
-    A plan with `speculation` verifies: behind its newest token such a row computes drafts, and samples one token more
-    than the drafts that were right.
-    For a row named in `starts_after`, `starts` has the least possible position and `stops` the greatest.
+    A plan with `steps` above 1 decodes several times in one launch: a row samples a token for each position of its
+    span. A plan with `speculation` verifies: such a row computes drafts behind its newest token, and samples one token
+    more than the number of right drafts. For a row in `starts_after`, `starts` and `stops` are lower and upper bounds.
     """
 
     batch_id: BatchId
@@ -218,22 +218,20 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     stops: Int32s  # [n]
     extend_rows: int = 0
     token_ids: Int32s = NO_ROWS
-    sample_rows: Int32s = NO_ROWS  # positions in `rows` that sample a token, in the order BatchFinished reports them
+    sample_rows: Int32s = NO_ROWS  # indices into `rows` of rows that sample, in the order of BatchFinished
     rows_taken: tuple[RowTaken, ...] = ()
     deltas: PageDeltas = NO_DELTAS
     generation: int = 0
     microbatch: int = 0
     starts_after: tuple[AfterBatch, ...] = ()
-    hybrid: HybridChanges | None = None  # of a model with sliding windows or linear attention
+    hybrid: HybridChanges | None = None  # only for a model with sliding windows or linear attention
     speculation: Speculation | None = None
     ranks: Ranks | None = None
-    sample_after: BatchId | None = None  # sampling must wait until this batch's results moved the grammars
+    sample_after: BatchId | None = None  # sampling must wait until matchers have taken this batch's results
     layers: tuple[int, int] | None = None  # split prefill: run layers [start:stop) only
-    ids_digest: bytes = b""  # of `request_ids`, where they are many and it is known: see digest.py
-    steps: int = 1  # forwards: above 1, decode rows feed their own samples back and have spans of up to so many tokens
-    pooled_rows: Int32s = (
-        NO_ROWS  # positions in `rows` that end with this batch, their prompts computed, no token drawn
-    )
+    ids_digest: bytes = b""  # digest of `request_ids` of a large batch if it is computed already: see digest.py
+    steps: int = 1  # forwards; above 1, decode rows feed their own samples back and have spans of up to `steps` tokens
+    pooled_rows: Int32s = NO_ROWS  # indices into `rows` of prefill-only rows with prompts that end with this batch
     media_spans: tuple[MediaSpan, ...] = ()
     logprob_spans: tuple[LogprobSpan, ...] = ()
     hidden_spans: tuple[HiddenSpan, ...] = ()
@@ -257,30 +255,30 @@ class SampleBatch(msgspec.Struct, frozen=True):
 
 
 class ProposeBatch(msgspec.Struct, frozen=True):
-    """Send the other data-parallel ranks what this one runs next. Answered by RanksAgreed of the same round.
+    """Send this rank's proposal to the other data-parallel ranks. Answered by RanksAgreed of the same round.
 
     RanksAgreed describes the counts. A proposal binds: once all ranks have proposed, each runs its proposal.
     """
 
     round: int
     counts: tuple[int, ...]
-    wish: Wish | None = None  # where ranks decide together which of them extend
+    wish: Wish | None = None  # set if the ranks decide together which of them extend
     generation: int = 0
     microbatch: int = 0  # the microbatch of this round, on every rank
 
 
 class StreamTokens(msgspec.Struct, frozen=True):
-    """Send new output tokens to clients; the record of the event behind it must have been written first.
+    """Send new output tokens to clients; the record of the event that caused it must have been written first.
 
-    Request i gets token_counts[i] ids, the first of them output number offsets[i]; `tokens` holds them end to end.
-    A client that sees an offset twice drops the second.
+    Request i gets token_counts[i] ids, the first of them output number offsets[i]; `tokens` holds them end to end. A
+    client that receives an offset twice drops the second message.
     """
 
-    request_ids: Int64s
-    offsets: Int32s
-    token_counts: Int32s
-    tokens: Int32s
-    ids_digest: bytes = b""  # of `request_ids`, where they are many and it is known: see digest.py
+    request_ids: Int64s  # [n]
+    offsets: Int32s  # [n]
+    token_counts: Int32s  # [n]
+    tokens: Int32s  # [sum of token_counts]
+    ids_digest: bytes = b""  # digest of `request_ids` of a large batch if it is computed already: see digest.py
 
 
 class FinishRequest(msgspec.Struct, frozen=True):
@@ -302,7 +300,7 @@ class RejectRequest(msgspec.Struct, frozen=True):
 
 
 class CompileGrammar(msgspec.Struct, frozen=True):
-    """Compile off the loop. Answered by GrammarReady."""
+    """Compile a grammar, outside the host's loop. Answered by GrammarReady."""
 
     grammar: Grammar
 
@@ -318,24 +316,24 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 class StartTransfer(msgspec.Struct, frozen=True):
     """Send positions [start_tokens:stop_tokens), or expect them, in pages of this engine. Answered by TransferAdvanced.
 
-    A prompt is sent in parts, in order, each once batch `after_batch` has succeeded; the `last` one takes along the
-    first token. It moves when both sides have started; what lies before the receiver's `start_tokens` is not moved.
+    A prompt is sent in parts, in order, each once batch `after_batch` has succeeded; the `last` one contains the first
+    token. KV moves when both sides have started. Positions before the receiver's `start_tokens` are not moved.
     """
 
-    transfer_id: int  # of the request on this engine
+    transfer_id: int  # id of the request on this engine
     room: int
-    peer: str  # the engine with the other half; empty: the host finds it by the room
+    peer: str  # the engine of the other side; empty: the host finds it by the room
     direction: Literal["send", "receive"]
     pages: Int32s
     start_tokens: int
     after_batch: BatchId | None = None
     last: bool = True
     stop_tokens: int = 0
-    slot: int = -1  # of the metadata: the first token and its attributes
-    weights_version: int = 0  # send: of the KV; receive: of the KV that is present already
-    cached_tokens: int = 0  # send: of the prompt, found in the radix cache
-    adapter_version: int = 0  # of the request's adapter on this engine; KV of another version is not valid
-    hybrid: HybridTransfer | None = None  # of a model with sliding windows or linear attention
+    slot: int = -1  # the metadata slot: the first token and its attributes
+    weights_version: int = 0  # send: version of the sent KV; receive: version of the KV that is present already
+    cached_tokens: int = 0  # send: prompt tokens found in the radix cache
+    adapter_version: int = 0  # version of the request's adapter on this engine; KV of another version is not valid
+    hybrid: HybridTransfer | None = None  # only for a model with sliding windows or linear attention
 
 
 class CancelTransfer(msgspec.Struct, frozen=True):
@@ -350,20 +348,20 @@ class CancelTransfer(msgspec.Struct, frozen=True):
 class BlockCopy(msgspec.Struct, frozen=True):
     """Window blocks or state blocks that a copy between device and host moves with its pages (hybrid.py).
 
-    They have numbers of their own, and have arrived if the whole copy has.
+    They are numbered apart from the pages, and have arrived if the whole copy has.
     """
 
     kind: Literal["window", "state"]
-    device: Int32s  # [n] window pages or slots
-    host: Int32s  # [n] of the host's pool of the kind
+    device: Int32s  # [n] window pages or state slots
+    host: Int32s  # [n] places in the host's pool of this kind
 
 
 class CopyToHost(msgspec.Struct, frozen=True):
     """Copy device pages to host pages, beside the batches. Answered by HostCopyFinished.
 
-    The KV of the pages is computed. If they are `given_up`, a later batch or load may write them, so that none of these
-    may begin before the pages are read. Otherwise the pages keep their content until the answer. The same holds for
-    `blocks`; a copy may have blocks and no page.
+    The KV of the pages is computed. If they are `given_up`, a later batch or load may write them, and must not begin
+    before they have been read. Otherwise the pages keep their content until the answer. The same holds for `blocks`; a
+    copy may have blocks and no page.
     """
 
     copy_id: int
@@ -375,9 +373,10 @@ class CopyToHost(msgspec.Struct, frozen=True):
 
 
 class LoadFromHost(msgspec.Struct, frozen=True):
-    """Copy host pages to device pages, beside the batches: none reads or writes these before the answer.
+    """Copy host pages to device pages, beside the batches. Answered by HostCopyFinished.
 
-    Answered by HostCopyFinished. The same holds for `blocks`; a load may have blocks and no page.
+    No batch reads or writes these device pages before the answer. The same holds for `blocks`; a load may have blocks
+    and no page.
     """
 
     copy_id: int
@@ -396,15 +395,15 @@ class BlockFetch(msgspec.Struct, frozen=True):
     kind: Literal["window", "state"]
     keys: tuple[bytes, ...]  # by page of the path's last part, which begins with the first block that may be needed
     there: tuple[bool, ...]  # [as keys] whether the device or the host already has the block
-    seen: int  # pages
-    host: Int32s  # room for them: places of the host's pool of the kind, [at most seen]
+    seen: int  # pages with blocks that a continuing request reads: those of a window; 1 for state
+    host: Int32s  # [at most seen] free places in the host's pool of this kind
 
 
 class PrefetchFromStorage(msgspec.Struct, frozen=True):
     """Fetch pages by their chained SHA-256 keys into host pages, from the first on. Answered by PrefetchFinished.
 
-    With `blocks`, it fetches up to the last page after which a request could continue with the blocks that storage has,
-    and these blocks; `keys` are then those of the last pages of the same path, and may be none.
+    With `blocks`, it fetches the pages up to the last one after which a request could continue with the blocks that
+    storage has, and these blocks. `keys` are then those of the last pages of the same path, and may be empty.
     """
 
     prefetch_id: int
@@ -412,13 +411,13 @@ class PrefetchFromStorage(msgspec.Struct, frozen=True):
     host_pages: Int32s
     generation: int = 0
     blocks: tuple[BlockFetch, ...] = ()
-    reached: int = 0  # pages of the last part that `blocks` names, after which a request could continue without it
+    reached: int = 0  # pages of the last part in `blocks` after which a request could continue without the prefetch
 
 
 class CancelPrefetch(msgspec.Struct, frozen=True):
-    """Stop a prefetch for which no request waits. It is still answered by PrefetchFinished, with what came so far.
+    """Stop a prefetch for which no request waits. PrefetchFinished still answers it, with the pages fetched so far.
 
-    The answer of the prefetch may be under way already.
+    The answer of the prefetch may be on its way already.
     """
 
     prefetch_id: int
@@ -429,13 +428,13 @@ class BlockStore(msgspec.Struct, frozen=True):
 
     kind: Literal["window", "state"]
     keys: tuple[bytes, ...]
-    host: Int32s  # [as keys] places of the host's pool of the kind
+    host: Int32s  # [as keys] places in the host's pool of this kind
 
 
 class WriteToStorage(msgspec.Struct, frozen=True):
     """Write host pages to storage under their chained SHA-256 keys, from the first on. Answered by StorageWritten.
 
-    Content that storage already has under a key may stay: it is equal. A write may have blocks and no page.
+    Content that storage has under a key already is equal and need not be written. A write may have blocks and no page.
     """
 
     write_id: int
@@ -451,13 +450,13 @@ class EncodeMedia(msgspec.Struct, frozen=True):
     digest: bytes
     encoder_tokens: int
     generation: int = 0
-    drop: tuple[bytes, ...] = ()  # encoder output to drop first, for room: no launched batch reads it
+    drop: tuple[bytes, ...] = ()  # digests of encoder output to drop first for room; no launched batch reads them
 
 
 class SwapWeights(msgspec.Struct, frozen=True):
     """Load weights; nothing is in flight, and nothing is launched before the answer. Answered by WeightsSwapped.
 
-    Where loading fails, the weights before must be in place again, or the engine restarts.
+    If loading fails, the host must restore the previous weights, or restart the engine.
     """
 
     version: int
@@ -528,13 +527,13 @@ Command = (
 
 
 class Step(msgspec.Struct):
-    """What follows from one observed event."""
+    """The decided events and commands that follow from one observed event."""
 
     decided: list[Decided] = msgspec.field(default_factory=list)
     commands: list[Command] = msgspec.field(default_factory=list)
     digest: bytes = b""  # chained over the logical decisions of this Step and all before it
-    wake_at_us: int | None = None  # the host answers with ClockAdvanced, no earlier
-    time_us: int = 0  # of the event
+    wake_at_us: int | None = None  # the host sends ClockAdvanced at this time, no earlier; None: no request
+    time_us: int = 0  # time of the observed event
 
     def wake_by(self, time_us: int) -> None:
         """Request a ClockAdvanced at this time, or at an earlier one."""
@@ -542,7 +541,7 @@ class Step(msgspec.Struct):
             self.wake_at_us = time_us
 
     def launched(self) -> BatchPlan | None:
-        """The plan this Step launches, if any."""
+        """Return the plan that this Step launches; None if it launches none."""
         for command in self.commands:
             if isinstance(command, LaunchBatch):
                 return command.plan

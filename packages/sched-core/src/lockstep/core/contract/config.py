@@ -1,20 +1,21 @@
 """Scheduler settings: validated on construction, immutable, recorded in the journal's header.
 
-Field names are those of SGLang and vLLM where they have one. Defaults are SGLang's unless the comment has another
-(docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a property
-here, so that no two places compute it differently.
+Field names are those of SGLang and vLLM if they have the setting. Defaults are SGLang's unless the comment names
+another (docs/scheduling.md lists each with its source). Every limit that admission, clamping and rejection share is a
+property here, so that it is computed in one place.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Annotated, Any, Literal, TypeGuard, get_args
 
 import msgspec
 
 from lockstep.core.contract.errors import ConfigError
+from lockstep.core.contract.setting import Setting
 
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "priority", "hrrn", "spf")
-"""The policies of the core, each a function in ordering.py. Others come from installed packages: docs/policies.md."""
+"""The policies of the core, each a function in ordering.py. Installed packages provide others: docs/policies.md."""
 
 TruncateInput = Literal["no", "left", "right"]
 Requeue = Literal["tail", "front"]
@@ -52,16 +53,16 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     host_pages: int  # KV pages of host memory
     write_policy: WritePolicy = "write_through"  # when a page is copied to the host: see tiers.py
-    write_uses: int = 2  # under write_through_selective: uses of a page, its computation included, after which it is
-    load_tokens_min: int = 10  # fewer tokens that only the host has are computed again rather than loaded
-    load_pages_max: int | None = None  # pages on their way to the device at once, or one load; None: no limit
+    write_uses: int = 2  # under write_through_selective: uses of a page, incl. its computation, until it is copied
+    load_tokens_min: int = 10  # if only the host has fewer tokens than this, they are computed again, not loaded
+    load_pages_max: int | None = None  # pages being loaded to the device at once, or one load; None: no limit
     load_timeout_us: int | None = None  # longest wait of a request for a load, before it computes; None: no limit
     storage: bool = False  # a tier below the host: pages of the host are written to it and fetched from it
     prefetch_policy: PrefetchPolicy = "timeout"  # how long a request waits for its prefix from storage
     prefetch_tokens_min: int = 256  # fewer tokens are not prefetched
-    prefetch_timeout_us: int = 1_000_000  # under policy timeout: a request waits so long ...
-    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and so much longer for each 1,024 tokens requested
-    prefetch_share: float = 0.5  # of the host's pages, at most, that prefetches may be filling at once
+    prefetch_timeout_us: int = 1_000_000  # under policy timeout: the wait of a request, in us ...
+    prefetch_timeout_us_per_ki_token: int = 250_000  # ... and the additional wait for each 1,024 requested tokens
+    prefetch_share: float = 0.5  # largest share of the host's pages that prefetches may fill at once
 
     def __post_init__(self) -> None:
         for name in ("host_pages", "write_uses", "load_pages_max", "load_timeout_us", "prefetch_tokens_min"):
@@ -74,7 +75,7 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"`tiers.{name}` must be a whole number, 0 or more, got `{value}`")
         for name, choices in (("write_policy", get_args(WritePolicy)), ("prefetch_policy", get_args(PrefetchPolicy))):
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`tiers.{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`tiers.{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         if not 0.0 < self.prefetch_share <= 1.0:
             raise ConfigError(f"`tiers.prefetch_share` must be above 0 and at most 1, got `{self.prefetch_share}`")
 
@@ -85,14 +86,14 @@ class CacheTiers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Memory of layers without full attention (docs/hybrid.md). At least one of the two kinds.
+    """Memory of layers without full attention (docs/hybrid.md): sliding windows, linear attention, or both.
 
     The interval of checkpoints is SGLang's `mamba_track_interval`.
     """
 
-    window_tokens: int = 0  # positions that a sliding layer sees, the token's own among them; 0: no such layers
+    window_tokens: int = 0  # positions that a sliding layer sees, including the token's own; 0: no such layers
     window_pages: int = 0  # pages of the sliding layers' pool
-    state_slots: int = 0  # of linear attention: one for each request that runs, and checkpoints; 0: no such layers
+    state_slots: int = 0  # slots of linear attention: one for each running request, and checkpoints; 0: no such layers
     checkpoint_tokens: int = 256  # states are kept at positions that are multiples of this
 
     def __post_init__(self) -> None:
@@ -117,8 +118,10 @@ class HybridMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
 
     def row_pages_max(self, page_size: int, ahead: int) -> int:
-        """Window pages that a decode may hold: those of its window, the one it writes, and those of `ahead` positions
-        that are in flight or written in the same launch (`SchedConfig.positions_ahead`).
+        """Return the most window pages that a decode may hold.
+
+        These are the pages of its window, the page that it writes, and those of `ahead` positions that are in flight or
+        written in the same launch (`SchedConfig.positions_ahead`).
         """
         return -(-(self.window_tokens - 1) // page_size) + 1 + -(-ahead // page_size)
 
@@ -127,145 +130,249 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """All settings of one engine's scheduler. Raises ConfigError when settings contradict each other."""
 
     # memory
-    page_size: int = 16  # tokens per KV page; a power of two
-    pages: int = 4096  # KV pages in the pool
-    radix_cache: bool = True  # keep the KV of finished prompts for later requests with the same prefix
-    same_step_sharing: bool = False  # share a prompt's KV with requests launched after it, before it is computed
-    waiting_prefix_refresh: int = 0  # launches until cached prefixes of waiting requests count as used again; 0: never
-    radix_capacity_pages: int | None = None  # most unreferenced pages that the radix cache keeps
+    page_size: Annotated[int, Setting("tokens per KV page, a power of two")] = 16
+    pages: Annotated[int, Setting("KV pages in the pool", default="what fits beside the weights")] = 4096
+    radix_cache: Annotated[bool, Setting("keep the KV of finished prompts for later requests with the same prefix")] = (
+        True
+    )
+    same_step_sharing: Annotated[
+        bool, Setting("share a prompt's KV with requests launched after it, before it is computed")
+    ] = False
+    waiting_prefix_refresh: Annotated[
+        int, Setting("launches until cached prefixes of waiting requests count as used again; 0: never")
+    ] = 0
+    radix_capacity_pages: Annotated[int | None, Setting("unreferenced pages that the radix cache keeps, at most")] = (
+        None
+    )
 
     # limits
-    context_tokens_max: int = 32768  # prompt and output together, per request
-    max_running_requests: int = 256  # requests that hold a row and are not finished
-    request_rows: int | None = None  # rows of the request table; None: max_running_requests x (overlap_depth + 1)
-    max_queued_requests: int | None = None  # waiting arrivals beyond this are rejected; None: no limit
-    waiting_timeout_us: int | None = None  # a request never admitted by then is rejected
-    running_timeout_us: int | None = None  # a request not finished this long after arrival is finished
+    context_tokens_max: Annotated[
+        int, Setting("prompt and output together, per request", default="the model's context")
+    ] = 32768
+    max_running_requests: Annotated[int, Setting("requests that hold a row and are not finished")] = 256
+    request_rows: Annotated[
+        int | None, Setting("rows of the request table; none: max-running-requests x (overlap-depth + 1)")
+    ] = None
+    max_queued_requests: Annotated[int | None, Setting("waiting requests beyond this are rejected; none: no limit")] = (
+        None
+    )
+    waiting_timeout_us: Annotated[
+        int | None, Setting("a request not admitted this long after its arrival is rejected, e.g. 30s")
+    ] = None
+    running_timeout_us: Annotated[
+        int | None, Setting("a request not finished this long after its arrival is ended, e.g. 10min")
+    ] = None
 
     # admission
-    schedule_policy: str = "fcfs"  # one of SCHEDULE_POLICIES, or a policy of an installed package
-    schedule_conservativeness: float = 1.0  # scales the share of max_new_tokens that running requests reserve
-    chunk_target_us: int | None = None  # shorten chunks so that a pass stays under this, as fitted; None: never
-    max_prefill_tokens: int = 16384  # new tokens one extend may take in all
-    chunked_prefill_size: int | None = 8192  # new tokens of one extend before a prompt is split; None: never split
-    chunk_unit: ChunkUnit = "page"  # what the two limits above count in, and where a prompt may be split
-    retracted_requeue: Requeue = "tail"  # where a retracted request waits: SGLang's tail or vLLM's front
-    retracted_kv: RetractedKv = (
-        "free"  # KV of a request retracted for pages: freed (SGLang), or left to the radix cache
+    schedule_policy: Annotated[
+        str, Setting("order of the waiting queue: fcfs, lpm, ...: docs/scheduling.md, docs/policies.md")
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float, Setting("scales the share of their output limit that running requests reserve")
+    ] = 1.0
+    chunk_target_us: Annotated[
+        int | None, Setting("shorten chunks so that a pass stays under this, as fitted, e.g. 20ms; none: never")
+    ] = None
+    max_prefill_tokens: Annotated[int, Setting("new tokens that one extend may take")] = 16384
+    chunked_prefill_size: Annotated[
+        int | None, Setting("new tokens of one extend before a prompt is split; none: never split")
+    ] = 8192
+    chunk_unit: Annotated[
+        ChunkUnit, Setting("unit of both limits of new tokens, and where a prompt may be split: page or token")
+    ] = "page"
+    retracted_requeue: Annotated[Requeue, Setting("where a retracted request waits: tail (SGLang) or front (vLLM)")] = (
+        "tail"
     )
-    batching: Batching = "prefill_first"  # prefill and decode apart, together, or together with running requests first
-    reserve: Reserve = "ratio"  # what admission leaves for running requests: see budget.py
-    retraction_policy: RetractionPolicy = "length"  # the order of victims: see retraction.py
-    prefill_max_requests: int | None = None  # requests one extend may take in; None: no limit
-    # Prompts are split at positions that are its multiples, whatever was cached, so that the kernels add up a token's
-    # attention in an order that depends on its position only; None: at any page. SGLang aligns lengths of chunks.
-    truncation_align_size: int | None = None
-    decode_look_ahead: int = 1  # tokens of every running request that must fit before a decode is launched
-    prefill_decode_interval: int = 0  # decodes launched between two extends while requests decode, at least
-    retract_every: int = 0  # force one retraction every so many decode launches, for testing; 0: never
+    retracted_kv: Annotated[
+        RetractedKv, Setting("KV of a request retracted for pages: free (SGLang), or cache (left to the radix cache)")
+    ] = "free"
+    batching: Annotated[
+        Batching, Setting("prefill_first, mixed (decodes join an extend), or running_first (vLLM's one budget)")
+    ] = "prefill_first"
+    reserve: Annotated[Reserve, Setting("room left for running requests: ratio, on_demand or full")] = "ratio"
+    retraction_policy: Annotated[
+        RetractionPolicy, Setting("order of victims: length (fewest outputs), newest or priority")
+    ] = "length"
+    prefill_max_requests: Annotated[int | None, Setting("requests that one extend may take in; none: no limit")] = None
+    # Prompts are split at positions that are multiples of this, however much is cached. So the kernels sum a token's
+    # attention in an order that depends on its position only. SGLang aligns lengths of chunks.
+    truncation_align_size: Annotated[
+        int | None, Setting("prompts are split at multiples of this position; none: at any page")
+    ] = None
+    decode_look_ahead: Annotated[
+        int, Setting("tokens of every running request that must fit before a decode is launched")
+    ] = 1
+    prefill_decode_interval: Annotated[int, Setting("decodes between two extends while requests decode, at least")] = 0
+    retract_every: Annotated[
+        int, Setting("decode launches between two forced retractions, for testing; 0: none is forced")
+    ] = 0
 
     # overlap and output
-    overlap_depth: int = 1  # batches launched beyond the one running: 0, 1 or 2
-    decode_steps_per_launch: int = (
-        1  # decodes in one launch (multi-step scheduling): ends and page shortages are seen later
-    )
-    overlap_consecutive_prefills: bool = True  # launch an extend behind an extend in flight; no: wait for its result
-    stream_interval: int = 1  # tokens between two messages of a streaming request
-    force_stream_interval: int = 50  # the same for a request that does not stream
-    eos_token_ids: tuple[int, ...] = ()  # the model's end tokens, ignored by requests with ignore_eos
+    overlap_depth: Annotated[int, Setting("batches launched beyond the running one: 0, 1 or 2")] = 1
+    decode_steps_per_launch: Annotated[
+        int, Setting("decodes in one launch (multi-step scheduling); ends and page shortages are seen later")
+    ] = 1
+    overlap_consecutive_prefills: Annotated[
+        bool, Setting("launch an extend behind an extend in flight; no: wait for its result")
+    ] = True
+    stream_interval: Annotated[int, Setting("tokens between two messages of a streaming request")] = 1
+    force_stream_interval: Annotated[int, Setting("tokens between two messages of a request that does not stream")] = 50
+    eos_token_ids: Annotated[
+        tuple[int, ...], Setting("the model's end tokens, ignored by requests with ignore_eos; may be repeated")
+    ] = ()
 
     # order of the waiting queue
-    schedule_policy_version: str = ""  # of the package that brings the policy; empty: filled in with what is installed
-    schedule_seed: int = 0  # shuffles the waiting queue under policy random
-    schedule_low_priority_values_first: bool = False  # under policy priority, 0 goes before 1
-    default_priority_value: int | None = None  # priority of requests without one; None: after all others
-    prefix_deduplication: PrefixDeduplication = "off"  # whether a request waits for another that computes its prefix
-    bypass_limit: int | None = (
-        256  # aging limit: later requests that may be admitted before one; None: any number (SGLang)
-    )
+    schedule_policy_version: Annotated[
+        str, Setting("version that a policy of an installed package must have", default="the installed one")
+    ] = ""
+    schedule_seed: Annotated[int, Setting("shuffles the waiting queue under policy random")] = 0
+    schedule_low_priority_values_first: Annotated[bool, Setting("under policy priority, 0 goes before 1")] = False
+    default_priority_value: Annotated[
+        int | None, Setting("priority of requests without one; none: after all others")
+    ] = None
+    prefix_deduplication: Annotated[
+        PrefixDeduplication, Setting("requests with a prefix that another request computes: off, last or defer")
+    ] = "off"
+    bypass_limit: Annotated[
+        int | None, Setting("aging limit: later requests that may be admitted before one; none: any number (SGLang)")
+    ] = 256
     # sessions
-    session_kv: SessionKv = (
-        "hold"  # KV of a session between turns: held until pages are short, or evictable as any other
-    )
-    max_sessions: int = 1024  # sessions open at once
+    session_kv: Annotated[
+        SessionKv, Setting("KV of a session between turns: hold (until pages are short) or evictable")
+    ] = "hold"
+    max_sessions: Annotated[int, Setting("sessions open at once")] = 1024
 
     # structured output
-    grammar_timeout_us: int | None = (
-        None  # longest compilation of a request's grammar, before it is rejected; None: no limit
-    )
+    grammar_timeout_us: Annotated[
+        int | None, Setting("a request with a grammar not compiled by then is rejected; none: no limit")
+    ] = None
 
     # inputs
-    max_input_tokens: int | None = None  # longest prompt; None: what the context and the pool hold
-    truncate_input: TruncateInput = "no"  # the end of a longer prompt that is cut off; "no": it is rejected
-    isolate_tenants: bool = False  # no tenant ever hits a prefix of another one
-    encoder_cache_tokens: int | None = 16384  # encoder output kept at once; None: no limit
+    max_input_tokens: Annotated[int | None, Setting("longest prompt; none: what the context and the pool hold")] = None
+    truncate_input: Annotated[
+        TruncateInput, Setting("end of a longer prompt that is cut off: left, right, or no (it is rejected)")
+    ] = "no"
+    isolate_tenants: Annotated[bool, Setting("prefixes are never shared between tenants")] = False
+    encoder_cache_tokens: Annotated[
+        int | None, Setting("encoder output of media kept at once, in tokens; none: no limit")
+    ] = 16384
 
     # preemption
-    enable_priority_preemption: bool = False  # less important requests make room for more important ones
-    priority_preemption_threshold: int = 10  # and are less important by more than this
+    enable_priority_preemption: Annotated[bool, Setting("more important requests displace less important ones")] = False
+    priority_preemption_threshold: Annotated[
+        int, Setting("difference of priorities beyond which a request is displaced")
+    ] = 10
 
-    # drafts: see speculation.py; unset: none, and left out of journals
-    speculative_method: SpeculativeMethod | msgspec.UnsetType = msgspec.UNSET  # the source of drafts
-    num_speculative_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of a request and launch, at most; unset: 3
-    speculative_min_chance: float | msgspec.UnsetType = msgspec.UNSET  # drafts less likely to count are left out
-    speculative_max_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # no drafts while more requests decode
+    # drafts: see speculation.py; unset: no drafts, and left out of journals
+    speculative_method: Annotated[
+        SpeculativeMethod | msgspec.UnsetType,
+        Setting("source of drafts: ngram, draft_model, eagle, mtp or none", default="none"),
+    ] = msgspec.UNSET
+    num_speculative_tokens: Annotated[
+        int | msgspec.UnsetType, Setting("drafts of a request in one launch, at most", default="3")
+    ] = msgspec.UNSET
+    speculative_min_chance: Annotated[
+        float | msgspec.UnsetType, Setting("drafts less likely to count are left out", default="none is")
+    ] = msgspec.UNSET
+    speculative_max_batch_size: Annotated[
+        int | msgspec.UnsetType, Setting("no drafts while more requests decode", default="no limit")
+    ] = msgspec.UNSET
     # tokens that a grammar forces, see jump_forward.py: of a request in one launch, at most; unset: each by itself
-    jump_forward_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    jump_forward_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens that a grammar forces, computed in one launch, at most", default="none"),
+    ] = msgspec.UNSET
 
     # adapters
-    max_loras: int | None = (
-        None  # adapters on the device, and in one batch, where the base model counts as one; None: no LoRA
-    )
-    # of hosts that run the base model beside `max_loras` adapters; unset: it counts as one of them
+    max_loras: Annotated[
+        int | None,
+        Setting("adapters on the device, and in one batch, where the base model counts as one; 0, none: no LoRA"),
+    ] = None
+
+    # set by hosts that run the base model beside `max_loras` adapters; unset: it counts as one of them
     base_beside_loras: bool | msgspec.UnsetType = msgspec.UNSET  # requests without an adapter always have a place
 
     # prefill and decode on different engines: docs/distributed.md; unset: mixed, and left out of journals
-    role: Role | msgspec.UnsetType = msgspec.UNSET  # prefill: computes prompts, which decode engines continue
-    transfer_allocation: TransferAllocation | msgspec.UnsetType = msgspec.UNSET  # when the decode engine takes pages
-    transfer_failure: TransferFailure | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # without its KV a request ends, or computes it here
-    num_reserved_decode_tokens: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # reserved for each running request when pages are allocated
-    transfer_slots: int | msgspec.UnsetType | None = msgspec.UNSET  # metadata; None: twice max_running_requests
-    bootstrap_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # without a message of the other half; None: never
-    transfer_timeout_us: int | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # from pages or last part to the end; None: never
+    role: Annotated[
+        Role | msgspec.UnsetType, Setting("prefill or decode, of engines in a cluster; or mixed", default="mixed")
+    ] = msgspec.UNSET
+    transfer_allocation: Annotated[
+        TransferAllocation | msgspec.UnsetType,
+        Setting("when a decode engine allocates pages: early or prefill_complete", default="early"),
+    ] = msgspec.UNSET
+    transfer_failure: Annotated[
+        TransferFailure | msgspec.UnsetType,
+        Setting("a request without its KV after a transfer: fail or recompute", default="fail"),
+    ] = msgspec.UNSET
+    num_reserved_decode_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("tokens reserved for each running request when pages are allocated", default="512"),
+    ] = msgspec.UNSET
+    transfer_slots: Annotated[
+        int | msgspec.UnsetType | None, Setting("metadata slots of transfers", default="twice max-running-requests")
+    ] = msgspec.UNSET
+    bootstrap_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails after this long without a message of the other engine; none: never", default="300s"),
+    ] = msgspec.UNSET
+    transfer_timeout_us: Annotated[
+        int | msgspec.UnsetType | None,
+        Setting("a transfer fails if not ended this long after its pages or last part; none: never", default="300s"),
+    ] = msgspec.UNSET
     # data-parallel attention: docs/distributed.md; unset: one rank, and left out of journals
     dp_ranks: int | msgspec.UnsetType = msgspec.UNSET  # ranks that run every pass together, each with rows of its own
     dp_rank: int | msgspec.UnsetType = msgspec.UNSET  # which of them this one is
-    prefill_delayer: bool | msgspec.UnsetType = msgspec.UNSET  # prompts wait until every rank has prompts
-    prefill_delayer_max_delay_passes: int | msgspec.UnsetType = msgspec.UNSET  # but for so many passes at most
-    prefill_delayer_max_delay_us: int | msgspec.UnsetType = msgspec.UNSET  # and for so long
-    prefill_delayer_token_usage_low_watermark: float | msgspec.UnsetType | None = (
-        msgspec.UNSET
-    )  # and not while a rank with prompts uses less of its KV pool than this share; None: no such rule
-    prefill_delayer_slots: bool | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until as many requests can start at once as in recent extends
-    prefill_delayer_queue_min_ratio: float | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # also until this many requests wait for each running one; unset: no such rule
-    prefill_full_skip_passes: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # prompts wait so many passes while some ranks are full and others are not; 0: they do not
-    # of hosts whose executor can extend a request's page table and not change it; unset: any entry may change
+    prefill_delayer: Annotated[
+        bool | msgspec.UnsetType, Setting("of ranks: prompts wait until every rank has prompts", default="no")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_passes: Annotated[
+        int | msgspec.UnsetType, Setting("passes that prompts wait for other ranks, at most", default="30")
+    ] = msgspec.UNSET
+    prefill_delayer_max_delay_us: Annotated[
+        int | msgspec.UnsetType, Setting("time that prompts wait for other ranks, at most", default="5s")
+    ] = msgspec.UNSET
+    prefill_delayer_token_usage_low_watermark: Annotated[
+        float | msgspec.UnsetType | None,
+        Setting("no delay while a rank with prompts uses less of its KV than this share", default="none"),
+    ] = msgspec.UNSET
+    prefill_delayer_slots: Annotated[
+        bool | msgspec.UnsetType,
+        Setting("delay also until as many requests can start at once as in recent extends", default="no"),
+    ] = msgspec.UNSET
+    prefill_delayer_queue_min_ratio: Annotated[
+        float | msgspec.UnsetType,
+        Setting("delay also until this many requests wait for each running one", default="none"),
+    ] = msgspec.UNSET
+    prefill_full_skip_passes: Annotated[
+        int | msgspec.UnsetType,
+        Setting("passes that prompts wait while some ranks are full and others are not", default="0"),
+    ] = msgspec.UNSET
+    # set by hosts with an executor that extends page tables but cannot change an entry; unset: entries may change
     tables_append_only: bool | msgspec.UnsetType = msgspec.UNSET  # a request keeps pages that the radix cache has twice
     # tiers below the radix cache; unset: none, and left out of journals
     tiers: CacheTiers | msgspec.UnsetType = msgspec.UNSET
     # sliding windows and linear attention; unset: all layers have full attention, and left out of journals
     hybrid: HybridMemory | msgspec.UnsetType = msgspec.UNSET
     # the encoder of media; unset: no limit, and left out of journals
-    encoder_budget_tokens: int | msgspec.UnsetType = msgspec.UNSET  # encoder tokens in the making, at most
+    encoder_budget_tokens: Annotated[
+        int | msgspec.UnsetType,
+        Setting("encoder tokens of media that are encoded at once, at most", default="no limit"),
+    ] = msgspec.UNSET
     # pipeline stages: docs/distributed.md; unset: one running batch, and left out of journals
-    pp_size: int | msgspec.UnsetType = msgspec.UNSET  # stages; the running batch is divided into as many microbatches
-    pp_async_batch_depth: int | msgspec.UnsetType = msgspec.UNSET  # and this many more, for results that are under way
-    pp_max_micro_batch_size: int | msgspec.UnsetType = msgspec.UNSET  # requests in each; unset: an equal share
-    pp_dynamic_chunking: bool | msgspec.UnsetType = msgspec.UNSET  # chunks of a prompt that take as long as its first
+    pp_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("as --pp: stages, and as many microbatches of the running batch", default="one running batch"),
+    ] = msgspec.UNSET
+    pp_async_batch_depth: Annotated[
+        int | msgspec.UnsetType, Setting("further microbatches, for results that are in flight", default="0")
+    ] = msgspec.UNSET
+    pp_max_micro_batch_size: Annotated[
+        int | msgspec.UnsetType,
+        Setting("requests in each microbatch", default="max-running-requests shared out over stages"),
+    ] = msgspec.UNSET
+    pp_dynamic_chunking: Annotated[
+        bool | msgspec.UnsetType, Setting("chunks of a prompt that take as long as its first", default="no")
+    ] = msgspec.UNSET
 
     def __post_init__(self) -> None:
         _require_positive(self)
@@ -281,7 +388,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _settle_stages(self)
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(self, name)}`")
+                raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(self, name)}`")
         _settle_policy(self)
         if not 0 <= self.schedule_seed < 2**63:
             raise ConfigError(f"`schedule_seed` must be 0 to {2**63 - 1}, got `{self.schedule_seed}`")
@@ -298,7 +405,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.enable_priority_preemption and self.retraction_policy != "priority":
             raise ConfigError(
                 f"`enable_priority_preemption` is on, but `retraction_policy` is {self.retraction_policy}: at a page "
-                "shortage more important requests would be retracted, and come back by preemption\n"
+                "shortage more important requests would be retracted, and admitted again by preemption\n"
                 "hint: take retraction_policy priority"
             )
         if self.enable_priority_preemption and self.bypass_limit == 0:
@@ -376,7 +483,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def keeps_duplicates(self) -> bool:
-        """Whether a running request keeps its own pages where the radix cache has the same KV in others."""
+        """Whether a running request keeps its own pages if the radix cache has the same KV in other pages."""
         return self.tables_append_only is True
 
     @property
@@ -396,7 +503,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def drafts_max(self) -> int:
-        """Drafts that one launch verifies of a request, at most."""
+        """The most drafts of a request that one launch verifies."""
         return self.num_speculative_tokens if self.num_speculative_tokens is not msgspec.UNSET else 0
 
     @property
@@ -406,27 +513,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def forced_max(self) -> int:
-        """Forced tokens that one launch computes of a request, at most."""
+        """The most forced tokens of a request that one launch computes."""
         return self.jump_forward_tokens if self.jump_forward_tokens is not msgspec.UNSET else 0
 
     @property
     def beside_newest_max(self) -> int:
-        """Tokens, drafts or forced, that one launch computes beside the newest one of a request, at most."""
+        """The most drafts or forced tokens that one launch computes beside the newest token of a request."""
         return max(self.drafts_max, self.forced_max)
 
     @property
     def positions_per_decode(self) -> int:
-        """Positions by which one launch moves a request that decodes, at most."""
+        """The most positions by which one launch moves a request that decodes."""
         return max(1 + self.beside_newest_max, self.decode_steps_per_launch)
 
     @property
     def positions_ahead(self) -> int:
-        """Positions beyond the first that is not delivered which decodes may be launched for."""
+        """The most positions behind the first undelivered one for which decodes may be launched."""
         return (self.overlap_depth + 1) * self.positions_per_decode - 1
 
     @property
     def states_per_row(self) -> int:
-        """States of linear attention that a running request holds: one after each token that may be its last."""
+        """States of linear attention that a running request holds: one behind each token that may be its newest."""
         return 1 + self.drafts_max
 
     @property
@@ -436,27 +543,27 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def split_tokens(self) -> int:
-        """A prompt is split at positions that are multiples of this."""
+        """The number of tokens at multiples of which a prompt may be split."""
         return self.truncation_align_size or self.chunk_unit_tokens
 
     @property
     def hands_over(self) -> bool:
-        """Whether prompts and outputs of its requests run on different engines: its role is prefill or decode."""
+        """Whether prompts and outputs run on different engines: the role is prefill or decode."""
         return self.role is not msgspec.UNSET
 
     @property
     def shares_passes(self) -> bool:
-        """Whether it is one of several data-parallel ranks, which run every pass together."""
+        """Whether the engine is one of several data-parallel ranks, which run every pass together."""
         return self.dp_ranks is not msgspec.UNSET
 
     @property
     def encoder_budget(self) -> int | None:
-        """Encoder tokens in the making at once; None: no limit."""
+        """The most encoder tokens that are encoded at once; None: no limit."""
         return None if self.encoder_budget_tokens is msgspec.UNSET else self.encoder_budget_tokens
 
     @property
     def ranks_draft_together(self) -> bool:
-        """Whether drafts come from passes that all ranks run together; drafts from text alone are made by each rank."""
+        """Whether drafts come from passes that all ranks run together. N-gram drafts need no such pass."""
         return self.shares_passes and self.speculates and self.speculative_method != "ngram"
 
     @property
@@ -467,19 +574,19 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def pipelines(self) -> bool:
-        """Whether it has a running batch for each of several pipeline stages."""
+        """Whether the engine has a running batch for each of several pipeline stages."""
         return self.pp_size is not msgspec.UNSET
 
     @property
     def microbatches(self) -> int:
-        """Running batches."""
+        """The number of running batches."""
         if self.pp_size is msgspec.UNSET or self.pp_async_batch_depth is msgspec.UNSET:
             return 1
         return self.pp_size + self.pp_async_batch_depth
 
     @property
     def launches_max(self) -> int:
-        """Batches that may be in flight at once."""
+        """The most batches that may be in flight at once."""
         return self.microbatches * (self.overlap_depth + 1)
 
     @property
@@ -489,7 +596,7 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def rows_max(self) -> int:
-        """Rows of the request table. More than may run, because a finished request keeps its row while in flight."""
+        """Rows of the request table: above the running limit, since a finished request in flight keeps its row."""
         return self.request_rows or self.max_running_requests * (self.overlap_depth + 1)
 
     @property
@@ -498,10 +605,11 @@ class SchedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
         The last token of an output is never fed back, so a pool of n positions serves n + 1 tokens.
         """
-        return min(self.context_tokens_max, self.pool_tokens + 1)
+        pool = self.pool_tokens + 1
+        return pool if pool < self.context_tokens_max else self.context_tokens_max
 
     def prompt_tokens_max(self, with_output: bool) -> int:
-        """The longest prompt: one token of output must fit after it, unless the request has no output."""
+        """Return the length of the longest prompt. One token of output must fit behind it if `with_output`."""
         room = self.request_tokens_max - 1 if with_output else min(self.context_tokens_max, self.pool_tokens)
         return room if self.max_input_tokens is None else min(room, self.max_input_tokens)
 
@@ -518,47 +626,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "truncate_input": get_args(TruncateInput),
 }
 
-PROFILES: dict[str, dict[str, Any]] = {
-    "lockstep": {  # one budget for prompts and decodes, so that no burst delays decodes: docs/profiles.md
-        "batching": "mixed",
-        "reserve": "on_demand",
-        "chunked_prefill_size": 2048,
-    },
-    "sglang": {  # 0.5: prefill first, a reserve by ratio, retracted requests to the tail, duplicates behind the others
-        "page_size": 1,
-        "batching": "prefill_first",
-        "reserve": "ratio",
-        "retraction_policy": "length",
-        "retracted_requeue": "tail",
-        "prefix_deduplication": "last",
-        "waiting_prefix_refresh": 32,
-        "bypass_limit": None,
-        "chunked_prefill_size": 8192,
-        "max_prefill_tokens": 16384,
-        "overlap_depth": 1,
-    },
-    "vllm": {  # V1 0.33: one token budget, running requests first; allocate on demand, preempt the newest, to the front
-        "page_size": 16,
-        "same_step_sharing": True,
-        "prefix_deduplication": "defer",  # a request that shares a prefix reads it in the next launch, not in the same
-        "batching": "running_first",
-        "reserve": "on_demand",
-        "retraction_policy": "newest",
-        "retracted_requeue": "front",
-        "retracted_kv": "cache",
-        "chunk_unit": "token",
-        "bypass_limit": None,
-        "chunked_prefill_size": 2048,
-        "max_prefill_tokens": 2048,
-        "max_running_requests": 128,
-        "overlap_depth": 1,
-    },
-}
-"""Families of settings, as named policy values. Settings that a profile does not name have SchedConfig's default."""
-
 
 def simulated_only(name: str) -> str:
-    """The reason why no runtime supports a setting yet, with a hint; empty if one does."""
+    """Return why no runtime supports a setting yet, with a hint; "" if a runtime does."""
     if name == "tiers":
         return (
             "`tiers` (host memory and storage below the device's cache) are simulated only: no runtime copies between "
@@ -593,14 +663,8 @@ def refuse_simulated_only(name: str) -> None:
         raise ConfigError(why)
 
 
-def profile_settings(name: str) -> dict[str, Any]:
-    """The settings of a profile. Raises ConfigError for a name that is none."""
-    if name not in PROFILES:
-        raise ConfigError(f"`profile` must be {_one_of(tuple(PROFILES))}, got `{name}`")
-    return dict(PROFILES[name])
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
+def one_of(choices: tuple[str, ...]) -> str:
+    """Return the choices as a message lists them: `a, b or c`."""
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
@@ -651,8 +715,7 @@ def _check_hybrid(config: SchedConfig, hybrid: HybridMemory) -> None:
 
 
 def _settle_drafts(config: SchedConfig) -> None:
-    """Fill in the number of drafts where a method is set; without a method unset both, so that journals have
-    neither."""
+    """Fill in the number of drafts if a method is set. Otherwise unset both, so that journals contain neither."""
     method, drafts = config.speculative_method, config.num_speculative_tokens
     if method == "none":
         method = msgspec.UNSET
@@ -667,7 +730,7 @@ def _settle_drafts(config: SchedConfig) -> None:
                 )
         return
     if method not in get_args(SpeculativeMethod):
-        raise ConfigError(f"`speculative_method` must be {_one_of(get_args(SpeculativeMethod))}, got `{method}`")
+        raise ConfigError(f"`speculative_method` must be {one_of(get_args(SpeculativeMethod))}, got `{method}`")
     if drafts is msgspec.UNSET:
         msgspec.structs.force_setattr(config, "num_speculative_tokens", NUM_SPECULATIVE_TOKENS)
     elif not isinstance(drafts, int) or isinstance(drafts, bool) or not 1 <= drafts <= NUM_SPECULATIVE_TOKENS_MAX:
@@ -684,7 +747,7 @@ def _settle_drafts(config: SchedConfig) -> None:
 
 
 def _settle_jumps(config: SchedConfig) -> None:
-    """Check `jump_forward_tokens`; 0 is unset, so that journals do not have it."""
+    """Check `jump_forward_tokens`. 0 becomes unset, so that journals do not contain it."""
     most = config.jump_forward_tokens
     if most is msgspec.UNSET:
         return
@@ -722,7 +785,7 @@ TRANSFER_SETTINGS: dict[str, Any] = {
 
 
 def _settle_role(config: SchedConfig) -> None:
-    """Fill in each transfer setting where a role is set; without a role all of them stay unset."""
+    """Fill in each transfer setting if a role is set; without a role all of them stay unset."""
     if config.role == "mixed":
         msgspec.structs.force_setattr(config, "role", msgspec.UNSET)
     for name, usual in TRANSFER_SETTINGS.items():
@@ -741,7 +804,7 @@ def _settle_role(config: SchedConfig) -> None:
         ("transfer_failure", get_args(TransferFailure)),
     ):
         if getattr(config, name) not in choices:
-            raise ConfigError(f"`{name}` must be {_one_of(choices)}, got `{getattr(config, name)}`")
+            raise ConfigError(f"`{name}` must be {one_of(choices)}, got `{getattr(config, name)}`")
     for name, least in (
         ("num_reserved_decode_tokens", 0),
         ("transfer_slots", 1),
@@ -768,11 +831,11 @@ DELAYER_SETTINGS: dict[str, Any] = {
 """Defaults of a prefill delayer: SGLang's values."""
 
 TRIGGER_SETTINGS = ("prefill_delayer_slots", "prefill_delayer_queue_min_ratio")
-"""Rules by which a prefill delayer waits for more prompts where every rank has prompts. Unset: no such rule."""
+"""Rules by which a prefill delayer waits for more prompts although every rank has prompts. Unset: no such rule."""
 
 
 def _settle_ranks(config: SchedConfig) -> None:
-    """Fill in each setting of data-parallel ranks where there are several; with one rank all of them stay unset."""
+    """Fill in each setting of data-parallel ranks if there are several; with one rank all of them stay unset."""
     ranks = config.dp_ranks
     if ranks == 1:
         msgspec.structs.force_setattr(config, "dp_ranks", msgspec.UNSET)
@@ -832,7 +895,7 @@ def _settle_ranks(config: SchedConfig) -> None:
 
 
 MEDIA_SETTINGS = ("encoder_cache_tokens", "encoder_budget_tokens")
-"""Settings that only concern requests with media."""
+"""Settings that concern only requests with media."""
 
 STAGE_SETTINGS: dict[str, Any] = {"pp_async_batch_depth": 0, "pp_dynamic_chunking": False}
 """Defaults of an engine with microbatches: SGLang's values. Other engines have none of these settings."""
@@ -841,7 +904,7 @@ PP_SIZE_MAX = 64
 
 
 def _settle_stages(config: SchedConfig) -> None:
-    """Fill in each setting of pipeline stages where there are several; with one stage all of them stay unset."""
+    """Fill in each setting of pipeline stages if there are several; with one stage all of them stay unset."""
     if config.pp_size == 1:
         msgspec.structs.force_setattr(config, "pp_size", msgspec.UNSET)
     why, hint = "there is one stage", "take pp_size 2 or more"

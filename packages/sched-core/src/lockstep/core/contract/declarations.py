@@ -1,7 +1,8 @@
-"""What is declared once beside each type of decided event: its text, its tallies, and what the digest leaves out.
+"""Declarations of decided events: the text of each type, its tallies, and the fields that the digest omits.
 
-`declares` registers the text function of a type, with the rest as keywords. From the registry derive the digest
-(`digest.py`), the text form (`render.py`), an engine's `Counts` and the totals of a simulation's metrics.
+`declares` registers the text function of a type, with tallies and informative fields as keywords. The digest
+(`digest.py`), the text form (`render.py`), an engine's `Counts` and the totals of a simulation's metrics are derived
+from this registry.
 """
 
 from __future__ import annotations
@@ -23,28 +24,29 @@ class Tally(NamedTuple):
 
     name: str
     amount: str = ""  # the field that is added; empty: 1 for each event
-    by: str = ""  # the field by which parts of the total are kept apart; empty: there are no parts
+    by: str = ""  # the field that divides the total into parts; empty: there are no parts
 
 
 class Declaration(NamedTuple):
-    """What digest, text form and counters need of one type of decided event."""
+    """The declaration of one type of decided event, for digest, text form and counters."""
 
     text: Callable[[Any, RequestNames], str]
-    informative: int  # how many of the last fields only inform, and are not covered by the digest
+    informative: int  # number of last fields that are informative only, so that the digest omits them
     tallies: tuple[Tally, ...]
 
 
 DECLARATIONS: dict[type[msgspec.Struct], Declaration] = {}
-"""By type of decided event, in the order of their definitions."""
+"""The declaration of each type of decided event, in the order of their definitions."""
 
 
 def declares(
     type_: type[Event], *, informative: tuple[str, ...] = (), tallies: tuple[Tally, ...] = ()
 ) -> Callable[[Text[Event]], Text[Event]]:
-    """Register the function below as the text of events of `type_`, with the rest of their declaration.
+    """Return a decorator that registers a function as the text of events of `type_`, with their declaration.
 
     Args:
-        informative: the last fields of the type, in order, that only tell why; the rest of the chain covers them.
+        informative: the last fields of the type, in order, that only explain the decision. The digest omits them,
+            since the digests of earlier steps cover the state from which they follow.
         tallies: the totals to which these events add.
     Raises: TypeError if `informative` or a tally names another field.
     """
@@ -78,13 +80,13 @@ class Tallies:
             parts[getattr(event, by) if by else ""] += getattr(event, amount) if amount else 1
 
     def total(self, name: str) -> int:
-        """One total; 0 where no event has added to it."""
+        """Return one total; 0 if no event has added to it."""
         return sum(self._parts.get(name, {}).values())
 
     def parts(self, name: str) -> dict[str, int]:
-        """The parts of a total, in the order of their keys."""
+        """Return the parts of a total, in the order of their keys."""
         return dict(sorted(self._parts.get(name, {}).items()))
 
     def put(self, name: str, parts: Mapping[str, int]) -> None:
-        """Replace a total by parts that were counted elsewhere; parts of 0 are left out."""
+        """Replace a total by parts from another counter; parts of 0 are omitted."""
         self._parts[name] = Counter({key: number for key, number in parts.items() if number})

@@ -1,13 +1,14 @@
-"""The digest of a Step: a chain over logical decisions, equal wherever the same journal is folded.
+"""The digest of a Step: a chain over logical decisions, equal on every host that folds the same journal.
 
-Covered: every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
-rows, whether it samples later), which output numbers were streamed to which request, which grammars are compiled and
-how far matchers move, answers to control requests, loads of adapters and moves between cache tiers. Not covered: token
-ids, which are observed; how anything is encoded on disk or wire; and what follows from the rest: a request's row, which
-its admission names, and counts of one.
-From `MANY` requests on, their ids enter as a digest of their own, which a running batch computes once for all its
-steps. A field added to a decided event later leaves old digests alone as long as it holds its default. Fields that are
-declared as informative are left out: they are numbers of the state, which the rest of the chain covers.
+Covered are every decided event (without its time), every launched plan (requests, spans, page-table changes, sampling
+rows, whether it samples later), the numbers of streamed output tokens by request, compilations of grammars, lengths of
+matcher moves, answers to control requests, loads of adapters and moves between cache tiers. Not covered are token ids,
+which are observed, encodings on disk or wire, and values that follow from covered ones: the row of a request, which its
+admission contains, and token counts of 1.
+
+From `MANY` requests on, their ids enter as a digest, which a running batch computes once for all its steps. A field
+added to a decided event later does not change old digests as long as it has its default. Fields declared as informative
+are omitted: they are numbers of the state, which the digests of earlier steps cover.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lockstep.core.contract.events import Decided
 DIGEST_BYTES = 16
 MANY = 128  # requests of a plan or message
 EMPTY_DIGEST = bytes(DIGEST_BYTES)
-MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # only ever added to, at the end
+MODES = {mode: number for number, mode in enumerate(get_args(Mode))}  # a new mode is only ever appended at the end
 
 _encode = msgspec.msgpack.Encoder().encode
 _plan_head = Struct("<cBqqiiiii").pack
@@ -56,8 +57,8 @@ _fresh = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the c
 
 
 def step_digest(previous: bytes, step: Step) -> bytes:
-    """The chain value after this Step: BLAKE2b-128 of the one before and the Step's decisions. 16 bytes."""
-    pieces: list[Any] = [previous]  # bytes and arrays, as they are
+    """Return the chain value after this Step: BLAKE2b-128 of the previous one and the Step's decisions. 16 bytes."""
+    pieces: list[Any] = [previous]  # bytes and arrays, in native layout
     add = pieces.append
     for event in step.decided:
         add(_decided_bytes(event))
@@ -174,7 +175,7 @@ def _add_plan(add: Callable[[Any], None], plan: BatchPlan) -> None:
 
 
 def ids_digest(request_ids: NDArray[np.int64]) -> bytes:
-    """Digest that replaces the ids of `MANY` or more requests; b"" for fewer: their ids are hashed directly."""
+    """Return the digest that replaces the ids of `MANY` or more requests; b"" for fewer, which are hashed directly."""
     return blake2b(request_ids.data, digest_size=DIGEST_BYTES).digest() if len(request_ids) >= MANY else b""
 
 

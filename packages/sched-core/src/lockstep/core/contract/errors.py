@@ -1,10 +1,10 @@
-"""The core's errors. Each message states what was expected, what came, where, and what to try."""
+"""The core's errors. Each message contains the expected value, the actual value, the place, and a remedy."""
 
 from __future__ import annotations
 
 
 class LockstepError(Exception):
-    """Base of every error the core raises on purpose."""
+    """Base of every error that the core raises deliberately."""
 
 
 class ConfigError(LockstepError, ValueError):
@@ -12,13 +12,12 @@ class ConfigError(LockstepError, ValueError):
 
 
 class ContractError(LockstepError):
-    """The host broke the contract of `events.py`: an impossible fact, such as the result of a batch that was not
-    launched."""
+    """The host broke the contract of `events.py`, for example by the result of a batch that was not launched."""
 
 
 class InvariantError(LockstepError, AssertionError):
-    """An equation that always holds does not. A bug in the core, never bad input."""
+    """An invariant does not hold. This is a bug in the core, never bad input."""
 
 
 class PolicyError(LockstepError):
-    """A policy of an installed package returned something that is no order of the waiting queue, or failed."""
+    """A policy of an installed package failed, or its result is no order of the waiting queue."""

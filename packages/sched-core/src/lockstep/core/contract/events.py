@@ -1,13 +1,13 @@
 """Events: facts observed by the host, and facts that the core decided from them. Past tense, noun first.
 
-*Observed* events are the truth. They come from the host, are written to the journal in full, and replaying them gives
-the *decided* events again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host time since
-the journal began, in whole microseconds, never decreasing.
+*Observed* events are the source of truth. The host sends them, the journal contains them in full, and a replay derives
+the *decided* events from them again, exactly. Events carry data, never behaviour. Every event carries `time_us`: host
+time since the journal began, in whole microseconds, never decreasing.
 
 Wire rules (they keep old journals readable): records are msgpack arrays tagged with the type's name; fields are only
-ever added at the end, with a default; a field is never renamed, reordered or given another meaning.
-Arrays of numbers travel as packed little-endian bytes, int32 unless stated otherwise. Behind the class of each decided
-event stands its declaration: its text, its tallies and the fields that the digest leaves out (`declarations.py`).
+ever added at the end, with a default; a field is never renamed, reordered or given another meaning. Arrays of numbers
+are stored as packed little-endian bytes, int32 unless stated otherwise. The declaration of each decided event follows
+its class: its text, its tallies and the fields that the digest omits (`declarations.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Observed(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False,
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, forbid_unknown_fields=True):
-    """A fact that follows from the observed ones."""
+    """A fact that the core decided, which follows from the observed ones."""
 
     time_us: int
 
@@ -41,19 +41,19 @@ class Decided(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, 
 
 
 class TokenIds(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A prompt spelled out: int32 ids."""
+    """A prompt as packed int32 ids."""
 
     ids: bytes
 
 
 class TokenRuns(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A prompt as runs of consecutive ids: (first, count, first, count, ...). How simulated prompts stay small."""
+    """A prompt as runs of consecutive ids: (first, count, first, count, ...). Keeps simulated prompts small."""
 
     runs: tuple[int, ...]
 
 
 class TokenDigest(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """A prompt that was not kept, only its length and digest (`--journal-content digests`); it cannot be replayed."""
+    """The length and digest of a prompt that was not stored (`--journal-content digests`). It cannot be replayed."""
 
     tokens: int
     digest: bytes
@@ -77,7 +77,7 @@ class PromptSpan(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the executor draws tokens. The core carries it into the plan and reads none of it."""
+    """Parameters with which the executor draws tokens. The core copies them into the plan and reads none of them."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -115,8 +115,8 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     label: str = ""  # its name in output for people; opaque, bounded by the API
     tenant: str = ""
     priority: int | None = None
-    deadline_us: int | None = None  # give up if not admitted by this time
-    finish_by_us: int | None = None  # give up if not finished by this time
+    deadline_us: int | None = None  # the request ends if it is not admitted by this time
+    finish_by_us: int | None = None  # the request ends if it is not finished by this time
     namespace: str = ""  # the cache salt of the tenant, adapter and weights: prefixes are shared only inside it
     kind: RequestKind = "generate"
     sampling: SamplingParams | None = None
@@ -130,13 +130,13 @@ class RequestArrived(Observed, frozen=True, gc=False, kw_only=True):
     routing_key: str = ""
     transfer_room: int | None = None  # pairs the prefill and the decode half of a disaggregated request
     session_start: int | None = None  # tokens of the session to keep in front of `prompt`; None: all of them
-    token_type_ids: bytes = b""  # one byte per prompt token, for models that tell segments apart
-    return_hidden_states: bool = False  # the last layer's, of every position that is computed
-    origin: str = ""  # the sender's name for it, unique among all requests: identifies it after a restart
+    token_type_ids: bytes = b""  # one byte per prompt token, for models with token types
+    return_hidden_states: bool = False  # hidden states of the last layer, of every computed position
+    origin: str = ""  # the sender's unique name of the request, which identifies it after a restart
 
 
 class RequestCancelled(Observed, frozen=True, gc=False):
-    """The client left. Unknown and finished ids are ignored: the echo of a cancel may come late."""
+    """The client left. Unknown and finished ids are ignored, since a cancel may be late or repeated."""
 
     request_id: RequestId
 
@@ -153,8 +153,8 @@ class BatchFinished(Observed, frozen=True, gc=False):
 
     batch_id: BatchId
     tokens: bytes = b""
-    started_us: int = 0  # when the device began it ...
-    finished_us: int = 0  # ... and ended it; time_us is when the host noticed
+    started_us: int = 0  # time at which the device began the batch ...
+    finished_us: int = 0  # ... and ended it; time_us is the time at which the host noticed
     generation: int = 0
     accepted: bytes = b""  # int32 per sampling row; empty: one each
     invalid: tuple[int, ...] = ()  # sampling rows (by position) with a token that is NaN or out of range
@@ -162,9 +162,8 @@ class BatchFinished(Observed, frozen=True, gc=False):
     grammar_ended: tuple[int, ...] = ()  # sampling rows with a grammar that admits no further token
     logprobs: bytes = b""  # float32 per token, where requested
     error: str = ""  # the batch failed as a whole; its requests finish with reason "error"
-    text_held: tuple[
-        tuple[int, int], ...
-    ] = ()  # (sampling row, newest tokens that may begin a stop text: not sent yet)
+    # (sampling row, number of newest tokens that may begin a stop text and are not sent yet)
+    text_held: tuple[tuple[int, int], ...] = ()
     top_ids: bytes = b""  # int32 [tokens, largest top_logprobs requested]: the likeliest beside each token
     top_logprobs: bytes = b""  # float32 of the same shape
 
@@ -180,7 +179,7 @@ class ClockAdvanced(Observed, frozen=True, gc=False):
 
 
 class GrammarReady(Observed, frozen=True, gc=False):
-    """A grammar compiled, or did not. Answers CompileGrammar; the first answer counts."""
+    """A grammar was compiled, or could not be. Answers CompileGrammar; the first answer counts."""
 
     digest: bytes
     error: str = ""
@@ -251,9 +250,8 @@ class PrefetchFinished(Observed, frozen=True, gc=False):
     pages_done: int  # the first pages found, read whole and matching their keys; the rest is a miss
     error: str = ""
     generation: int = 0
-    blocks: tuple[
-        BlocksFound, ...
-    ] = ()  # empty unless all blocks came that a request needs to continue after the pages
+    # empty unless all blocks arrived that a request needs to continue after the pages
+    blocks: tuple[BlocksFound, ...] = ()
 
 
 class StorageWritten(Observed, frozen=True, gc=False):
@@ -274,7 +272,7 @@ class MediaEncoded(Observed, frozen=True, gc=False):
 
 
 class Wish(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a data-parallel rank sends with its counts where all ranks decide together which of them extend.
+    """The report of a data-parallel rank beside its counts, when all ranks decide together which of them extend.
 
     The first rank's clock counts for all ranks.
     """
@@ -288,11 +286,11 @@ class Wish(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RanksAgreed(Observed, frozen=True, gc=False):
-    """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded alike by every rank.
+    """Every data-parallel rank proposed for this round. Answers ProposeBatch; folded equally by every rank.
 
     `counts` holds, per rank: new tokens, rows of logits (sampled ones, and prompt positions with requested logprobs),
-    1 if extending, 1 if a CUDA graph can run; after these, where settings need more, passes of a drafter, waiting
-    requests, and the most requests that a recent extend took in. `wishes` holds one Wish per rank, or is empty.
+    1 if extending, 1 if a CUDA graph can run. Some settings add passes of a drafter, waiting requests, and the most
+    requests that a recent extend took in. `wishes` holds one `Wish` per rank, or is empty.
     """
 
     round: int
@@ -317,8 +315,10 @@ class WeightsSwapped(Observed, frozen=True, gc=False):
 
 
 class MemorySwitched(Observed, frozen=True, gc=False):
-    """Device memory was released or taken again, or could not be. Answers ReleaseDeviceMemory and
-    ResumeDeviceMemory."""
+    """Device memory was released or resumed, or could not be.
+
+    Answers ReleaseDeviceMemory and ResumeDeviceMemory.
+    """
 
     tags: tuple[str, ...]
     released: bool
@@ -327,14 +327,16 @@ class MemorySwitched(Observed, frozen=True, gc=False):
 
 
 class EngineRestarted(Observed, frozen=True, gc=False):
-    """The device state is lost: pages, locks and batches in flight are void; unfinished requests wait again, in
-    front."""
+    """The device state is lost: pages, locks and batches in flight are void.
+
+    Unfinished requests wait again, at the front of the waiting queue.
+    """
 
     generation: int
 
 
 class HostTimeClamped(Observed, frozen=True, gc=False):
-    """The host's clock went backwards by `back_us`; time was held still instead."""
+    """The host's clock went backwards by `back_us`; the last time was used instead."""
 
     back_us: int
 
@@ -343,16 +345,18 @@ class HostTimeClamped(Observed, frozen=True, gc=False):
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty the radix cache once nothing is queued, running or in flight; refused otherwise."""
+    """Empty the radix cache. Refused while anything is queued, running or in flight."""
 
 
 class FlushUnused(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty the radix cache while no request runs and nothing is in flight; refused otherwise. Requests may wait."""
+    """Empty the radix cache. Refused while a request runs or a batch is in flight; requests may wait."""
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Stop launching. Running requests: "in_place" keeps their pages, "retract" frees these, "cancel" ends the
-    requests. "admission" stops admission only: running requests go on."""
+    """Stop launching. Running requests keep their pages ("in_place"), are retracted ("retract"), or end ("cancel").
+
+    "admission" stops admission only: running requests go on.
+    """
 
     mode: Literal["in_place", "retract", "cancel", "admission"] = "in_place"
 
@@ -387,7 +391,7 @@ class LoadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Load
     adapter: str
     version: int
     pinned: bool = False
-    source: str = ""  # the origin of its weights, for the host; the core does not read it
+    source: str = ""  # the source of its weights, for the host; the core does not read it
 
 
 class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="UnloadAdapter"):
@@ -397,18 +401,17 @@ class UnloadAdapterControl(msgspec.Struct, frozen=True, array_like=True, tag="Un
 
 
 class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep the tokens and the KV of a conversation between its turns. With `parent`, it begins as a copy of that
-    session."""
+    """Keep the tokens and KV of a conversation between its turns. With `parent` it begins as a copy of that session."""
 
     session: str
-    capacity_tokens: int  # of all turns so far together, prompt and output
+    capacity_tokens: int  # prompt and output of all turns together
     timeout_us: int | None = None  # closed after this time without a turn
     parent: str = ""
-    parent_tokens: int | None = None  # of the parent; None: all
+    parent_tokens: int | None = None  # leading tokens of the parent to copy; None: all
 
 
 class CloseSession(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Free a session's KV and forget the session."""
+    """Free a session's KV and delete the session."""
 
     session: str
 
@@ -426,17 +429,16 @@ class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SwitchRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Turn a prefill engine into a decode engine or back, once its transfers have ended."""
+    """Change the role of an idle engine, without requests, batches in flight and transfers; refused otherwise."""
 
     role: Literal["mixed", "prefill", "decode"]
 
 
 class ChangeRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Change the role of a prefill or decode engine with requests: new ones are rejected, present ones run to their
-    end.
+    """Change the role of a prefill or decode engine with requests: new ones are rejected, the others run to their end.
 
-    A request that has not ended `within_us` from now finishes as `transfer`, to be sent elsewhere. Answered when the
-    role has changed: once batches in flight are delivered and the other sides of all transfers have ended.
+    A request that has not ended `within_us` from now finishes as `transfer`, so that another engine can take it.
+    Answered when the role has changed: once batches in flight are delivered and all transfers have ended on both sides.
     """
 
     role: Literal["mixed", "prefill", "decode"]
@@ -543,7 +545,8 @@ FinishReason = Literal[
     "computed",
 ]  # fmt: skip
 """Precedence per token: cancelled, invalid, (min_new_tokens suppresses the rest), text_stop, stop, grammar, length.
-A request for no token ends as "computed" when its prompt is computed.
+
+A request without output ends as "computed" when its prompt is computed.
 """
 
 DeferReason = Literal[
@@ -638,9 +641,9 @@ class RequestAdmitted(Decided, frozen=True, gc=False):
     cached_tokens: int
     new_tokens: int  # still to compute, all chunks together
     waited_us: int  # since it last began to wait
-    transferred_tokens: int = 0  # of its prompt, with KV sent by another engine
-    host_tokens: int = 0  # of the cached ones, those that were loaded from host memory for it
-    storage_tokens: int = 0  # of these, those that came there from storage
+    transferred_tokens: int = 0  # prompt tokens with KV sent by another engine
+    host_tokens: int = 0  # cached tokens that were loaded from host memory for it
+    storage_tokens: int = 0  # those among `host_tokens` that were fetched from storage
     load_wait_us: int = 0  # part of `waited_us` from the start of its first load or prefetch to the end of the last
 
 
@@ -700,7 +703,7 @@ class RequestRetracted(Decided, frozen=True, gc=False):
 
     request_id: RequestId
     output_tokens: int  # produced so far, all kept
-    pages_freed: int  # returned to the pool, at once or when the batches in flight are done with them
+    pages_freed: int  # pages returned to the pool, at once or when the batches in flight that use them are collected
     tokens_discarded: int  # sampled by batches in flight and dropped; drawn again later
     reason: Literal["pages", "forced", "pause", "restart", "prefix_failed", "weights", "preempted"] = "pages"
     beneficiary: RequestId = -1  # preempted: the request that it makes room for
@@ -728,7 +731,7 @@ class RequestFinished(Decided, frozen=True, gc=False):
     request_id: RequestId
     reason: FinishReason
     output_tokens: int
-    cached_tokens: int  # of its prompt, at its first admission
+    cached_tokens: int  # cached tokens of its prompt at its first admission
 
 
 @declares(RequestFinished, tallies=(Tally("finished", by="reason"),))
@@ -738,7 +741,7 @@ def _request_finished(event: RequestFinished, names: RequestNames) -> str:
 
 
 class PagesEvicted(Decided, frozen=True, gc=False):
-    """The radix cache gave up unreferenced pages, because a request needed them or its cap was exceeded."""
+    """The radix cache evicted unreferenced pages, because a request needed them or its cap was exceeded."""
 
     pages: int
     reason: Literal["admission", "decode", "capacity", "flush", "weights", "release"]
@@ -767,7 +770,7 @@ DelaySituation = Literal["none", "along", "idle", "full", "all", "starved", "mix
 
 
 class PrefillNegotiated(Decided, frozen=True, gc=False):
-    """All data-parallel ranks decided alike: prompts go ahead in this round, or wait for those of other ranks."""
+    """All data-parallel ranks decided equally: prompts go ahead in this round, or wait for those of other ranks."""
 
     round: int
     situation: DelaySituation
@@ -806,7 +809,7 @@ class SessionYielded(Decided, frozen=True, gc=False):
     """A session's KV is no longer held, because a request needs pages; its tokens are kept."""
 
     session: str
-    pages: int  # that are unreferenced from now on
+    pages: int  # pages that are unreferenced from now on
 
 
 @declares(SessionYielded)
@@ -828,7 +831,7 @@ def _session_closed(event: SessionClosed, names: RequestNames) -> str:
 
 
 class AdapterEvicted(Decided, frozen=True, gc=False):
-    """An unused adapter gave its slot on the device to another."""
+    """An unused adapter was evicted from its slot on the device, which another adapter needs."""
 
     adapter: str
     version: int
@@ -851,7 +854,7 @@ TransferCause = Literal[
 
 
 class TransferMoved(Decided, frozen=True, gc=False):
-    """The transfer of a request changed its state: disaggregation.py has the two tables of transitions."""
+    """The transfer of a request changed its state, along one of the two tables in disaggregation.py."""
 
     request_id: RequestId
     state: TransferState
@@ -864,13 +867,13 @@ def _transfer_moved(event: TransferMoved, names: RequestNames) -> str:
 
 
 TierKind = Literal["write", "load", "prefetch", "store"]
-"""Device to host, host to device, storage to host, host to storage."""
+"""Operations from device to host, host to device, storage to host, and host to storage."""
 
 TierOutcome = Literal["done", "partial", "failed", "cancelled", "orphaned", "void"]
 
 
 class TierOperationStarted(Decided, frozen=True, gc=False):
-    """Pages are to move between two tiers. Exactly one TierOperationEnded follows, if only by a restart."""
+    """A move of pages between two tiers was ordered. Exactly one TierOperationEnded follows, also after a restart."""
 
     operation: int
     kind: TierKind
@@ -887,14 +890,14 @@ def _tier_operation_started(event: TierOperationStarted, names: RequestNames) ->
 class TierOperationEnded(Decided, frozen=True, gc=False):
     """A move between tiers ended: complete, in part, or with nothing moved, after a failure or a cancel.
 
-    "orphaned": the pages in front of it are gone, so that no lookup would find it. "void": the device, the host's
-    memory or the weights that it belongs to were lost.
+    "orphaned": the pages in front of the moved ones are missing, so that no match would find them. "void": the device,
+    the host's memory or the weights that they belong to were lost.
     """
 
     operation: int
     kind: TierKind
     outcome: TierOutcome
-    pages_kept: int  # in the tier they went to
+    pages_kept: int  # pages kept in the target tier
 
 
 @declares(TierOperationEnded)
@@ -930,5 +933,5 @@ def _blocks_evicted(event: BlocksEvicted, names: RequestNames) -> str:
 
 
 def decided_types() -> tuple[type[Decided], ...]:
-    """Every type of decided event, in the order of their definitions."""
+    """Return every type of decided event, in the order of their definitions."""
     return tuple(type_ for type_ in DECLARATIONS if issubclass(type_, Decided))

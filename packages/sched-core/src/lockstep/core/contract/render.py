@@ -1,15 +1,15 @@
 """The text form of events, commands and plans.
 
-Prompt, log and test show the same text. Every function returns text; nothing here decides or prints. A request is named
-by its label, or r and its id; a batch by b and its id; spans are half-open, so `a[12:13]` is position 12 of a. The
-texts of decided events are declared beside their types in events.py; the state of an engine is in
+Consoles, logs and tests show the same text. Every function returns text; nothing here decides or prints. A request is
+named by its label, or "r" and its id; a batch by "b" and its id. Spans are half-open, so `a[12:13]` is position 12 of
+a. The texts of decided events are declared beside their types in events.py; the text of an engine's state is in
 scheduler/state_text.py.
 
     retracted b after 5 output tokens, 3 pages back
     launch b8 decode a[12:13]
     pages 2/6 free
 
-`debug_line` is what a host prints under LOCKSTEP_DEBUG=1: one line per step, one letter per request.
+With LOCKSTEP_DEBUG=1 a host prints the output of `debug_line`: one line per step, one letter per request.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ from lockstep.core.contract.text import RequestNames, count, runs, shown
 
 
 class Names:
-    """The names under which requests and control requests are shown: a fold over observed events."""
+    """The displayed names of requests and control requests: a fold over observed events."""
 
     def __init__(self) -> None:
         self._requests: dict[RequestId, str] = {}
         self._controls: dict[int, str] = {}
 
     def observe(self, event: Observed) -> None:
-        """Take in the names that an event brings."""
+        """Store the names that an event contains."""
         match event:
             case RequestArrived():
                 for number in range(sample_count(event) if event.label else 0):
@@ -93,9 +93,11 @@ class Names:
                 self._controls[event.control_id] = spaced.strip()
 
     def request(self, request_id: RequestId) -> str:
+        """Return the label of a request, or "r" and its id."""
         return self._requests.get(request_id) or f"r{request_id}"
 
     def control(self, control_id: int) -> str:
+        """Return the kind of a control request and its id."""
         return f"{self._controls.get(control_id, 'control')} {control_id}"
 
 
@@ -103,12 +105,12 @@ class Names:
 
 
 def decided_line(event: Decided, names: RequestNames) -> str:
-    """A decided event in one line, as declared beside its type."""
+    """Return a decided event in one line, as declared beside its type."""
     return DECLARATIONS[type(event)].text(event, names)
 
 
 def command_line(command: Command, names: Names) -> str:
-    """A command in one line."""
+    """Return a command in one line."""
     match command:
         case LaunchBatch(plan, sample):
             return f"launch {plan_text(plan, names)}" + (_deferred(plan) if sample == "deferred" else "")
@@ -175,7 +177,7 @@ def command_line(command: Command, names: Names) -> str:
 
 
 def observed_line(event: Observed, names: Names) -> str:
-    """An observed event in one line."""
+    """Return an observed event in one line."""
     match event:
         case RequestArrived():
             return f"arrived {names.request(event.request_id)}"
@@ -246,7 +248,7 @@ _KINDS = {"window": "window page", "state": "state"}
 
 
 def plan_text(plan: BatchPlan, names: Names) -> str:
-    """What a plan computes: `b8 decode a[12:13]`. Names the sampling requests unless all of them sample."""
+    """Return the spans of a plan, as `b8 decode a[12:13]`. Sampling requests are named unless all of them sample."""
     ids, starts, stops = plan.request_ids.tolist(), plan.starts.tolist(), plan.stops.tolist()
     spans = [f"{names.request(r)}[{start}:{stop}]" for r, start, stop in zip(ids, starts, stops, strict=True)]
     where = f" in microbatch {plan.microbatch}" if plan.microbatch else ""
@@ -260,7 +262,7 @@ def plan_text(plan: BatchPlan, names: Names) -> str:
 
 
 def plan_lines(plan: BatchPlan, names: Names) -> list[str]:
-    """A whole plan: rows, what changed about them, page-table changes and new tokens."""
+    """Return a whole plan: taken rows, page-table changes, new tokens and extras, one line each."""
     lines = [f"plan {plan_text(plan, names)}"]
     if plan.ranks is not None:
         shared = "a graph" if plan.ranks.use_graph else "the branch of extends" * plan.ranks.extends or "no graph"
@@ -319,12 +321,12 @@ def _deferred(plan: BatchPlan) -> str:
 
 
 def media_name(digest: bytes) -> str:
-    """A digest, short."""
+    """Return the displayed name of media: the first four bytes of their digest, in hexadecimal."""
     return f"media {digest.hex()[:8]}"
 
 
 def _grammar(digest: bytes) -> str:
-    """A digest by its first bytes; as text where it is one, as in tests."""
+    """Return the first four bytes of a digest in hexadecimal; a printable digest, as in tests, as text."""
     text = digest.decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else digest[:4].hex()
 
@@ -339,7 +341,7 @@ def _stream_parts(command: StreamTokens, names: Names) -> list[str]:
 
 
 def stats_text(stats: Stats) -> str:
-    """An engine's statistics in one line."""
+    """Return an engine's statistics in one line."""
     counts = stats.counts
     ended = " ".join(f"{reason} {count}" for reason, count in {**counts.finished, **counts.rejected}.items())
     return (

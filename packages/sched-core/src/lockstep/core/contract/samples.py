@@ -1,4 +1,4 @@
-"""Parallel samples: one arrival that takes several request ids, and the request that each of them stands for."""
+"""Parallel samples: one arrival with several request ids, and the request of each id."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import msgspec
 from lockstep.core.contract.events import RequestArrived, SamplingParams
 
 SAMPLES_MAX = 128
-"""Most samples of one arrival. An arrival with another number of samples takes one id, and is rejected."""
+"""The most samples of one arrival. An arrival with a number outside 1 to this takes one id and is rejected."""
 
 
 def sample_count(event: RequestArrived) -> int:
-    """Number of request ids that an arrival takes, its own included."""
+    """Return the number of request ids that an arrival takes, its own included."""
     return event.parallel_samples if 1 <= event.parallel_samples <= SAMPLES_MAX else 1
 
 
 def sample_of(event: RequestArrived, number: int) -> RequestArrived:
-    """Sample `number` of an arrival as a request of its own, with its id, seed, label and transfer room."""
+    """Return sample `number` of an arrival as a request of its own, with its id, seed, label and transfer room."""
     if not number:
         return event
     sampling = event.sampling or SamplingParams()
@@ -30,5 +30,5 @@ def sample_of(event: RequestArrived, number: int) -> RequestArrived:
 
 
 def sample_label(label: str, number: int) -> str:
-    """The label of sample `number` of a request with this label."""
+    """Return the label of sample `number` of a request with this label."""
     return f"{label}.{number}" if label and number else label

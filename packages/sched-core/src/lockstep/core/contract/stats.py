@@ -10,14 +10,14 @@ from lockstep.core.contract.declarations import DECLARATIONS, Tally
 
 
 class Counts(msgspec.Struct):
-    """Totals since the engine began: those tallies of decided events that have a field here, by its name.
+    """Totals since the engine began: the tallies of decided events that have a field of the same name here.
 
-    A field of numbers by key holds a tally that is kept apart by a field of the event; any other field holds the sum.
+    A dict holds a tally by the values of a field of the event; any other field holds the sum.
     """
 
     admitted: int = 0
-    cached_tokens: int = 0  # found in the radix cache at admissions, those after a retraction included
-    new_tokens: int = 0  # still to be computed at admissions
+    cached_tokens: int = 0  # tokens found in the radix cache at admissions, also those after a retraction
+    new_tokens: int = 0  # tokens still to be computed at admissions
     retractions: int = 0
     pages_evicted: int = 0
     finished: dict[str, int] = msgspec.field(default_factory=dict)  # by reason
@@ -27,17 +27,17 @@ class Counts(msgspec.Struct):
         """Count the decided events of one step."""
         for event in decided:
             tallies = _COUNTED.get(type(event))
-            for tally in tallies if tallies is not None else _counted(type(event)):
-                amount = getattr(event, tally.amount) if tally.amount else 1
-                total = getattr(self, tally.name)
+            for name, added, by in tallies if tallies is not None else _counted(type(event)):
+                amount = getattr(event, added) if added else 1
+                total = getattr(self, name)
                 if type(total) is dict:
-                    key = getattr(event, tally.by)
+                    key = getattr(event, by)
                     total[key] = total.get(key, 0) + amount
                 else:
-                    setattr(self, tally.name, total + amount)
+                    setattr(self, name, total + amount)
 
 
-_COUNTED: dict[type, tuple[Tally, ...]] = {}  # by type of event: its tallies with a field in `Counts`
+_COUNTED: dict[type, tuple[Tally, ...]] = {}  # the tallies with a field in `Counts`, by type of event
 
 
 def _counted(type_: type) -> tuple[Tally, ...]:
@@ -47,28 +47,30 @@ def _counted(type_: type) -> tuple[Tally, ...]:
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine at one moment. Pages of the radix cache are held by requests, held by sessions only, or
-    unreferenced."""
+    """The state of one engine at one moment, and its totals so far.
+
+    Pages of the radix cache are held by requests, held by sessions only, or unreferenced.
+    """
 
     time_us: int
-    waiting: int  # in the waiting queue
-    held: int  # accepted, with an open prerequisite: not in the waiting queue yet
-    prefilling: int  # with a prompt that is not launched to its end
-    running: int  # past that, their last token not delivered
+    waiting: int  # requests in the waiting queue
+    held: int  # accepted requests with an open prerequisite, not in the waiting queue yet
+    prefilling: int  # requests with a prompt that is not completely launched
+    running: int  # requests with a launched prompt whose last token is not delivered
     in_flight: int  # batches
     pages: int
     pages_free: int
-    pages_cached: int  # unreferenced: available at once
+    pages_cached: int  # unreferenced pages of the radix cache, which are available at once
     pages_session_held: int
     token_usage: float  # share of the pool that is not available at once
-    cache_hit_ratio: float  # of the tokens of all admissions, found in the radix cache
+    cache_hit_ratio: float  # share of the tokens of all admissions that were found in the radix cache
     new_token_ratio: float
     sessions: int
     paused: bool
     draining: bool
     weights_version: int
     memory_released: tuple[str, ...]
-    idle: bool  # nothing waits, runs or is in flight
+    idle: bool  # no request waits or runs, and no batch is in flight
     progress: int  # rises with every launch, result, admission, retraction and end
     launches: int
     decode_launches: int

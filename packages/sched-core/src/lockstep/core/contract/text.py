@@ -1,45 +1,45 @@
-"""Pieces of the text form: names safe to print, counts with their noun, runs of numbers, times."""
+"""Parts of the text form: names that are safe to print, counts with their noun, runs of numbers, times."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
 
-RUNS_SHOWN = 8  # runs of consecutive numbers that `runs` writes before it counts the rest
+RUNS_SHOWN = 8  # runs of consecutive numbers that `runs` writes out; the numbers of all further runs are counted
 
 DIRECTIONS = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-"""The controls of Unicode's bidirectional algorithm, which would reverse the text beside them."""
+"""Control characters of Unicode's bidirectional algorithm, which could reverse the text around them."""
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *DIRECTIONS)
 }
-"""Control characters (C0, DEL, C1), Unicode's ends of lines and DIRECTIONS, as they are written in text."""
+"""The escape of each control character: C0, DEL, C1, Unicode's line separators and DIRECTIONS."""
 
 
 class RequestNames(Protocol):
     """The names under which requests are shown."""
 
     def request(self, request_id: int) -> str:
-        """The label of a request, or r and its id."""
+        """Return the label of a request, or "r" and its id."""
 
 
 def shown(given: str) -> str:
-    """A name given by a client, safe to print: controls as `\\x1b`, `\\u202e`. Labels and sessions are shown by it."""
+    """Return a client's label or session name with control characters escaped as `\\x1b` or `\\u202e`."""
     return given if given.isprintable() else given.translate(CONTROLS)
 
 
 def count(number: int, thing: str, things: str = "") -> str:
-    """A number and its noun, in the plural unless it is 1."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     return f"{number} {thing}" if number == 1 else f"{number} {things or thing + 's'}"
 
 
 def milliseconds(us: int) -> str:
-    """Microseconds, written in milliseconds."""
+    """Return microseconds as text in milliseconds."""
     return f"{us / 1000:g} ms"
 
 
 def runs(numbers: Iterable[int], shown: int = RUNS_SHOWN) -> str:
-    """Numbers with consecutive ones as `first..last`; past `shown` runs the rest is counted."""
+    """Return numbers as text, consecutive ones as `first..last`; numbers behind `shown` runs are only counted."""
     parts: list[tuple[int, int]] = []
     for number in numbers:
         if parts and parts[-1][1] + 1 == number:

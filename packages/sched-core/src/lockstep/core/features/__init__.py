@@ -1,4 +1,4 @@
-"""Features that take part in scheduling where a configuration has them, one module each.
+"""Optional features of the scheduler, one module each. The configuration decides which of them an engine has.
 
-Imports contract, requests and KV memory. Features take a `SchedulerView` (view.py) and never import the scheduler.
+Imports contract, requests and KV memory. Features receive a `SchedulerView` (view.py) and never import the scheduler.
 """

@@ -1,36 +1,37 @@
-"""Data-parallel attention: ranks with requests of their own that run every pass together, and agree on it before.
+"""Data-parallel attention: ranks with their own requests run every pass together and agree on it beforehand.
 
-Each rank has an Engine, a journal and KV of its own; experts, and whatever else all ranks share, need the rows of all.
-So a slot that is free launches nothing: the rank plans, and says in a `ProposeBatch` how much that is. The hosts turn
-the proposals of all ranks into one `RanksAgreed`, the same for each, and only that launches. A rank with nothing to
-run joins with an idle batch as soon as any rank has something.
+Each rank has its own Engine, journal and KV. Experts, and everything else that the ranks share, need the rows of all
+ranks. A free launch slot therefore launches nothing: the rank plans, and reports the size of its plan in a
+`ProposeBatch`. The hosts combine the proposals of all ranks into one `RanksAgreed`, equal on every rank, which launches
+the plans. A rank without a plan joins with an idle batch if any rank has one.
 
     LaneReady -> ProposeBatch(5) ->| all ranks |-> RanksAgreed(5) -> LaunchBatch, the same round on every rank
 
-**A proposal binds.** Its plan counts as in flight from then on, so a request that leaves in between is dead in it like
-in any launched plan, and its counts stay true. Nothing is ever undone. Whatever decides whether prompts go ahead is
-therefore asked *before* anything is planned: a rank that could extend, and may be told not to, proposes nothing and
-reports that it could (`Wish`). All fold the same wishes into the same verdict, plan accordingly in the Step of that
-RanksAgreed, and propose again: two exchanges where a rank could extend, one everywhere else.
+**A proposal binds.** Its plan counts as in flight from then on. A request that leaves in between is dead in it, as in
+any launched plan, and the proposed counts stay valid. Nothing is ever undone. Whether prompts go ahead is therefore
+decided *before* anything is planned: a rank that could extend, and may have to wait, proposes nothing and reports that
+it could (`Wish`). All ranks fold the same reports into the same verdict, plan accordingly in the Step of that
+RanksAgreed, and propose again. A round takes two exchanges if a rank could extend, and otherwise one.
 
-**The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. So a rank
-with prompts waits, within limits, until every rank has some. `DELAYER` is the table of that: how ranks stand, and what
-follows. It never delays prompts in vain: prompts go ahead where no rank decodes, or where a rank goes
-on with a prompt that is split. If asked to it waits for more: where every rank has prompts, but only few of them or few
-places for them, so that one extend takes in what would have been several (SGLang's slot and queue triggers).
+**The delayer.** While one rank extends, the others have idle or decode rows in a pass as long as that extend. A rank
+with prompts therefore waits, within limits, until every rank has some. `DELAYER` is the state table: the delayer's
+state, the situation of the ranks, the state that follows. Prompts go ahead if no rank decodes, or if a rank goes on
+with a split prompt, since waiting would gain nothing. Two optional triggers (SGLang's slots and queue) also delay
+prompts that every rank has, while there are only few prompts or few places for them: one extend then takes in the
+prompts of several.
 
-**Drafts.** A drafter that is a model, or layers of one, runs its passes with all ranks, too. How many follows from the
-rank with the longest drafts (`Ranks.draft_passes`); the others run them with what they have, or with nothing.
+**Drafts.** A drafter that is a model, or layers of one, also runs its passes with all ranks. Their number follows from
+the rank with the longest drafts (`Ranks.draft_passes`); the other ranks run them with fewer rows or none.
 
-**One branch for all.** What a pass looks like follows from what all ranks said, never from what one of them has: if
-any extends all take the branch of extends, a graph is replayed if all can, and an extend behind an extend waits for
+**One branch for all.** The form of a pass follows from the reports of all ranks, never from those of one. If any rank
+extends, all take the branch of extends. A graph is replayed if all ranks can. An extend behind an extend waits for
 results on all ranks or on none. The only clock is that of the first rank.
 
-**Stages.** Where ranks are pipelined, a round is of one microbatch, the same on all ranks (`slot`), and of the next one
-once that has launched or has found nothing: all launch in the same order, so stages meet in the same passes. A rank
-that has nothing in a microbatch joins with an idle batch of it. The delayer's table is that of each microbatch: its
-decoding requests and its places decide what waits; one without a free place would otherwise end the waits of the
-others.
+**Stages.** With pipeline stages, a round concerns one microbatch, the same on all ranks (`slot`). The next round
+concerns the next microbatch, after the launch or after finding nothing to run. All ranks launch in the same order, so
+the stages meet in the same passes. A rank with nothing to run in a microbatch joins with an idle batch of it. Each
+microbatch has its own delay: its decoding requests and its places decide. With a common delay, a microbatch without a
+free place would end the waits of the others.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ import numpy as np
 from msgspec import UNSET
 from msgspec.structs import astuple, replace
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import (
     NO_ROWS,
     BatchPlan,
@@ -59,20 +61,22 @@ from lockstep.core.contract.digest import DIGEST_BYTES, EMPTY_DIGEST
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import DelaySituation, PrefillNegotiated, RanksAgreed, Wish
 from lockstep.core.features.view import LaunchView
-from lockstep.core.kv.running_view import all_running
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.running_view import of_all_microbatches
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import EMPTY_BATCH
 
 Counts = tuple[int, ...]
-"""Of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run.
+"""Counts of one rank and pass: new tokens, rows of logits, 1 if it extends, 1 if a CUDA graph can run.
 
-Where settings ask for more (`SchedConfig.ranks_tell_more`) there are three more: passes of the drafter that it needs,
-requests that wait, and the most of them that one of its latest extends took in.
+With `SchedConfig.ranks_tell_more` three more follow: passes of the drafter that the plan needs, waiting requests, and
+the most requests of any of the latest RECENT_EXTENDS extends of this rank.
 """
 
 IDLE: Counts = (0, 0, 0, 1)
-OF_THE_PASS = len(IDLE)
-RECENT_EXTENDS = 16  # with requests that are looked at: SGLang's window
+OF_THE_PASS = len(IDLE)  # how many of the counts every rank reports; the three of `ranks_tell_more` follow
+RECENT_EXTENDS = 16  # the latest extends with requests that are considered: SGLang's window
 NO_IDS = np.empty(0, np.int64)
 NO_IDS.flags.writeable = False
 
@@ -101,29 +105,29 @@ DELAYER: dict[tuple[DelayState, DelaySituation], DelayState] = {
     ("delaying", "spent"): "free",
     ("delaying", "open"): "free",
 }
-"""The state of the delayer, how ranks stand, the state that follows. Prompts wait in `delaying`, else they go ahead."""
+"""The next state by (state of the delayer, situation of the ranks). Prompts wait in `delaying`, else they go ahead."""
 
 SITUATIONS: dict[DelaySituation, str] = {
     "none": "no rank could extend",
-    "along": "a rank goes on with a split prompt, so this pass is an extend whatever the others do",
-    "idle": "no rank has anything to decode",
+    "along": "a rank goes on with a split prompt, so this pass is an extend whatever the other ranks run",
+    "idle": "no rank has requests that decode",
     "full": "some ranks run as many requests as they may, others do not (`prefill_full_skip_passes`)",
     "all": "every rank could extend",
     "starved": "a rank that could extend uses less of each of its pools than the low watermark",
     "mixed": "some ranks could extend, others could not",
-    "slots": "every rank could, with room for fewer requests than an extend took in lately (`prefill_delayer_slots`)",
-    "queue": "every rank could, with fewer requests waiting than `prefill_delayer_queue_min_ratio` of those that run",
+    "slots": "every rank could, with room for fewer requests than a recent extend took in (`prefill_delayer_slots`)",
+    "queue": "every rank could, with fewer waiting requests than `prefill_delayer_queue_min_ratio` of the running ones",
     "spent": "prompts have waited for as many passes, or as long, as they may",
-    "open": "some ranks could extend, and no rule says that they wait",
+    "open": "some ranks could extend, and no rule delays them",
 }
-"""How ranks stand, in the order in which they are looked at."""
+"""Situations of the ranks and their meanings, in the order in which they are tested."""
 
 
 class Delay(NamedTuple):
-    """How long prompts have waited for those of other ranks."""
+    """How long prompts have waited for prompts of other ranks."""
 
-    passes: int = 0  # in a row; 0: no prompt waits
-    since_us: int = 0  # by the first rank's clock
+    passes: int = 0  # consecutive delayed passes; 0: no prompt waits
+    since_us: int = 0  # start of the wait in us, by the first rank's clock
 
     @property
     def state(self) -> DelayState:
@@ -133,7 +137,7 @@ class Delay(NamedTuple):
 def situation_of(
     config: SchedConfig, delay: Delay, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]
 ) -> DelaySituation:
-    """How the ranks stand, by what they have planned and what they said beside that."""
+    """Return the situation of the ranks, from the counts of their plans and their `Wish` reports, one each per rank."""
     waited_us = wishes[0].time_us - delay.since_us if delay.passes else 0
     skips, full = config.prefill_full_skip_passes, sum(wish.full for wish in wishes)
     passes_max, us_max = config.prefill_delayer_max_delay_passes, config.prefill_delayer_max_delay_us
@@ -159,7 +163,7 @@ def situation_of(
 
 
 def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish, ...]) -> DelaySituation | None:
-    """Why prompts wait for more of their kind though every rank has some: SGLang's rules, by the most of any rank."""
+    """Return why prompts wait though every rank has some; None: they do not. SGLang's rules, on maxima over ranks."""
     slots, ratio = config.prefill_delayer_slots, config.prefill_delayer_queue_min_ratio
     places = config.pp_max_micro_batch_size
     most = config.max_running_requests if places is UNSET else min(places, config.max_running_requests)
@@ -178,55 +182,54 @@ def _trigger(config: SchedConfig, counts: tuple[Counts, ...], wishes: tuple[Wish
 
 
 def _is_full(scheduler: LaunchView) -> bool:
-    """Whether no new request may run: on this rank, or in the microbatch whose turn it is."""
+    """Return whether no new request may run, on this rank or in the microbatch of the round."""
     if scheduler.active >= scheduler.config.max_running_requests:
         return True
     if not scheduler.microbatches.has_place():
         return True
     hybrid = scheduler.memory.hybrid
-    return hybrid.full(all_running(scheduler))
+    return hybrid.full(of_all_microbatches(scheduler))
 
 
 def delayed(delay: Delay, situation: DelaySituation, time_us: int) -> Delay:
-    """What the delayer's table makes of it. `time_us` is that of the first rank."""
+    """Return the delay after this situation, by DELAYER. `time_us` is the time of the first rank."""
     if DELAYER[delay.state, situation] == "free":
         return Delay()
     return Delay(delay.passes + 1, delay.since_us if delay.passes else time_us)
 
 
 def padding_of(tokens: tuple[int, ...], extends: bool) -> Literal["max_length", "sum_length"]:
-    """How rows of the ranks are laid out where all are gathered: SGLang's rule.
+    """Return the padding mode of a pass with `tokens` per rank: SGLang's rule.
 
-    Gathering pads each rank to the longest, and adding up laid-out rows moves everything twice: the former is less
-    unless the ranks differ much. Extends differ much.
+    `max_length` pads each rank to the longest one. `sum_length` lays rows end to end and adds them up, which moves all
+    rows twice. The former moves less unless the ranks differ much, as extends do.
     """
     even = 2 * sum(tokens) > max(tokens) * len(tokens)
     return "max_length" if even and not extends else "sum_length"
 
 
 def counts_of(batch: InFlight | None) -> Counts:
-    """What a rank says of its plan. All rows that decode by a graph may; nothing to run is no obstacle to one."""
+    """Return the counts of a plan. A CUDA graph can run unless the rank extends; an idle rank does not prevent one."""
     if batch is None:
         return IDLE
     plan = batch.plan
     logits = batch.samplers.size if batch.steps is None else int(batch.steps.sum())
     logits += sum(len(span.targets) for span in plan.logprob_spans)
     tokens = plan.stops - plan.starts
-    if plan.speculation is not None:  # where these rows start may be open: how many they compute is not
+    if plan.speculation is not None:  # the starts of these rows may be unknown, their numbers of tokens are known
         tokens = np.concatenate((tokens[: plan.extend_rows], plan.speculation.draft_lengths + np.int32(1)))
-    extends = (
-        plan.extend_rows > 0 and plan.mode != "prebuilt"
-    )  # these decode, the first time with a token from elsewhere
+    # prebuilt rows decode: their first token came from a prefill engine
+    extends = plan.extend_rows > 0 and plan.mode != "prebuilt"
     return int(tokens.sum()), logits, int(extends), int(not extends)
 
 
 def draft_passes_of(plan: BatchPlan) -> int:
-    """Passes of the drafter that a plan needs: as many as its longest drafts."""
+    """Return the passes of the drafter that a plan needs: the length of its longest drafts."""
     return 0 if plan.speculation is None else int(plan.speculation.drafted().max(initial=0))
 
 
 class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
-    """What a snapshot keeps of a proposed plan that it does not keep of a launched one."""
+    """The fields of a proposed plan that a snapshot stores; those of a launched plan it omits."""
 
     logprob_spans: list[tuple[int, int, bytes]]
     hidden_spans: tuple[HiddenSpan, ...]
@@ -234,7 +237,7 @@ class HeldImage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
-    """Rounds in a snapshot."""
+    """`Rounds` in a snapshot."""
 
     round: int
     proposed: Counts | None
@@ -247,12 +250,20 @@ class RoundsImage(msgspec.Struct, forbid_unknown_fields=True):
     digest: bytes
     held: HeldImage | None
     recent: list[int] | msgspec.UnsetType = UNSET
-    slot: int | msgspec.UnsetType = UNSET  # of ranks with microbatches
-    delays: list[tuple[int, int]] | msgspec.UnsetType = UNSET  # and of each of these
+    slot: int | msgspec.UnsetType = UNSET  # set only with several microbatches
+    delays: list[tuple[int, int]] | msgspec.UnsetType = UNSET  # by microbatch; set only with several of them
 
 
-class Rounds:
-    """One rank's part in agreeing on passes: what it proposed, and what all have decided so far."""
+class RanksPart(msgspec.Struct):
+    """Rounds as a field of a snapshot, of one of several data-parallel ranks."""
+
+    ranks: RoundsImage | msgspec.UnsetType = UNSET
+
+
+class Rounds(Component):
+    """The rounds of one rank: its proposal, and what all ranks have decided so far."""
+
+    PART = RanksPart
 
     def __init__(self, config: SchedConfig, scheduler: LaunchView) -> None:
         self._scheduler = scheduler
@@ -260,37 +271,36 @@ class Rounds:
         assert config.dp_rank is not UNSET
         self.ranks, self.rank = config.dp_ranks, config.dp_rank
         self.slots = config.microbatches
-        self.slot = 0  # the microbatch that the round at hand is about
+        self.slot = 0  # the microbatch of the current round
         self.rules_delay = config.prefill_delayer is True or bool(config.prefill_full_skip_passes)
-        self.round = 0  # the next to be proposed, or the one proposed
-        self.proposed: Counts | None = None  # what this rank has proposed, without an answer yet
-        self.wish: Wish | None = None  # said with it
-        self.held: InFlight | None = None  # the plan of that, or of the one before that was put off; the last in flight
-        self.awaits_results = False  # all wait until nothing launched is in flight
-        self.decided = False  # this exchange follows one in which all decided about prompts
-        self.extended = False  # any rank extends in the pass launched last
+        self.round = 0  # number of the round that is proposed, or to be proposed next
+        self.proposed: Counts | None = None  # the proposal of this rank that no RanksAgreed has answered yet
+        self.wish: Wish | None = None  # the `Wish` of that proposal
+        self.held: InFlight | None = None  # the proposed plan, maybe from an earlier exchange; last in `in_flight`
+        self.awaits_results = False  # all ranks wait until nothing launched is in flight
+        self.decided = False  # whether the ranks decided about prompts in the exchange before this one
+        self.extended = False  # whether any rank extends in the pass launched last
         self.delays = [Delay()] * self.slots  # by microbatch
         self.tells_more, self.drafts_together = config.ranks_tell_more, config.ranks_draft_together
         self.recent: deque[int] = deque(maxlen=RECENT_EXTENDS)  # requests of each of the latest extends of this rank
-        self.digest = EMPTY_DIGEST  # of all that was decided by all: equal on every rank after every round
+        self.digest = EMPTY_DIGEST  # digest of all common decisions: equal on every rank after every round
 
     @property
     def delay(self) -> Delay:
-        """How long prompts have waited, in the microbatch that the round is about."""
+        """How long prompts have waited in the microbatch of the round."""
         return self.delays[self.slot]
 
     def launched(self) -> int:
-        """Batches that are launched and not delivered, in the microbatch that the round is about."""
-        mine = len(self._scheduler.in_flight)
+        """Return the number of batches of the round's microbatch that are launched and not delivered."""
+        in_flight = len(self._scheduler.in_flight)
         if self._scheduler.microbatches.several:
-            mine = sum(batch.plan.microbatch == self.slot for batch in self._scheduler.in_flight)
-        return mine - (self.held is not None)
+            in_flight = sum(batch.plan.microbatch == self.slot for batch in self._scheduler.in_flight)
+        return in_flight - (self.held is not None)
 
     def restarted(self, generation: int) -> None:
-        """The device is gone, of every rank: rounds begin again, and waits for other ranks are void."""
-        self.digest = blake2b(
-            _encode(generation), digest_size=DIGEST_BYTES
-        ).digest()  # some may have been a round ahead
+        """Restart the rounds after the loss of every rank's device. Waits for other ranks are void."""
+        # A new digest, since some ranks may have been a round ahead of others.
+        self.digest = blake2b(_encode(generation), digest_size=DIGEST_BYTES).digest()
         self.round, self.proposed, self.wish, self.held = 0, None, None, None
         self.awaits_results = self.decided = self.extended = False
         self.slot, self.delays = 0, [Delay()] * self.slots
@@ -299,19 +309,19 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------- proposals
 
     def join_in(self, step: Step) -> bool:
-        """Propose without planning: the engine stands still, or its slots are taken. Returns False."""
+        """Propose without planning: the engine launches nothing for now, or has no free slot. Returns False."""
         if self._may_propose():
             self._propose(step, wants=False)
         return False
 
     def take_part(self, step: Step) -> bool:
-        """Plan, and propose that, if a slot is free. Returns whether there was a slot and nothing that could be run."""
+        """Plan and propose if a slot is free. Returns whether there was a slot and nothing to run."""
         if not self._may_propose():
             return self.awaits_results
         wants, running = False, self._scheduler.microbatches.current
         if self.held is None:
             wants = (
-                self._asks()
+                self._reports_first()
                 and not self._scheduler.decode_goes_first(running)
                 and self._scheduler.would_extend(running)
             )
@@ -324,14 +334,14 @@ class Rounds:
         if self.proposed is not None or self.launched() > self._scheduler.config.overlap_depth:
             return False
         if self._scheduler.microbatches.at != self.slot:
-            return False  # another one's slot is offered, whose turn it is not
+            return False  # the offered slot is of a microbatch that the round does not concern
         if self.awaits_results and self.launched():
             return False
         self.awaits_results = False
         return True
 
-    def _asks(self) -> bool:
-        """Whether this rank says that it could extend before it plans to, because it may be told to wait."""
+    def _reports_first(self) -> bool:
+        """Return whether this rank reports a possible extend before it plans one, since the ranks may delay it."""
         if self.extended and not self._scheduler.config.overlap_consecutive_prefills:
             return True
         return self.rules_delay and self._scheduler.prefilling is None
@@ -357,13 +367,13 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------------ agreements
 
     def agreed(self, event: RanksAgreed, step: Step) -> bool:
-        """All have proposed: launch, or decide together which ranks extend, and propose again.
+        """Take in the proposals of all ranks: launch, or decide whether prompts go ahead and propose again.
 
-        Returns whether prompts may go ahead and there is nothing to run.
-        Raises: ContractError, changing nothing, for what cannot be.
+        Returns: whether prompts may go ahead and there is nothing to run.
+        Raises: ContractError, changing nothing, for an event that contradicts the proposal of this rank.
         """
         if event.generation < self._scheduler.generation:
-            return False  # from before a restart: void
+            return False  # an event from before a restart is void
         self._check(event)
         if not self._scheduler.microbatches.several:
             return self._fold(event, step)
@@ -378,7 +388,7 @@ class Rounds:
         wanting = sum(wish.wants for wish in event.wishes)
         if not config.overlap_consecutive_prefills and self.extended and (wanting or extends):
             if any(wish.in_flight for wish in event.wishes):
-                self.awaits_results = True  # until then no rank launches behind that extend, whichever rank it was
+                self.awaits_results = True  # no rank launches behind that extend, whichever rank ran it
                 self._note(("awaits results", self.round))
                 return False
         if wanting:
@@ -403,19 +413,22 @@ class Rounds:
                 f"expected {self.ranks}"
             )
         if any(len(counts) != len(self.proposed) for counts in event.counts):
-            told = sorted({len(counts) for counts in event.counts})
-            raise ContractError(f"round {event.round} has {told} counts of a rank, expected {len(self.proposed)}")
+            lengths = sorted({len(counts) for counts in event.counts})
+            raise ContractError(f"round {event.round} has {lengths} counts of a rank, expected {len(self.proposed)}")
         if event.counts[self.rank] != self.proposed:
             raise ContractError(
-                f"round {event.round} says {event.counts[self.rank]} of rank {self.rank}, "
+                f"round {event.round} has counts {event.counts[self.rank]} of rank {self.rank}, "
                 f"which proposed {self.proposed}"
             )
         wish = event.wishes[self.rank] if event.wishes else None
         if wish != self.wish:
-            raise ContractError(f"round {event.round} says {wish} of rank {self.rank}, which said {self.wish}")
+            raise ContractError(f"round {event.round} has {wish} of rank {self.rank}, which proposed {self.wish}")
 
     def _decide(self, event: RanksAgreed, step: Step) -> bool:
-        """Whether prompts go ahead: the same on every rank. Then plan what is left, and propose that."""
+        """Decide whether prompts go ahead, equally on every rank; then plan and propose accordingly.
+
+        Returns: whether prompts may go ahead and there is nothing to run.
+        """
         time_us, before = event.wishes[0].time_us, self.delay
         situation = situation_of(self._scheduler.config, before, event.counts, event.wishes)
         self.delays[self.slot] = delayed(before, situation, time_us)
@@ -484,8 +497,11 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------------- snapshots
 
-    def image(self) -> RoundsImage:
-        """What a snapshot keeps."""
+    def part(self) -> RanksPart:
+        """Return the state for a snapshot."""
+        return RanksPart(self._image())
+
+    def _image(self) -> RoundsImage:
         held = None
         if self.held is not None:
             plan = self.held.plan
@@ -509,8 +525,11 @@ class Rounds:
             delays=[(delay.passes, delay.since_us) for delay in self.delays] if self.slots > 1 else UNSET,
         )
 
-    def load(self, image: RoundsImage) -> None:
-        """The state that `image` told of; batches in flight are there already."""
+    def load(self, part: RanksPart, restored: Restored) -> None:
+        """Take over the state that `part` returned. Batches in flight are restored before."""
+        image = part.ranks
+        if image is UNSET:
+            return
         self.round, self.proposed, self.wish = image.round, image.proposed, image.wish
         self.awaits_results, self.decided, self.extended = image.awaits_results, image.decided, image.extended
         self.digest = image.digest
@@ -527,6 +546,33 @@ class Rounds:
                 self.held.plan, logprob_spans=spans, hidden_spans=image.held.hidden_spans, hybrid=hybrid
             )
 
+    def check_state(self, facts: Facts) -> None:
+        """S5, S29: the rank runs what it proposed, and the branch that follows from the proposals of all ranks."""
+        for batch in facts.in_flight:
+            ranks, plan = batch.plan.ranks, batch.plan
+            if (ranks is None) != (batch is self.held):
+                fail(f"S29: batch {plan.batch_id} is {'not ' * (ranks is None)}agreed upon, held is {self.held}")
+            if ranks is None:
+                continue
+            own = counts_of(batch)
+            if (ranks.tokens[self.rank], ranks.logit_rows[self.rank]) != own[:2]:
+                fail(f"S29: batch {plan.batch_id} has counts {own}, the ranks agreed on {ranks}")
+            if ranks.draft_passes is not UNSET and ranks.draft_passes < draft_passes_of(plan):
+                fail(f"S29: batch {plan.batch_id} needs {draft_passes_of(plan)} drafter passes, {ranks} are agreed")
+            if ranks.extends and plan.mode in ("decode", "verify"):
+                fail(f"S29: batch {plan.batch_id} is {plan.mode}, but a rank extends in round {ranks.round}")
+        if self.held is not None and facts.in_flight[-1] is not self.held:
+            fail("S29: the proposed plan is not the newest in flight")
+        proposed = self.proposed[:OF_THE_PASS] if self.proposed is not None else None
+        if proposed is not None and proposed != (IDLE if self.held is None else counts_of(self.held)):
+            fail(f"S5: the plan of round {self.round} differs from its proposal {self.proposed}")
+        config = facts.config
+        limits = (config.prefill_delayer_max_delay_passes, config.prefill_full_skip_passes)
+        most = sum(limit for limit in limits if isinstance(limit, int))
+        longest = max(delay.passes for delay in self.delays)
+        if longest > most:
+            fail(f"L5: prompts wait for {longest} passes, at most {most} are allowed")
+
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -535,7 +581,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def diagram() -> str:
-    """A state diagram of `DELAYER`, in Mermaid; what docs/distributed.md shows."""
+    """Return the state diagram of `DELAYER` in Mermaid, as docs/distributed.md contains it."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, situation), following in DELAYER.items():
         arrows.setdefault((state, following), []).append(situation)
@@ -544,7 +590,7 @@ def diagram() -> str:
 
 
 def table_text() -> str:
-    """`DELAYER` in Markdown; what docs/distributed.md shows."""
+    """Return `DELAYER` as the Markdown table of docs/distributed.md."""
     rows = [["situation", "means", *get_args(DelayState)], ["---"] * 4]
     for situation, meaning in SITUATIONS.items():
         found = [DELAYER.get((state, situation)) for state in get_args(DelayState)]

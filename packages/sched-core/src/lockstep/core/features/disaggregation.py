@@ -1,41 +1,43 @@
-"""Prefill and decode on different engines: the course of a request with KV computed here and used there.
+"""Disaggregated serving: the KV of a prompt is computed on a prefill engine and used on a decode engine.
 
-A request of a *room* comes to two engines. The prefill engine computes its prompt and draws its first token, and sends
-the KV part by part, behind the batches that compute it. The decode engine gives pages to the writer, waits until all of
-it is there, and goes on from the first token as if it had computed the prompt itself.
+A request with a *room* arrives at two engines. The prefill engine computes its prompt, draws its first token and sends
+the KV in parts, each behind the batch that computes it. The decode engine allocates pages for the sender to write,
+waits until all KV has arrived, and continues from the first token as if it had computed the prompt itself.
 
-    prefill   bootstrap -> waiting (the line, its chunks) -> sending -> in flight -> over
+    prefill   bootstrap -> waiting (the waiting queue, its chunks) -> sending -> in flight -> over
     decode    preallocating -> receiving -> ready -> over: it runs
 
-Each side has a table, `SENDER` and `RECEIVER`: the state of a transfer, what happened, the state that follows. The code
-moves along them and nowhere else; docs/distributed.md shows them. A transfer is named by the request's id on its
-engine, which is never used twice: so facts about a transfer that is over are known to be late, and ignored.
+Each side has a state table, `SENDER` and `RECEIVER`: the next state by the state of a transfer and a cause. The state
+changes only along these tables; docs/distributed.md contains them. A transfer is named by the request's id on its
+engine, which is never reused. So an event about a transfer that is over is recognised as late and ignored.
 
-**Shared pages.** Pages that a writer or reader elsewhere may touch belong to the transfer until it has *ended* on
-this side: done, failed or link_down, of which the host tells exactly once. A request that goes before that leaves them
-in quarantine. On the decode side these are the pages given to the writer; on the prefill side the row of the request,
-which `Memory.lent` pins.
+**Shared pages.** Pages that the other engine may read or write belong to the transfer until it has *ended* on this
+side: done, failed or link_down, which the host reports exactly once. If the request ends before that, the pages stay
+in quarantine. On the decode side these are the pages that the sender writes; on the prefill side they are the pages of
+the request's row, which `Memory.lent` pins.
 
-**No request waits for pages while holding some.** A transfer is given all pages up to and with the one its first decode
-writes, or none; a ready request therefore needs a row and no page. It can be made to give its pages back, and
-a receiving one ends by itself. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for each request
-that runs or will, or what the largest of those that run still needs, whichever is more.
+**No request waits for pages while holding some.** A transfer receives all pages up to and including the one that its
+first decode writes, or none. A ready request therefore needs a row and no page. The pages of a ready request can be
+taken back, and a receiving transfer ends by itself. The reserve (`_fits`) is SGLang's: `num_reserved_decode_tokens` for
+each running or arriving request, or the remaining need of the largest running request, whichever is more.
 
-**A waiting dependant blocks no request.** A sample that follows another and a turn that may not start take neither slot
-nor pages; encoding begins once both sides are sure; a ready request, which holds pages, gets its adapter before the
-queue.
+**A waiting dependent blocks no other request.** A sample that follows its leader and a turn that may not start take
+neither a slot nor pages. Encoding begins only once the transfer decides that the prompt is computed here. A ready
+request, which holds pages, receives its adapter before the waiting queue.
 
-**A change of the role** (`RoleChange`) admits no request, ends those left when its time is over, and happens when
-nothing of the old role is left: no request, no batch, no transfer.
+**A change of the role** (`RoleChange`) rejects new requests and ends the remaining ones when its time is over. It takes
+place when nothing of the old role is left: no request, no batch, no transfer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import NO_ROWS, CancelTransfer, ControlAnswered, StartTransfer, Step, StreamTokens
 from lockstep.core.contract.config import TRANSFER_SETTINGS, Role, SchedConfig
 from lockstep.core.contract.errors import ConfigError, ContractError, InvariantError
@@ -53,10 +55,13 @@ from lockstep.core.contract.events import (
 from lockstep.core.features.prerequisites import Prerequisites
 from lockstep.core.features.sessions import Sessions
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.radix import Match, RadixNode
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.radix import Match
 from lockstep.core.requests import delivery, extras
 from lockstep.core.requests.batching import ExtendPart, InFlight
 from lockstep.core.requests.budget import CLIP, CLIP_MAX_NEW_TOKENS
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.retraction import importance
 from lockstep.core.requests.table import NO_REQUEST, Adapter, Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
@@ -84,7 +89,7 @@ SENDER: Table = {
     ("quarantined", "done"): "over",
     ("quarantined", "failed"): "over",
 }
-"""The prefill engine's side."""
+"""State table of the prefill engine's side: (state, cause) -> next state."""
 
 RECEIVER: Table = {
     ("awaited", "offered"): "preallocating",
@@ -101,21 +106,22 @@ RECEIVER: Table = {
     ("quarantined", "done"): "over",
     ("quarantined", "failed"): "over",
 }
-"""The decode engine's side."""
+"""State table of the decode engine's side: (state, cause) -> next state."""
 
 MEANINGS: dict[TransferState, str] = {
-    "bootstrap": "held: the decode engine has not given pages yet",
+    "bootstrap": "held: the decode engine has not allocated pages yet",
     "accepted": "held: no metadata slot is free",
-    "waiting": "in the line, or its prompt is being computed; nothing was sent",
+    "waiting": "in the waiting queue, or its prompt is being computed; nothing was sent",
     "sending": "parts are sent while the prompt is being computed",
     "in_flight": "the whole prompt is being sent",
     "awaited": "held: the prefill engine has not computed the prompt (allocation prefill_complete)",
     "preallocating": "held: it has no pages yet",
-    "receiving": "held: its pages are the writer's",
-    "ready": "held: its KV is there, and a row is all it needs",
+    "receiving": "held: the sender may write its pages",
+    "ready": "held: its KV has arrived, and it needs only a row",
     "quarantined": "the request has gone on without it, or ended; pages and slot wait for the other side",
     "over": "nothing is held for it any more",
 }
+"""Meanings of the states. A request is *held* while it may not join the waiting queue."""
 
 FIRST: dict[tuple[str, str], TransferState] = {
     ("prefill", "early"): "bootstrap",
@@ -123,16 +129,16 @@ FIRST: dict[tuple[str, str], TransferState] = {
     ("decode", "early"): "preallocating",
     ("decode", "prefill_complete"): "awaited",
 }
-"""Where a transfer begins, by the engine's role and `transfer_allocation`."""
+"""The first state of a transfer, by the engine's role and `transfer_allocation`."""
 
 REPEATABLE: frozenset[TransferCause] = frozenset({"accepted", "offered"})
-"""What may be said again, or too late; where the table has no row for it, nothing happens."""
+"""Causes that may be repeated or late. They are ignored in states for which the table has no entry."""
 
 TOUCHED: frozenset[TransferState] = frozenset({"sending", "in_flight", "receiving", "quarantined"})
 """States in which the other side may read or write pages."""
 
 HELD: frozenset[TransferState] = frozenset({"bootstrap", "accepted", "awaited", "preallocating", "receiving", "ready"})
-"""States in which the request is held for it."""
+"""States in which the request is held for its transfer."""
 
 CAUSES: dict[str, TransferCause | None] = {
     "accepted": "accepted",
@@ -142,35 +148,38 @@ CAUSES: dict[str, TransferCause | None] = {
     "failed": "failed",
     "link_down": "failed",
 }
-"""What a TransferAdvanced of this status is to the tables; None: nothing."""
+"""The cause in the state tables, by the status of a TransferAdvanced; None: no cause."""
+
+QUEUED: tuple[TransferState, ...] = ("accepted", "preallocating", "ready")
+"""States in which a transfer waits for a slot, for pages or for a row, in a queue."""
 
 NO_SLOT = -1
 
 
 class Transfer(msgspec.Struct):
-    """One request's transfer, on one side of it."""
+    """The transfer of one request, on one of its two sides."""
 
     request_id: RequestId
     room: int
     state: TransferState
-    slot: int = NO_SLOT  # of the metadata
-    start_tokens: int = 0  # positions before are on the decode engine already
-    due_us: int | None = None  # when it is given up, in this state
-    weights: int = 0  # version of the weights whose KV it is
-    given_tokens: int = 0  # sender: positions before were handed to the host, or need not be sent
-    ends: FinishReason | None = None  # sender: how the first token ended it there, once that was delivered
-    cached_tokens: int = 0  # receiver: of its prompt, which the prefill engine found cached
-    namespace: str = ""  # receiver: of the path that it locks
-    pages: Int32s = NO_ROWS  # receiver: behind that path, for all positions up to its first decode's
-    handle: RadixNode | None = None  # receiver: its lock on what this engine had of the prompt
+    slot: int = NO_SLOT  # its metadata slot
+    start_tokens: int = 0  # positions before this one are on the decode engine already
+    due_us: int | None = None  # time at which it is abandoned in this state
+    weights: int = 0  # version of the weights that computed the KV
+    given_tokens: int = 0  # sender: positions before this one were passed to the host, or need not be sent
+    ends: FinishReason | None = None  # sender: the finish reason of its first token, once that was delivered
+    cached_tokens: int = 0  # receiver: cached tokens of its prompt on the prefill engine
+    namespace: str = ""  # receiver: namespace of the path that it locks
+    pages: Int32s = NO_ROWS  # receiver: pages behind that path, up to the position of its first decode
+    handle: RadixNode | None = None  # receiver: its lock on the part of the prompt that this engine has cached
 
 
 class RoleChange(msgspec.Struct):
-    """What the engine is to become once all it has taken has ended."""
+    """A pending change of the engine's role, which takes place once all accepted requests have ended."""
 
     control_id: int
     role: Role
-    due_us: int  # requests left then end
+    due_us: int  # time at which the remaining requests are ended
 
 
 class TransferImage(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,11 +212,11 @@ class TransfersImage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TransferSettings(NamedTuple):
-    """What SchedConfig says of transfers, for an engine that has any."""
+    """The fields of SchedConfig for transfers, of an engine that has transfers."""
 
     role: str
     allocation: str
-    recompute: bool  # a prompt whose KV does not come
+    recompute: bool  # whether a prompt is computed here if its KV does not arrive
     reserved_tokens: int
     slots: int
     bootstrap_timeout_us: int | None
@@ -215,25 +224,33 @@ class TransferSettings(NamedTuple):
 
     @staticmethod
     def of(config: SchedConfig) -> TransferSettings:
-        """Of a prefill or a decode engine, all of whose transfer settings have values."""
-        known: Any = config
+        """Return the settings of a prefill or a decode engine; all its transfer settings have values."""
+        values: Any = config
         return TransferSettings(
-            known.role,
-            known.transfer_allocation,
-            known.transfer_failure == "recompute",
-            known.num_reserved_decode_tokens,
-            known.transfer_slots,
-            known.bootstrap_timeout_us,
-            known.transfer_timeout_us,
+            values.role,
+            values.transfer_allocation,
+            values.transfer_failure == "recompute",
+            values.num_reserved_decode_tokens,
+            values.transfer_slots,
+            values.bootstrap_timeout_us,
+            values.transfer_timeout_us,
         )
 
 
 NO_TRANSFERS = TransferSettings("mixed", "", False, 0, 0, None, None)
-"""The settings of an engine that computes prompts and answers itself."""
+"""The settings of a mixed engine, which has no transfers."""
 
 
-class Transfers:
-    """The transfers of one engine, prefill or decode."""
+class TransfersPart(msgspec.Struct):
+    """Transfers in a snapshot; None: the engine hands nothing over."""
+
+    transfers: TransfersImage | None = None
+
+
+class Transfers(Component):
+    """The transfers of a prefill or decode engine."""
+
+    PART = TransfersPart
 
     def __init__(
         self, config: SchedConfig, scheduler: SchedulerView, sessions: Sessions, prerequisites: Prerequisites
@@ -241,18 +258,17 @@ class Transfers:
         self._scheduler = scheduler
         self._sessions = sessions
         self._prerequisites = prerequisites
-        self.all: dict[RequestId, Transfer] = {}  # that are not over, in the order of their arrival
+        self.all: dict[RequestId, Transfer] = {}  # transfers that are not over, in order of arrival
         self.rooms: dict[int, RequestId] = {}
-        self.line: list[
-            RequestId
-        ] = []  # requests that wait for a slot ("accepted"), or for pages too ("preallocating")
-        self.ready: list[RequestId] = []  # requests that wait for a row, as their KV arrived
+        # requests that wait for a slot ("accepted"), or for a slot and pages ("preallocating")
+        self.line: list[RequestId] = []
+        self.ready: list[RequestId] = []  # requests with arrived KV that wait for a row
         self.change: RoleChange | None = None
-        self.sending = 0  # requests whose prompt is computed and only has to be sent yet
+        self.sending = 0  # requests with a computed prompt that only wait until it has been sent
         self._take_role(config)
 
     def _take_role(self, config: SchedConfig) -> None:
-        """Serve the role of these settings. A mixed engine has no transfers: then nothing is ever in `all`."""
+        """Adopt the role of these settings. A mixed engine has no transfers: `all` stays empty."""
         self.hands_over = config.hands_over
         self.settings = settings = TransferSettings.of(config) if config.hands_over else NO_TRANSFERS
         self.sends = settings.role == "prefill"
@@ -260,63 +276,65 @@ class Transfers:
         self.first = FIRST.get((settings.role, settings.allocation), "bootstrap")
         self.free_slots: list[int] = list(range(settings.slots - 1, -1, -1))
 
-    # -------------------------------------------------------------------------------------------------------------- ask
+    # ---------------------------------------------------------------------------------------------------------- queries
 
     def in_state(self, *states: TransferState) -> list[Transfer]:
-        """The transfers in one of these states, by arrival."""
+        """Return the transfers in one of these states, by arrival."""
         return [transfer for transfer in self.all.values() if transfer.state in states]
 
     @property
     def holds_pages(self) -> bool:
-        """Whether any transfer keeps pages, beside the rows of running requests."""
+        """Whether any transfer holds pages beside those of running requests' rows."""
         return any(transfer.state in TOUCHED or transfer.state == "ready" for transfer in self.all.values())
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing about transfers is to be decided while only decodes go on."""
+        """Whether a stretch of decodes alone requires no decision about transfers."""
         return not self.line and not self.ready and self.change is None
 
     def due_of(self, request_id: RequestId) -> int | None:
-        """When the transfer of a request is given up."""
+        """Return the time in us at which the transfer of a request is abandoned; None: never, or no transfer."""
         transfer = self.all.get(request_id)
         return transfer.due_us if transfer is not None else None
 
     def holds(self, request: Request) -> bool:
-        """Whether it waits for its transfer: until its prompt may be computed here, or has come."""
+        """Return whether a request waits for its transfer: until its prompt may be computed here, or has arrived."""
         transfer = self.all.get(request.request_id)
         return transfer is not None and transfer.state in HELD
 
     def ready_on(self, adapter: Adapter) -> list[Request]:
-        """The ready requests that run on this adapter."""
+        """Return the ready requests that run on this adapter."""
         ready = [self._scheduler.requests[request_id] for request_id in self.ready]
         return [request for request in ready if request.adapter == adapter]
 
     def adapters_wanted(self) -> list[Adapter]:
-        """Adapters of ready requests, as long as they may start: they hold pages, so they go before the waiting
-        queue."""
+        """Return the adapters of ready requests; none while launches are blocked.
+
+        Ready requests hold pages, so their adapters are loaded before those of the waiting queue.
+        """
         if self._scheduler.launches_blocked:
             return []
         return [self._scheduler.requests[request_id].adapter for request_id in self.ready]
 
     def is_sent(self, request: Request) -> bool:
-        """Whether its prompt is computed and it only waits until it was sent."""
+        """Return whether a request has a computed prompt and only waits until it has been sent."""
         transfer = self.all.get(request.request_id)
         return transfer is not None and transfer.ends is not None
 
     def is_given(self, request: Request) -> bool:
-        """Whether any of its KV was handed to the host to be sent."""
+        """Return whether any KV of a request was passed to the host to be sent."""
         transfer = self.all.get(request.request_id)
         return transfer is not None and transfer.state in ("sending", "in_flight")
 
-    # --------------------------------------------------------------------------------------------------- come and leave
+    # ------------------------------------------------------------------------------------------------ arrivals and ends
 
     def check(self, event: RequestArrived, samples: int) -> None:
-        """Raise Refused for an arrival that this engine cannot serve its half of. Samples have consecutive rooms."""
+        """Raise RequestRefused for an arrival that this side cannot serve. Samples have consecutive rooms."""
         if self.change is not None:
             raise RequestRefused("draining", f"the engine is becoming {self.change.role} and takes no new requests")
         if event.transfer_room is None:
             if self.sends and not event.max_new_tokens:
-                return  # its prompt is all there is to it
+                return  # a request for the prompt alone needs no other engine
             raise RequestRefused("bad_request", f"`transfer_room` is missing: this is a {self.settings.role} engine")
         for room in range(event.transfer_room, event.transfer_room + samples):
             if room in self.rooms:
@@ -327,36 +345,36 @@ class Transfers:
             raise RequestRefused("bad_request", "`max_new_tokens` is 0: with no output there is nothing to hand over")
 
     def take_in(self, request: Request, event: RequestArrived, step: Step) -> None:
-        """An accepted request is held: until the other side is there, or for pages."""
+        """Create the transfer of an accepted request and hold the request until the other side or pages are there."""
         if event.transfer_room is None:
             return
         transfer = Transfer(request.request_id, event.transfer_room, self.first)
         self.all[request.request_id] = transfer
         self.rooms[transfer.room] = request.request_id
-        self._scheduler.hold(request)
+        self._scheduler.add_prerequisite(request)
         self._enter(transfer, step)
 
     def turn_began(self, request: Request, step: Step) -> None:
-        """A turn has its prompt now: the prefill engine may be told, and has so long to be heard of."""
+        """Start the bootstrap timeout of a turn: its prompt is complete, so the host may inform the prefill engine."""
         transfer = self.all.get(request.request_id)
         if transfer is not None and transfer.state == "awaited":
             self._set_due(transfer, self.settings.bootstrap_timeout_us, step)
 
     def ended(self, request: Request, step: Step) -> None:
-        """A request ends while its transfer goes on: the other side is told, and what it touches is kept for it."""
+        """Abandon the transfer of a request that ends. Pages that the other side may touch go into quarantine."""
         transfer = self.all.get(request.request_id)
         if transfer is not None and transfer.state != "quarantined":
             self._abandon(transfer, step)
 
     def expired(self, request: Request, step: Step) -> None:
-        """A transfer took too long in its state."""
+        """Abandon a transfer that reached the timeout of its state."""
         self._abandon(self.all[request.request_id], step)
         self._lost(request, step)
 
     def weights_changed(self, step: Step) -> None:
-        """KV of the weights before is no good with these: what arrived is computed again, what is half sent fails.
+        """Discard KV of the replaced weights: ready requests are computed again, partly computed prompts fail.
 
-        Nothing is in flight. What was computed to its end before goes on being sent, with its version.
+        Nothing is in flight. A prompt that was completely computed before is still sent, with its version.
         """
         for transfer in self.in_state("waiting", "sending", "ready"):
             request = self._scheduler.requests[transfer.request_id]
@@ -366,78 +384,81 @@ class Transfers:
                 self._scheduler.finish(request, "transfer", step)
 
     def restarted(self, step: Step) -> None:
-        """The device is gone, and with it all that was on its way from it or to it, and the requests concerned."""
+        """End all transfers after the loss of the device. Their requests end, or are computed here."""
         for transfer in list(self.all.values()):
             request = self._scheduler.requests.get(transfer.request_id)
             if transfer.state != "quarantined":
                 self._abandon(transfer, step)
                 assert request is not None
-                self._lost(request, step, asks=False)
+                self._lost(request, step, requests_media=False)
             if transfer.state == "quarantined":
                 self._move(transfer, "failed", step)
 
     def give_up(self, request: Request, step: Step) -> None:
-        """Take the pages of a request that is ready back: it joins the line and is computed here."""
+        """Free the pages of a ready request: it joins the waiting queue and is computed here."""
         self._abandon(self.all[request.request_id], step)
         self._compute_here(request, step)
 
     def makes_way(self, step: Step) -> bool:
-        """Take windows back for the chunked request, if no other request will give any: of the newest without a row.
+        """Free the window blocks of the newest ready request for the chunked request, if nothing else frees any.
 
-        Full pages were all there when it was admitted, window pages for a chunk only. Returns: whether any came back.
+        At its admission the chunked request had all full pages, but window blocks for one chunk only.
+
+        Returns: whether any were freed.
         """
-        held_up = (
+        blocked = (
             self._scheduler.memory.hybrid.present
             and not self._scheduler.in_flight
             and not self._scheduler.all_running[0].size
         )
-        if held_up and self.ready:
+        if blocked and self.ready:
             self.give_up(self._scheduler.requests[self.ready[-1]], step)
             return True
         return False
 
     def give_up_all(self, step: Step) -> None:
-        """Take back the pages of all ready requests."""
+        """Free the pages of all ready requests."""
         for transfer in self.in_state("ready"):
             self.give_up(self._scheduler.requests[transfer.request_id], step)
 
-    def _lost(self, request: Request, step: Step, *, asks: bool = True) -> None:
-        """The KV of a request will not come, or not go: it is computed here if that is wanted, or the request ends.
+    def _lost(self, request: Request, step: Step, *, requests_media: bool = True) -> None:
+        """Continue a request without its transfer: it is computed here if the settings allow it, or it ends.
 
-        `asks`: for its media now; in a restart all requests do that later.
+        Args:
+            requests_media: whether its media are requested now; a restart requests those of all requests later.
         """
         if self.sends or not self.settings.recompute:
             self._scheduler.finish(request, "transfer", step, flush=True)
-        elif asks:
+        elif requests_media:
             self._compute_here(request, step)
         else:
             self._scheduler.join_queue(request)
 
     def _compute_here(self, request: Request, step: Step) -> None:
-        """Its prompt is computed on this engine: it joins the line, once an encoder has seen its media."""
+        """Compute the prompt of a request on this engine: it joins the waiting queue once its media are encoded."""
         if self._prerequisites.lost_media(request):
             self._prerequisites.await_media(request, step)
         self._scheduler.join_queue(request)
 
     def _abandon(self, transfer: Transfer, step: Step) -> None:
-        """This side gives a transfer up."""
+        """Abandon a transfer on this side, and inform the other side unless all KV has arrived."""
         if transfer.state != "ready":
             step.commands.append(CancelTransfer(transfer.request_id))
         self._forget_sent(transfer)
         self._move(transfer, "abandoned", step)
 
     def _forget_sent(self, transfer: Transfer) -> FinishReason:
-        """Its request is no longer one that only waits until it was sent. Returns how its first token ended it."""
+        """Remove a transfer from the count `sending`. Returns the finish reason of its first token, or "transfer"."""
         ends = transfer.ends or "transfer"
         if transfer.ends is not None:
             self.sending -= 1
             transfer.ends = None
         return ends
 
-    # -------------------------------------------------------------------------------------------------- along the table
+    # ---------------------------------------------------------------------------------------------------- state changes
 
     def _move(self, transfer: Transfer, cause: TransferCause, step: Step) -> None:
-        """Move along the table. Raises InvariantError for a pair that it does not have."""
+        """Move a transfer along the table. Raises InvariantError for a pair that is not in the table."""
         following = self.table.get((transfer.state, cause))
         if following is None:
             raise InvariantError(f"the transfer of r{transfer.request_id} is {transfer.state}: no {cause} from there")
@@ -450,7 +471,7 @@ class Transfers:
         self._enter(transfer, step)
 
     def _enter(self, transfer: Transfer, step: Step) -> None:
-        """What comes with being in a state: a place in a line, a time by which it must end, what is given back."""
+        """Apply the effects of the transfer's new state: its queue, its timeout, and what it frees."""
         timeout_us = None
         match transfer.state:
             case "bootstrap" | "awaited":
@@ -468,7 +489,7 @@ class Transfers:
             case "over":
                 self._unlock(transfer, step)
                 self._free_slot(transfer)
-                self._scheduler.memory.take_back(transfer.request_id, transfer.pages, step)
+                self._scheduler.memory.end_lending(transfer.request_id, transfer.pages, step)
                 self._scheduler.retry_admission()
                 del self.all[transfer.request_id]
                 del self.rooms[transfer.room]
@@ -483,7 +504,7 @@ class Transfers:
     def _unlock(self, transfer: Transfer, step: Step) -> None:
         self._scheduler.memory.hybrid.quarantine(transfer.request_id)
         if transfer.handle is not None:
-            self._scheduler.memory.let_go(transfer.handle, transfer.namespace, step)
+            self._scheduler.memory.unlock_path(transfer.handle, transfer.namespace, step)
             transfer.handle = None
 
     def _free_slot(self, transfer: Transfer) -> None:
@@ -491,12 +512,12 @@ class Transfers:
             self.free_slots.append(transfer.slot)
             transfer.slot = NO_SLOT
 
-    # ----------------------------------------------------------------------------------------------- what the host says
+    # ---------------------------------------------------------------------------------------------- reports of the host
 
     def advanced(self, event: TransferAdvanced, step: Step) -> None:
-        """Take in how a transfer stands. Late and repeated facts are ignored.
+        """Take in a report about a transfer. Late and repeated reports are ignored.
 
-        Raises ContractError, changing nothing, for one that cannot be.
+        Raises: ContractError, changing nothing, for a report that contradicts the state of the transfer.
         """
         transfer, cause = self.all.get(event.transfer_id), CAUSES[event.status]
         following = self.table.get((transfer.state, cause)) if transfer is not None and cause is not None else None
@@ -520,9 +541,9 @@ class Transfers:
         elif cause == "done" and transfer.weights == event.weights_version == self._scheduler.memory.weights_version:
             transfer.cached_tokens = min(event.cached_tokens, request.prompt_tokens)
             self._move(transfer, cause, step)
-            extras.delivered(request, request.prompt_tokens)  # its host has the results of the prompt from over there
+            extras.delivered(request, request.prompt_tokens)  # the prefill engine delivers the prompt's results
             self._begin_output(request, event, step)
-        elif cause in ("failed", "done"):  # done with other weights is no good either
+        elif cause in ("failed", "done"):  # KV of other weights counts as failed
             self._forget_sent(transfer)
             self._move(transfer, "failed", step)
             self._lost(request, step)
@@ -539,8 +560,10 @@ class Transfers:
             raise ContractError(f"transfer {event.transfer_id} starts at {start} of {request.prompt_tokens} tokens")
 
     def _begin_output(self, request: Request, event: TransferAdvanced, step: Step) -> None:
-        """The first token is there: send it, and end the request if it ends it, by the same precedence as any other
-        token."""
+        """Send the first token of a received request, and end the request if this token ends it.
+
+        The precedence of finish reasons is that of any other token.
+        """
         assert event.first_token is not None
         token = np.array([event.first_token], np.int32)
         request.tokens += token.tobytes()
@@ -567,7 +590,7 @@ class Transfers:
     # -------------------------------------------------------------------------------------------------- slots and pages
 
     def settle(self, step: Step) -> None:
-        """Give waiting requests what is available now. Called after every event."""
+        """Assign free slots and pages to waiting requests, in order. Called after every event."""
         if self.change is not None:
             self._change_role(self.change, step)
         if not self.line or self._scheduler.paused or not self._scheduler.admits:
@@ -580,7 +603,7 @@ class Transfers:
             if not self.free_slots:
                 return
             if self.comes_after_another(request):
-                continue  # and takes no slot, for which that one may wait
+                continue  # it takes no slot, since the request before it may wait for one
             if self.sends:
                 transfer.slot = self.free_slots.pop()
                 self._move(transfer, "joined", step)
@@ -589,7 +612,7 @@ class Transfers:
                 return
 
     def _change_role(self, change: RoleChange, step: Step) -> None:
-        """End overdue requests; when none is left, here or on the other sides, take the new role."""
+        """End the remaining requests when their time is over; take the new role once no request or transfer is left."""
         if self._scheduler.requests and change.due_us <= self._scheduler.now_us:
             left = list(self._scheduler.requests.values())
             self._scheduler.leave_running(left)
@@ -603,7 +626,10 @@ class Transfers:
             step.commands.append(ControlAnswered(change.control_id, not refused, refused))
 
     def _allocate(self, transfer: Transfer, request: Request, step: Step) -> bool:
-        """Give the writer pages, if they can be had; the cached beginning of the prompt need not come."""
+        """Allocate pages for the sender to write, if there is room. The cached beginning of the prompt is not sent.
+
+        Returns: whether the pages were allocated.
+        """
         if self._scheduler.waiting or self._scheduler.prefilling is not None:
             return False  # requests that lost their pages go first
         memory, page_size = self._scheduler.memory, self._scheduler.config.page_size
@@ -642,17 +668,17 @@ class Transfers:
 
     @staticmethod
     def _first_stop(request: Request) -> int:
-        """Positions that are computed once it has decoded for the first time."""
+        """Return the positions that are computed once a request has decoded for the first time."""
         return min(request.prompt_tokens + 1, request.reach)
 
     def _pages_of(self, request: Request, match: Match | None) -> int:
-        """Pages that a request is given, beside those of a match."""
+        """Return the pages that a request receives in addition to those of a match."""
         return -(-self._first_stop(request) // self._scheduler.config.page_size) - (
             match.pages if match is not None else 0
         )
 
     def _fits(self, request: Request, match: Match | None) -> bool:
-        """Whether a request may be given its pages, beside those of a match, and what is left is enough for all."""
+        """Return whether the pages of a request are free, and the rest suffices for the reserve of all others."""
         (running_batch, positions), memory = self._scheduler.all_running, self._scheduler.memory
         pages = self._pages_of(request, match)
         locking = match.evictable_pages if match is not None else 0
@@ -666,7 +692,7 @@ class Transfers:
         if not memory.hybrid.has_room_to_receive(self._scheduler, request, path, stop, None if alone else reserved):
             return False
         if alone:
-            return True  # the pool is its own: what passed the entry check fits
+            return True  # no other request needs the pool, and the check on arrival ensures that this one fits
         if self._scheduler.config.reserve == "full":
             cached = match.pages if match is not None else 0
             promised = self._scheduler.reserve_of(running_batch, positions) // page_size + self.promised_pages()
@@ -682,7 +708,7 @@ class Transfers:
         return max(pages * page_size + reserved, whole_need - retractable) <= left
 
     def promised_pages(self) -> int:
-        """Pages that requests whose KV is coming, or has come, will open beside those they were given."""
+        """Return the pages that receiving and ready requests will open in addition to those they have."""
         page_size = self._scheduler.config.page_size
         return sum(
             -(-self._scheduler.requests[one.request_id].reach // page_size)
@@ -694,12 +720,12 @@ class Transfers:
     # ------------------------------------------------------------------------------------------------ launch and result
 
     def give_parts(self, batch: InFlight, step: Step) -> None:
-        """A batch that computes prompts was launched: its positions are sent behind it."""
+        """Order the sending of the positions that a launched batch computes, behind that batch."""
         plan, page_size, hybrid = batch.plan, self._scheduler.config.page_size, self._scheduler.memory.hybrid
         for i in range(plan.extend_rows):
             request, stop = batch.requests[i], int(plan.stops[i])
             if batch.dead and plan.rows[i] in batch.dead:
-                continue  # it left a rank between proposal and launch
+                continue  # its request left between the proposal of a data-parallel rank and the launch
             transfer = self.all.get(request.request_id)
             if not self.sends or transfer is None or stop <= transfer.given_tokens:
                 continue
@@ -729,7 +755,7 @@ class Transfers:
             self._move(transfer, "all_given" if last else "part_given", step)
 
     def keeps(self, request: Request, reason: FinishReason) -> bool:
-        """Its first token ends a request here, but it stays until all of its KV was sent."""
+        """Keep a request that its first token ends until all of its KV has been sent. Returns: whether it is kept."""
         transfer = self.all.get(request.request_id)
         if transfer is None or transfer.state != "in_flight":
             return False
@@ -740,7 +766,7 @@ class Transfers:
         return True
 
     def take_rows(self, step: Step) -> list[ExtendPart]:
-        """Ready requests take a row with all their pages; the first token is their part of the next batch."""
+        """Assign rows to ready requests, with all their pages. Returns the extends by their first tokens."""
         parts, adapters = [], self._scheduler.memory.adapters
         for request_id in list(self.ready):
             transfer, request = self.all[request_id], self._scheduler.requests[request_id]
@@ -751,12 +777,12 @@ class Transfers:
                 break
             if not self._scheduler.microbatches.has_place():
                 break
-            if request.holds > 1 or not adapters.has_place_for(request.adapter):
-                continue  # for its grammar, or its adapter
+            if request.open_prerequisites > 1 or not adapters.has_place_for(request.adapter):
+                continue  # it still waits for its grammar or its adapter
             start, stop = request.prompt_tokens, request.prompt_tokens + 1
             row = self._scheduler.memory.adopt_row(request, transfer.handle, transfer.pages, stop)
             transfer.handle, transfer.pages = None, NO_ROWS
-            self._scheduler.release_hold(request)
+            self._scheduler.meet_prerequisite(request)
             request.cached_tokens = transfer.cached_tokens
             request.chunks = 1
             self._scheduler.occupy(request)
@@ -776,9 +802,9 @@ class Transfers:
     # --------------------------------------------------------------------------------------------------------- the role
 
     def switch_role(self, role: Role, *, tried: bool = False) -> str:
-        """Make an idle engine one of this role; if `tried`, only check whether it could be.
+        """Change the role of an idle engine; if `tried`, only check whether that is possible.
 
-        Returns: why not, or nothing.
+        Returns: the reason against it, or "".
         """
         unset = dict.fromkeys(TRANSFER_SETTINGS, msgspec.UNSET) if role == "mixed" else {}
         try:
@@ -793,53 +819,149 @@ class Transfers:
         return ""
 
     def change_role(self, control_id: int, role: Role, within_us: int) -> None:
-        """Take no new requests; become `role` once nothing is left, and end what is left after `within_us`."""
+        """Begin a change to `role`: new requests are rejected, and remaining ones are ended after `within_us`."""
         self.change = RoleChange(control_id, role, self._scheduler.now_us + within_us)
 
     def keep_role(self, step: Step) -> None:
-        """Give up a change of the role that has not taken place."""
+        """Cancel a change of the role that has not taken place."""
         if self.change is not None:
             changing, self.change = self.change, None
             answer = ControlAnswered(changing.control_id, False, "resumed before everything had ended")
             step.commands.append(answer)
 
     def comes_after_another(self, request: Request) -> bool:
-        """Whether a request is a turn whose prompt is not known yet, or a sample that follows its leader.
+        """Return whether a request is a turn with an incomplete prompt, or a sample that follows its leader.
 
-        Behind the leader less of its prompt is computed and sent.
+        A sample behind its leader has less of its prompt to compute and to send.
         """
         follows = request.extras is not None and request.extras.leader != NO_REQUEST
         return self._scheduler.waits_for_turn(request) or follows
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def image(self, lent: dict[int, Any]) -> TransfersImage:
-        """All of it, with what `Memory.lent` keeps."""
+    def part(self) -> TransfersPart:
+        """Return the state for a snapshot, with the rows that transfers read."""
+        if not self.hands_over:
+            return TransfersPart()
         images = []
         for transfer in self.all.values():
             values = {name: getattr(transfer, name) for name in TransferImage.__struct_fields__}
             values["pages"] = transfer.pages.tobytes()
             values["handle"] = transfer.handle.number if transfer.handle is not None else None
             images.append(TransferImage(**values))
-        pinned = [(row, one.request_id, [pages.tobytes() for pages in one.pages]) for row, one in lent.items()]
+        lent = self._scheduler.memory.deferred.lent_images()
         change = self.change if self.change is not None else msgspec.UNSET
-        return TransfersImage(images, list(self.line), list(self.ready), list(self.free_slots), pinned, change)
+        queues = list(self.line), list(self.ready), list(self.free_slots)
+        return TransfersPart(TransfersImage(images, *queues, lent, change))
 
-    def load(self, image: TransfersImage, nodes: dict[int, RadixNode]) -> None:
-        """Take up what `image` described."""
+    def load(self, part: TransfersPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        image = part.transfers
+        if image is None:
+            return
         for one in image.transfers:
             values = {name: getattr(one, name) for name in TransferImage.__struct_fields__}
             values["pages"] = np.frombuffer(one.pages, np.int32)
-            values["handle"] = nodes[one.handle] if one.handle is not None else None
+            values["handle"] = restored.nodes[one.handle] if one.handle is not None else None
             self.all[one.request_id] = Transfer(**values)
             self.rooms[one.room] = one.request_id
         self.line, self.ready, self.free_slots = list(image.line), list(image.ready), list(image.free_slots)
         self.change = image.change if isinstance(image.change, RoleChange) else None
         self.sending = sum(transfer.ends is not None for transfer in self.all.values())
+        self._scheduler.memory.deferred.load_lent(image.lent)
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def handles(self) -> list[RadixNode]:
+        """Return the locks on the cached prefixes of prompts whose KV will be received."""
+        return [one.handle for one in self.all.values() if one.handle is not None]
+
+    def owned_pages(self) -> Iterator[tuple[str, Int32s]]:
+        """Yield the pages that transfers write, by request."""
+        for one in self.all.values():
+            yield f"the transfer of r{one.request_id}", one.pages
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the requests that wait for their transfers."""
+        return [one.request_id for one in self.in_state(*sorted(HELD))]
+
+    def check_state(self, facts: Facts) -> None:
+        """S1, S5, S31, L2, L6: slots have one holder; pages that the other side may use stay; no transfer is stuck."""
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        if not self.hands_over:
+            same("S31 rows that another engine reads", memory.deferred.lent, {})
+            same("S33 sending", self.sending, 0)
+            return
+        everyone = list(self.all.values())
+        slots = [*self.free_slots, *(one.slot for one in everyone if one.slot != NO_SLOT)]
+        same("S1 metadata slots", sorted(slots), list(range(self.settings.slots)))
+        same("S31 rooms", self.rooms, {one.room: one.request_id for one in everyone})
+        lines = [*self.line, *self.ready]
+        same("S15 queues of transfers", sorted(lines), sorted(one.request_id for one in self.in_state(*QUEUED)))
+        lent = {one.request_id: row for row, one in memory.deferred.lent.items()}
+        left = [deferred.row for deferred in memory.deferred.rows]
+        for one in everyone:
+            if (one.request_id in facts.requests) != (one.state != "quarantined") and self.sends:
+                present = "live" if one.request_id in facts.requests else "not live"
+                fail(f"S16: the transfer of r{one.request_id} is {one.state}, but its request is {present}")
+            touched = self.sends and one.state in TOUCHED
+            if touched != (one.request_id in lent):
+                fail(f"S31: the transfer of r{one.request_id} is {one.state}, but another engine reads the rows {lent}")
+            request = facts.requests.get(one.request_id)
+            if (
+                touched
+                and lent[one.request_id] not in left
+                and (request is None or request.row != lent[one.request_id])
+            ):
+                fail(f"S31: row {lent[one.request_id]} is read by the transfer of r{one.request_id}, has no holder")
+            if not self.sends and one.state in ("receiving", "ready") and request is not None:
+                held = one.start_tokens // facts.config.page_size + one.pages.size
+                if held * facts.config.page_size < min(request.prompt_tokens + 1, request.reach):
+                    fail(f"L6: {request.name} has {held} pages, and would wait for more while it holds them")
+        if (
+            facts.launch_found_nothing
+            and not facts.in_flight
+            and not scheduler.paused
+            and not scheduler.launches_blocked
+        ):
+            able = [one for one in self.ready if facts.requests[one].open_prerequisites == 1]
+            groups = scheduler.microbatches
+            owed = groups.owes_elsewhere() or groups.current.decode_owed
+            if groups.several and (owed or not groups.has_place()):
+                able = []  # another microbatch is launched first, or has a place or the freed pages
+            able = [one for one in able if memory.adapters.has_place_for(facts.requests[one].adapter)]
+            if able and scheduler.active < facts.config.max_running_requests:
+                fail(f"L2: {able} have all their KV, nothing is in flight, and nothing was launched")
+        alone = not scheduler.active and not self.holds_pages and not facts.in_flight and not scheduler.waiting
+        if memory.operations.device_busy:
+            alone = False  # a move locks pages, which its answer unlocks
+        if any(one.slot != NO_SLOT for one in everyone):
+            alone = False  # a request with a slot waits for a grammar or for media
+        first = [one for one in self.line if not self.comes_after_another(facts.requests[one])]
+        if alone and first and not scheduler.paused and scheduler.admits:
+            fail(f"L2: {first} wait for pages or slots that no other request holds")
+        change = self.change
+        if change is not None and facts.requests and scheduler.now_us >= change.due_us:
+            late_us = scheduler.now_us - change.due_us
+            fail(f"L1: {list(facts.requests)} are live {late_us} us after the role was to change")
+        if change is not None and not facts.requests and not facts.in_flight and not self.all:
+            fail(f"L1: the engine is idle, and its role is not {change.role} yet")
+        self._check_hybrid(everyone)
+
+    def _check_hybrid(self, everyone: list[Transfer]) -> None:
+        """S31: blocks of layers without full attention are reserved for requests whose KV will be received."""
+        hybrid = self._scheduler.memory.hybrid
+        receiving = everyone if not self.sends else []
+        coming = sorted(one.request_id for one in receiving if one.state in ("receiving", "ready"))
+        given_up = sorted(one.request_id for one in receiving if one.state == "quarantined")
+        if (window := hybrid.window) is not None:
+            same("S31 windows to receive", (sorted(window.incoming), sorted(window.quarantined)), (coming, given_up))
+        if (states := hybrid.states) is not None:
+            same("S31 states to receive", sorted(states.incoming), sorted(coming + given_up))
 
 
 def diagram(table: Table) -> str:
-    """A state diagram of a table, in Mermaid; what docs/distributed.md shows."""
+    """Return the state diagram of a table in Mermaid, as docs/distributed.md contains it."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, cause), following in table.items():
         arrows.setdefault((state, following), []).append(cause)
@@ -848,8 +970,8 @@ def diagram(table: Table) -> str:
 
 
 def table_text(table: Table) -> str:
-    """A table in Markdown; what docs/distributed.md shows."""
-    causes = [cause for cause in get_args(TransferCause) if any(told == cause for _, told in table)]
+    """Return a state table in Markdown, as docs/distributed.md contains it."""
+    causes = [cause for cause in get_args(TransferCause) if any(used == cause for _, used in table)]
     states = [state for state in get_args(TransferState) if any(state in (was, to) for (was, _), to in table.items())]
     rows = [["state", "means", *causes], ["---"] * (len(causes) + 2)]
     rows += [

@@ -1,21 +1,23 @@
-"""Structured output: requests that wait for a grammar, and tokens that matchers must have seen before a batch samples.
+"""Structured output: requests that wait for a grammar, and the order of matcher moves and sampling.
 
-The host compiles grammars and keeps the matchers, one for each request and epoch; this file orders both. It holds
-digests and numbers, never masks or logits.
+The host compiles grammars and keeps the matchers, one per request and epoch. This module orders both by commands. It
+holds digests and numbers, never masks or logits.
 
-    unknown --a request asks--> compiling --GrammarReady--> ready | invalid
-                                    |
-    its requests are held ----------+--> join the line | are rejected; `grammar_timeout_us`: rejected, still compiling
+    unknown --first request--> compiling --GrammarReady--> ready | invalid
+                                   |
+    its requests are held ---------+--> join the waiting queue | are rejected
+                                        `grammar_timeout_us`: are rejected, the compilation goes on
 
-A grammar says what may come next, so output n is sampled after the matcher has seen outputs [0:n), and not before.
+A mask depends on the output so far, so output n is sampled after the matcher has taken outputs [0:n).
 
     n = 0               the matcher is at its start                       sampled at once
-    n > 0, an extend    it came back with kept output, all of it known    deferred, SampleBatch in the same Step
-    n > 0, a decode     output n - 1 was delivered                        the same
-                        or is sampled by a batch in flight                deferred until its result: `sample_after`
+    n > 0, an extend    the request was retracted; its output is kept     deferred, SampleBatch in the same Step
+    n > 0, a decode     output n - 1 was delivered                        deferred, SampleBatch in the same Step
+                        output n - 1 is sampled by a batch in flight      deferred until its result: `sample_after`
 
-So each SampleBatch moves a matcher by what is new to it: all kept output behind an extend, one token behind a decode.
-Rows that have died since the launch move nothing; their batch is sampled all the same, or nothing would answer it.
+So each SampleBatch moves a matcher by the tokens that are new to it: all kept output behind an extend, one token behind
+a decode. Rows that their request left after the launch move no matcher. Their batch is sampled nevertheless, since
+every launched batch must have a result.
 """
 
 from __future__ import annotations
@@ -27,36 +29,93 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import CompileGrammar, LaunchBatch, SampleBatch, Step
 from lockstep.core.contract.events import BatchFinished, GrammarReady, RequestArrived, RequestId
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.table import Int32s, Request
 from lockstep.core.requests.validation import RequestRefused
 
 GRAMMARS_REMEMBERED = 1024
-"""Digests kept, with those in use; of the others the least recently asked for are forgotten first."""
+"""The most digests that are kept, unless more are in use. The least recently requested unused ones are dropped."""
 
-Advance = tuple[RequestId, int, tuple[int, ...]]
+Advance = tuple[RequestId, int, tuple[int, ...]]  # request, epoch, tokens by which its matcher moves
 
 
 class GrammarEntry(msgspec.Struct):
-    """The state of one digest, and the requests that need it."""
+    """The compilation state of one digest, and the requests that need it."""
 
-    error: str | None = None  # None: not answered yet; "": compiled
-    users: int = 0  # requests that have not ended
-    waiting: dict[RequestId, None] = {}  # those of them that are held, in the order of their arrival
+    error: str | None = None  # None: being compiled; "": compiled; else: why it did not compile
+    users: int = 0  # requests with this grammar that have not ended
+    waiting: dict[RequestId, None] = {}  # the held ones among them, in order of arrival
 
 
-class Grammars:
-    """The digests that were asked for, least recently asked for first."""
+class GrammarsPart(msgspec.Struct):
+    """Grammars in a snapshot: digest, error, users and held requests of each, least recently requested first."""
+
+    grammars: list[tuple[bytes, str | None, int, list[int]]]
+
+
+class Grammars(Component):
+    """The grammars of an engine by digest, least recently requested first."""
+
+    PART = GrammarsPart
 
     def __init__(self, scheduler: SchedulerView) -> None:
         self._scheduler = scheduler
         self.known: dict[bytes, GrammarEntry] = {}
 
+    def part(self) -> GrammarsPart:
+        """Return the state for a snapshot."""
+        return GrammarsPart([(digest, one.error, one.users, list(one.waiting)) for digest, one in self.known.items()])
+
+    def load(self, part: GrammarsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        self.known = {
+            digest: GrammarEntry(error, users, dict.fromkeys(waiting))
+            for digest, error, users, waiting in part.grammars
+        }
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the requests that wait for their grammars."""
+        return [request_id for known in self.known.values() for request_id in known.waiting]
+
+    def check_state(self, facts: Facts) -> None:
+        """S15, S23: a request without its compiled grammar is blocked, a running one has it.
+
+        A deferred batch waits for an older batch.
+        """
+        known = self.known
+        users: dict[bytes, int] = {}
+        for request in facts.requests.values():
+            grammar = request.grammar
+            if grammar is not None:
+                users[grammar.digest] = users.get(grammar.digest, 0) + 1
+                if request.row >= 0 and known[grammar.digest].error != "":
+                    fail(f"S23: {request.name} runs, but its grammar did not compile")
+        if known or users:
+            same("S15 requests per grammar", {digest: one.users for digest, one in known.items() if one.users}, users)
+        for digest, one in known.items():
+            if one.error is not None and one.waiting:
+                fail(f"S15: {list(one.waiting)} wait for the grammar {digest.hex()}, which was answered")
+            for request_id in one.waiting:
+                held = facts.blocked.get(request_id)
+                if held is None or held.grammar is None or held.grammar.digest != digest:
+                    fail(f"S15: r{request_id} waits for the grammar {digest.hex()} but is not held for it")
+        for batch in facts.in_flight:
+            after = batch.plan.sample_after
+            if after is not None and after >= batch.plan.batch_id:
+                fail(f"S23: batch {batch.plan.batch_id} waits for batch {after}, which was not launched before it")
+
     def refuse(self, event: RequestArrived, samples: int, held: int, max_queued_requests: int | None) -> None:
-        """Raise Refused for a grammar known to be invalid, or when more would be held than may wait in line."""
+        """Raise RequestRefused for a grammar that did not compile before, or if too many requests would be held.
+
+        Args:
+            held: requests that wait for their grammars already; max_queued_requests limits them. None: no limit.
+        """
         if event.grammar is None:
             return
         known = self.known.get(event.grammar.digest)
@@ -68,7 +127,10 @@ class Grammars:
             raise RequestRefused("queue_full", message)
 
     def must_wait(self, request: Request, timeout_us: int | None, step: Step) -> bool:
-        """Whether a new request's grammar is not compiled yet. The first request that needs it has it compiled."""
+        """Register a new request with its grammar, and order the compilation if it is the first one.
+
+        Returns: whether the request must wait, since its grammar is not compiled yet.
+        """
         if request.grammar is None:
             return False
         digest = request.grammar.digest
@@ -76,7 +138,7 @@ class Grammars:
         if known is None:
             known = GrammarEntry()
             step.commands.append(CompileGrammar(request.grammar))
-        self.known[digest] = known  # behind all others: the most recent
+        self.known[digest] = known  # last: most recently requested
         known.users += 1
         self._forget()
         if known.error is not None:
@@ -87,7 +149,10 @@ class Grammars:
         return True
 
     def answered(self, event: GrammarReady, step: Step) -> None:
-        """A grammar compiled, or did not: its waiting requests join the queue, or end. Only the first answer counts."""
+        """Take in the result of a compilation: waiting requests join the queue or are rejected.
+
+        Only the first result of a digest counts.
+        """
         known = self.known.get(event.digest)
         if known is None or known.error is not None:
             return
@@ -101,14 +166,17 @@ class Grammars:
                 self._scheduler.join_queue(request)
 
     def ended(self, request: Request) -> None:
-        """A request ended. If it waited, its grammar goes on being compiled, for later requests."""
+        """Remove an ended request from its grammar. A running compilation goes on, for later requests."""
         if request.grammar is not None:
             known = self.known[request.grammar.digest]
             known.users -= 1
             known.waiting.pop(request.request_id, None)
 
     def ask_again(self, step: Step) -> None:
-        """After a restart: compilations may be lost. Only the first answer counts, so ordering twice is harmless."""
+        """Order pending compilations again after a restart, which may have lost them.
+
+        Only the first result counts, so a second order is harmless.
+        """
         for known in self.known.values():
             for request_id in known.waiting:
                 grammar = self._scheduler.requests[request_id].grammar
@@ -117,7 +185,7 @@ class Grammars:
                 break
 
     def _forget(self) -> None:
-        """Keep to GRAMMARS_REMEMBERED, but never forget what a request uses."""
+        """Drop unused digests beyond GRAMMARS_REMEMBERED. A digest that a request uses is never dropped."""
         excess = len(self.known) - GRAMMARS_REMEMBERED
         if excess > 0:
             unused = (digest for digest, known in self.known.items() if not known.users)
@@ -133,10 +201,10 @@ def _invalid(error: str) -> str:
 
 
 def launch(batch: InFlight, in_flight: Iterable[InFlight], outputs: Int32s, step: Step) -> None:
-    """Launch a batch that samples under grammars, as soon as its matchers allow.
+    """Launch a batch with grammars, and order its sampling now or after the result that its matchers need.
 
     Args:
-        in_flight: the batches before it, oldest first.
+        in_flight: the batches launched before it, oldest first.
         outputs: int32 [rows, width], the output table.
     """
     plan, samplers = batch.plan, batch.samplers
@@ -155,25 +223,31 @@ def launch(batch: InFlight, in_flight: Iterable[InFlight], outputs: Int32s, step
 def collected(
     event: BatchFinished, batch: InFlight, in_flight: Iterable[InFlight], outputs: Int32s, step: Step
 ) -> None:
-    """A batch's results are in: note whose grammar ended, and sample, before all else, the batches that waited."""
+    """Record which grammars ended with a collected batch, and order the sampling of the batches that waited for it.
+
+    These SampleBatch commands are put in front of all other commands of the step.
+
+    Args:
+        outputs: int32 [rows, width], the output table.
+    """
     for i in event.grammar_ended:
         if batch.samplers.rows[i] not in batch.dead:
             request, number = batch.samplers.requests[i], int(batch.sampled_at[i] - batch.samplers.prompts[i])
-            number += int(batch.least[i]) - 1  # behind those that were forced
+            number += int(batch.least[i]) - 1  # the last of its forced tokens and the sampled one
             request.grammar_outputs = min(request.grammar_outputs, number + 1)
     waited = [other for other in in_flight if other.plan.sample_after == event.batch_id]
     step.commands[:0] = [_sample(other, outputs) for other in waited]
 
 
 def _behind_output(batch: InFlight) -> NDArray[np.bool_]:
-    """Samplers under a grammar whose matcher must have seen output before. bool [samplers]"""
+    """Return a mask of the samplers with a grammar and earlier output, which its matcher must take. bool [samplers]"""
     samplers = batch.samplers
     behind: NDArray[np.bool_] = samplers.has_grammar & (batch.sampled_at > samplers.prompts)
     return behind
 
 
 def _sample(batch: InFlight, outputs: Int32s) -> SampleBatch:
-    """The order to sample a deferred batch, all tokens before those it samples being known."""
+    """Return the command to sample a deferred batch. All tokens before the sampled ones are delivered."""
     plan, samplers = batch.plan, batch.samplers
     advance: list[Advance] = []
     for i in np.flatnonzero(_behind_output(batch)).tolist():

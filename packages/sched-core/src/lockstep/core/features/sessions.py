@@ -1,29 +1,30 @@
-"""Sessions: conversations whose tokens, and as far as memory allows whose KV, are kept between turns.
+"""Sessions: conversations with tokens, and as far as memory allows KV, that are kept between turns.
 
-A turn is a request that names its session. Its prompt is what the session keeps (all of it, or the first
-`session_start` tokens: rewind) and its own tokens behind. From then on it is a request like any other.
+A turn is a request that names its session. Its prompt consists of the session's tokens (all of them, or the first
+`session_start`: a rewind) and its own tokens behind them. From then on it is a request like any other.
 
-    arrives --> held until the turn before it has ended, first come first served --> joins the line --> ... --> ends
+    arrives --> held until the turn before it has ended, first come first served --> waiting queue --> ... --> ends
 
-**What a session becomes.** A turn that completed leaves prompt and output to the session. One that was cancelled, timed
-out, failed or was rejected leaves it as it was, so the next turn starts where this one did.
+**Tokens.** After a completed turn, its prompt and output are the tokens of the session. A turn that was cancelled,
+timed out, failed or was rejected leaves the session unchanged, so the next turn starts from the same tokens.
 
-**KV.** A session holds the cached path of its tokens by a lock of its own (`session_kv` hold), from the moment a turn's
-KV is published to the end of the next completed turn. Such pages are *session-held*: cached, in the radix cache's
-books, and not evictable. When an admission or a decode lacks pages, sessions yield: those with no turn first, least
-recently used first, before any request is retracted. A session that yielded keeps its tokens; its next turn computes
-what the cache has lost. With `session_kv` evictable nothing is ever held.
+**KV.** A session locks the cached path of its tokens (`session_kv` hold), from the publication of a turn's KV to the
+end of the next completed turn. Such pages are *session-held*: they belong to the radix cache and are not evictable.
+When an admission or a decode lacks pages, sessions yield before any request is retracted: idle sessions first, and of
+these the least recently used first. A session that yielded keeps its tokens; its next turn computes the KV that the
+cache has lost. With `session_kv` evictable, sessions lock nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.commands import Step
 from lockstep.core.contract.events import (
     BatchId,
@@ -38,15 +39,18 @@ from lockstep.core.contract.events import (
 )
 from lockstep.core.features.prerequisites import Prerequisites, has_media
 from lockstep.core.features.view import SchedulerView
-from lockstep.core.kv.memory import NO_BATCH, Memory
-from lockstep.core.kv.radix import RadixNode
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.deferred import NO_BATCH
+from lockstep.core.kv.facts import Facts
+from lockstep.core.kv.memory import Memory
 from lockstep.core.requests.budget import Deferral, PrefillBudget
 from lockstep.core.requests.extras import put_behind, spans_within
+from lockstep.core.requests.radix_node import RadixNode
 from lockstep.core.requests.table import Request
 from lockstep.core.requests.validation import RequestRefused, refuse_spans, refuse_too_long
 
 COMPLETED: tuple[FinishReason, ...] = ("length", "stop", "text_stop", "grammar", "computed")
-"""How a turn ends whose tokens become the session's."""
+"""Finish reasons of a completed turn, after which its tokens are those of the session."""
 
 
 @dataclass(slots=True)
@@ -57,29 +61,33 @@ class Session:
     capacity_tokens: int  # prompt and output of any turn together
     timeout_us: int | None
     idle_since_us: int
-    used: int  # rises over all sessions; the lowest was used longest ago
-    tokens: bytes = b""  # int32 ids of all completed turns
-    namespace: str = ""  # of the turn that left them
+    used: int  # number of its last use, rising over all sessions
+    tokens: bytes = b""  # packed int32 ids of prompt and output of the last completed turn
+    namespace: str = ""  # namespace of the turn that computed them
     handle: RadixNode | None = None  # its lock on their cached path
-    turn: RequestId | None = None  # the one that may run
-    queue: deque[RequestId] = field(default_factory=deque)  # those behind it, held
-    spans: tuple[PromptSpan, ...] = ()  # what of its tokens is not text
+    turn: RequestId | None = None  # the turn that may run
+    queue: deque[RequestId] = field(default_factory=deque)  # later turns, which are held
+    spans: tuple[PromptSpan, ...] = ()  # spans of media in its tokens
 
     @property
     def length(self) -> int:
+        """Number of its tokens."""
         return len(self.tokens) // 4
 
     @property
     def idle(self) -> bool:
+        """Whether the session has no turn, running or held."""
         return self.turn is None and not self.queue
 
     @property
     def due_us(self) -> int | None:
-        """When it ends by itself."""
+        """Time in us at which the session times out; None: it does not."""
         return self.idle_since_us + self.timeout_us if self.idle and self.timeout_us is not None else None
 
 
 class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
+    """A session in a snapshot."""
+
     name: str
     capacity_tokens: int
     timeout_us: int | None
@@ -93,24 +101,33 @@ class SessionImage(msgspec.Struct, forbid_unknown_fields=True):
     spans: tuple[PromptSpan, ...] = ()
 
 
-class Sessions:
-    """The sessions of one self._scheduler."""
+class SessionsPart(msgspec.Struct):
+    """Sessions in a snapshot."""
+
+    sessions: list[SessionImage]
+    session_uses: int
+    sessions_unsettled: list[tuple[int, str]]
+
+
+class Sessions(Component):
+    """The sessions of one engine."""
+
+    PART = SessionsPart
 
     def __init__(self, scheduler: SchedulerView, prerequisites: Prerequisites) -> None:
         self._scheduler = scheduler
         self._prerequisites = prerequisites
         self.open: dict[str, Session] = {}
         self.free: list[str] = []  # sessions with a next turn that may start; emptied within the step
-        self.unsettled: list[
-            tuple[BatchId, str]
-        ] = []  # sessions with KV that is published once this batch is collected
-        self.due_us: int | None = None  # the next time-out of any session
+        # sessions with KV that is published once this batch is collected
+        self.unsettled: list[tuple[BatchId, str]] = []
+        self.due_us: int | None = None  # the earliest timeout of all sessions
         self.uses = 0
 
     # -------------------------------------------------------------------------------------------------- open and close
 
     def begin(self, control: OpenSession) -> str:
-        """Open a session. Returns why not, or nothing."""
+        """Open a session. Returns the reason against it, or ""."""
         refused = self._objection(control)
         if refused:
             return refused
@@ -149,9 +166,9 @@ class Sessions:
         return ""
 
     def end(self, name: str, reason: Literal["closed", "timeout"], step: Step) -> str:
-        """Close a session: turns behind the one that may run are rejected, that one goes on and leaves nothing.
+        """Close a session. Held turns are rejected; a running turn goes on as a request without a session.
 
-        Returns why not, or nothing.
+        Returns: the reason against it, or "".
         """
         session = self.open.get(name)
         if session is None:
@@ -170,7 +187,7 @@ class Sessions:
         return ""
 
     def expire(self, step: Step) -> None:
-        """Close sessions that had no turn for too long."""
+        """Close the sessions that have timed out without a turn."""
         for session in list(self.open.values()):
             if session.due_us is not None and session.due_us <= self._scheduler.now_us:
                 self.end(session.name, "timeout", step)
@@ -178,11 +195,11 @@ class Sessions:
     # ----------------------------------------------------------------------------------------------------------- turns
 
     def waits_for_turn(self, request: Request) -> bool:
-        """Whether the turn before this one has not ended, so that the prompt is not known. False for other requests."""
+        """Return whether a request is a turn and waits for the turn before it, so that its prompt is incomplete."""
         return bool(request.session) and self.open[request.session].turn != request.request_id
 
     def check(self, event: RequestArrived) -> None:
-        """Refuse a turn of a session that is not open, or that cannot start where it says."""
+        """Raise RequestRefused for a turn of a session that is not open, or with an invalid `session_start`."""
         if not event.session:
             if event.session_start is not None:
                 raise RequestRefused(
@@ -195,7 +212,7 @@ class Sessions:
             raise RequestRefused("bad_request", f"`session_start` must be 0 or more, got {event.session_start}")
 
     def take_in(self, request: Request) -> None:
-        """A turn was accepted, and is held until its session is free."""
+        """Hold an accepted turn until its session is free."""
         session = self.open[request.session]
         session.queue.append(request.request_id)
         if session.turn is None:
@@ -203,7 +220,7 @@ class Sessions:
         self._look_ahead()
 
     def start_turns(self, step: Step) -> None:
-        """Let the next turn of every session that is free join the line. Called at the end of a step."""
+        """Let the next turn of every free session join the waiting queue. Called at the end of a step."""
         while self.free:
             session = self.open.get(self.free.pop(0))
             if session is None or session.turn is not None or not session.queue:
@@ -232,7 +249,11 @@ class Sessions:
         self._look_ahead()
 
     def _compose(self, session: Session, request: Request) -> int:
-        """Put what the session keeps in front of a turn's own tokens. Returns how much that is. Raises Refused."""
+        """Put the session's tokens in front of a turn's own tokens.
+
+        Returns: how many tokens of the session these are.
+        Raises: RequestRefused for a start behind the session's tokens, or a prompt that is too long.
+        """
         start = request.session_start
         kept = session.length if start is None else start
         if kept > session.length:
@@ -261,7 +282,7 @@ class Sessions:
         return kept
 
     def turn_ends(self, request: Request, reason: str, outputs: int) -> None:
-        """A turn is about to end: take over what it leaves, while it still has its row."""
+        """Take over tokens and KV of a turn that is about to end and still has its row."""
         session = self.open[request.session]
         if session.turn != request.request_id:
             session.queue.remove(request.request_id)
@@ -278,7 +299,7 @@ class Sessions:
             self._let_go(session, self._scheduler.memory)
             if request.handle is not None and self._scheduler.config.session_kv == "hold":
                 if not self._scheduler.memory.is_stale(request.namespace):
-                    self._take_hold(session, request.handle, self._scheduler.memory)  # what is published so far
+                    self._take_hold(session, request.handle, self._scheduler.memory)  # KV that is published so far
                 free_after = self._scheduler.in_flight[-1].plan.batch_id if self._scheduler.in_flight else NO_BATCH
                 self.unsettled.append((free_after, session.name))
         self._look_ahead()
@@ -286,14 +307,14 @@ class Sessions:
     # -------------------------------------------------------------------------------------------------------------- KV
 
     def settle(self, batch_id: BatchId) -> None:
-        """Batch `batch_id` is collected: hold the whole KV of turns that ended, now that it is published."""
+        """Lock the whole KV of ended turns that is published now that batch `batch_id` is collected."""
         due = [name for free_after, name in self.unsettled if free_after <= batch_id]
         self.unsettled = [entry for entry in self.unsettled if entry[0] > batch_id]
         for name in due:
             self._hold_cached(self.open[name])
 
     def make_room(self, memory: Memory, pages: int, step: Step) -> int:
-        """Let sessions yield until so many more pages can be had. Returns how many more there are."""
+        """Let sessions yield until `pages` more pages are available. Returns how many more are available."""
         before = memory.available_pages
         for session in self._by_use():
             if memory.available_pages - before >= pages:
@@ -302,7 +323,10 @@ class Sessions:
         return memory.available_pages - before
 
     def give_way(self, request: Request, deferral: Deferral, budget: PrefillBudget, step: Step) -> bool:
-        """Let sessions yield if that is what it takes to admit a request. All it takes, or none of it."""
+        """Let sessions yield as far as the admission of a request needs; none if that would not suffice.
+
+        Returns: whether any session yielded.
+        """
         holders = self._by_use()
         if deferral.reason not in ("kv_budget", "pages") or not holders:
             return False
@@ -315,7 +339,7 @@ class Sessions:
         return yielded
 
     def yield_until(self, memory: Memory, enough: Callable[[], bool], step: Step) -> bool:
-        """Let sessions yield until it is enough: as many as that takes, or none. Returns whether any did."""
+        """Let sessions yield until `enough` returns true; none if it never does. Returns: whether any yielded."""
         yielding: list[Session] = []
         for session in self._by_use():
             if enough():
@@ -332,7 +356,7 @@ class Sessions:
         return helped and bool(yielding)
 
     def _lacking(self, request: Request, deferral: Deferral, budget: PrefillBudget) -> int:
-        """Pages that the obstacle is short of."""
+        """Return the pages that a deferral for KV lacks."""
         page_size, memory = self._scheduler.config.page_size, self._scheduler.memory
         if deferral.reason == "pages":
             return -(-deferral.needed // page_size) - deferral.available // page_size
@@ -345,19 +369,19 @@ class Sessions:
         return -(-(wanted + 1 - (budget.total - locking * page_size)) // page_size)
 
     def lose_kv(self) -> None:
-        """The KV of all sessions is void; their tokens stay."""
+        """Unlock the KV of all sessions, which is void. Their tokens stay."""
         for session in self.open.values():
             self._let_go(session, self._scheduler.memory)
         self.unsettled = []
         self._scheduler.retry_admission()
 
     def handles(self) -> list[RadixNode]:
-        """Every lock that sessions hold."""
+        """Return the radix nodes that sessions lock, one per session with a lock."""
         return [session.handle for session in self.open.values() if session.handle is not None]
 
     def pages_held_alone(self) -> int:
-        """Cached pages that sessions hold and no request does."""
-        counts: dict[int, int] = {}  # locks by sessions at a node or below, by its number
+        """Return the number of cached pages that sessions lock and no request locks."""
+        counts: dict[int, int] = {}  # by node number: locks of sessions at this node or below it
         nodes: dict[int, RadixNode] = {}
         for handle in self.handles():
             node: RadixNode | None = handle
@@ -368,7 +392,7 @@ class Sessions:
         return sum(len(node.pages) for number, node in nodes.items() if node.lock_count == counts[number])
 
     def _by_use(self) -> list[Session]:
-        """Sessions that hold KV, in the order in which they yield it."""
+        """Return the sessions that lock KV, in the order in which they yield."""
         holders = (session for session in self.open.values() if session.handle is not None)
         return sorted(holders, key=lambda session: (not session.idle, session.used))
 
@@ -378,7 +402,7 @@ class Sessions:
         step.decided.append(SessionYielded(step.time_us, session.name, memory.available_pages - before))
 
     def _hold_cached(self, session: Session) -> None:
-        """Hold whatever of the session's tokens the radix cache has."""
+        """Lock the part of the session's tokens that is in the radix cache."""
         memory = self._scheduler.memory
         if not memory.radix.present or self._scheduler.config.session_kv != "hold" or not session.tokens:
             return
@@ -398,7 +422,7 @@ class Sessions:
             memory.unlock(session.handle)
             session.handle = None
 
-    # ----------------------------------------------------------------------------------------------------------- books
+    # ------------------------------------------------------------------------------------------- timeouts and snapshots
 
     def _use(self, session: Session, now_us: int) -> None:
         self.uses += 1
@@ -406,13 +430,13 @@ class Sessions:
         session.idle_since_us = now_us
 
     def _look_ahead(self) -> None:
-        """When the next session ends by itself."""
+        """Update the earliest timeout of all sessions."""
         dues = [session.due_us for session in self.open.values() if session.due_us is not None]
         self.due_us = min(dues, default=None)
 
-    def images(self) -> list[SessionImage]:
-        """Every session, for a snapshot."""
-        return [
+    def part(self) -> SessionsPart:
+        """Return the state for a snapshot."""
+        images = [
             SessionImage(
                 session.name,
                 session.capacity_tokens,
@@ -428,10 +452,11 @@ class Sessions:
             )
             for session in self.open.values()
         ]
+        return SessionsPart(images, self.uses, list(self.unsettled))
 
-    def load(self, images: Iterable[SessionImage], nodes: dict[int, RadixNode]) -> None:
-        """Become what `images` showed. `nodes`: those of the radix cache, by number."""
-        for image in images:
+    def load(self, part: SessionsPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        for image in part.sessions:
             self.open[image.name] = Session(
                 image.name,
                 image.capacity_tokens,
@@ -440,15 +465,42 @@ class Sessions:
                 image.used,
                 image.tokens,
                 image.namespace,
-                nodes[image.handle] if image.handle is not None else None,
+                restored.nodes[image.handle] if image.handle is not None else None,
                 image.turn,
                 deque(image.queue),
                 image.spans,
             )
         self._look_ahead()
+        self.uses, self.unsettled = part.session_uses, part.sessions_unsettled
+
+    def blocked_requests(self) -> list[RequestId]:
+        """Return the turns that wait for the turn before them."""
+        return [request_id for session in self.open.values() for request_id in session.queue]
+
+    def check_state(self, facts: Facts) -> None:
+        """S1, S13, S15: a session locks a path of its own tokens; its turns are live, all but the first are blocked.
+
+        KV of replaced weights is cached only as long as it is locked.
+        """
+        memory = self._scheduler.memory
+        turns: list[int] = []
+        for session in self.open.values():
+            turns += [*session.queue] if session.turn is None else [session.turn, *session.queue]
+            if session.handle is not None and not session.tokens.startswith(facts.path(session.handle)[1]):
+                fail(f"S13: session {session.name!r} holds KV of other tokens than its own")
+            for request_id in session.queue:
+                if request_id not in facts.blocked:
+                    fail(f"S15: r{request_id} is behind a turn of session {session.name!r}, but is not held")
+        same("S15 turns of sessions", sorted(turns), sorted(r.request_id for r in facts.requests.values() if r.session))
+        same("S15 sessions that are free", self.free, [])
+        stale = {namespace for namespace in {node.namespace for node in facts.cached} if memory.is_stale(namespace)}
+        if stale:
+            for node in facts.cached:
+                if node.namespace in stale and not node.lock_count:
+                    fail(f"S13: {node} of namespace {node.namespace!r} is cached, weights are {memory.weights_version}")
 
 
 def _room_for(memory: Memory, request: Request) -> int:
-    """Pages that could be had for a request once its own cached prefix is locked."""
+    """Return the pages that are available for a request once its own cached prefix is locked."""
     match = memory.match(request)
     return memory.available_pages - (match.evictable_pages if match is not None else 0)

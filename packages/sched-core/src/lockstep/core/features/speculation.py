@@ -1,28 +1,29 @@
 """Speculative decoding: every decode verifies drafts, so that one forward samples several tokens of a request.
 
 A drafter (n-grams of the text, a small model, layers trained for it) guesses the next tokens on the device. The model
-computes the newest token and its drafts in one pass, and what it samples behind each of them says which were right: of
-d drafts the first so many, a. Then a + 1 tokens are new, and where the row stands is known only with the result.
+computes the newest token and its d drafts in one pass. The token that it samples behind each of them shows whether the
+next draft was right. If the first a drafts were right, a + 1 tokens are new. The position of the row is therefore known
+only with the result.
 
     delivered       base      least             most      limit - 1
     | ..known KV..   | in flight: 1 to d + 1 each |  next: 1 to d + 1  | the last token is never fed back
 
-`Engine.positions` is the most a row can have reached with all that is in flight, and its pages reach as far. A launch
-starts at `base` plus what the results in flight will say (`starts_after`), so its plan names the least and the most.
-With a result the row is moved back by the drafts that were wrong, and so is its place in every batch behind; pages
-that it can no longer reach go back at once, since no batch in flight can write them any more. Where tables cannot
-shrink (`tables_append_only`) the row keeps them as spare pages, for its next positions.
+`RunningState.positions` is an upper bound of the position of a row with all batches in flight, and its pages reach as
+far. A launch starts at `base` plus the accepted tokens of the batches in flight (`starts_after`), so its plan contains
+a lower and an upper bound. A result moves the row back by its wrong drafts, also in every batch behind. Pages that the
+row can no longer reach are freed at once, since no batch in flight can write them any more. Where tables cannot shrink
+(`tables_append_only`) the row keeps them as spare pages, for its next positions.
 
-A row that may have reached its length with what is in flight sits out until that is known: no row runs past its end.
-Drafts are optional: no request is retracted, and no session yields, to make room for them. Where pages lack, fewer are
-verified, down to none; the next decodes of other microbatches have theirs first. Rows under a grammar or with stop
-texts have none, for their hosts must see each token before the next is drawn; but what a grammar forces is verified as
-drafts are (jump_forward.py).
+A row that may have reached its length with the batches in flight is not launched until their results are known. So no
+row runs past its end. Drafts are optional: no request is retracted, and no session yields, to make room for them. If
+pages are short, fewer drafts are verified, down to none; the next decodes of other microbatches take precedence. Rows
+with a grammar or stop texts have no drafts, since the host must check each token before the next is drawn. Tokens that
+a grammar forces are verified like drafts (jump_forward.py).
 
-How many drafts are worth it follows from the results so far (`Chances`), if that is asked for: a draft counts only if
-all before it are right, and past some length hardly any does.
+With `speculative_min_chance` the number of drafts follows from the results so far (`Chances`). A draft counts only if
+all drafts before it are right, so beyond some length hardly any does.
 
-The drafter's own KV, if it has any, lies in the same pages at the same positions.
+The KV of the drafter, if it has any, is in the same pages at the same positions.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail
 from lockstep.core.contract.commands import NO_DELTAS, NO_ROWS, AfterBatch, BatchPlan, PageDeltas, Speculation, Step
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished
 from lockstep.core.features.jump_forward import JumpForward
 from lockstep.core.features.view import SchedulerView
+from lockstep.core.kv.component import Component, Restored
+from lockstep.core.kv.facts import Facts
 from lockstep.core.requests.batching import InFlight
 from lockstep.core.requests.delivery import step_numbers
 from lockstep.core.requests.running import RunningState
@@ -57,22 +61,22 @@ from lockstep.core.requests.table import (
     RunningBatch,
 )
 
-FADE = 0.98  # weight of a result relative to the one after it
-OFFERED_MIN = 4.0  # rows, faded, before the share of a place is trusted
-EXACT = -1  # no batch in flight leaves open where a row stands
+FADE = 0.98  # weight of a result relative to the next one
+OFFERED_MIN = 4.0  # faded rows from which on the share of a draft index is used
+EXACT = -1  # no batch in flight leaves the position of a row open
 
 
 class Chances(msgspec.Struct):
-    """How often drafts were right, by their place behind the newest token, older results fading.
+    """Shares of right drafts by index behind the newest token. Older results fade.
 
-    A draft can only be right if all before it are; the chance of that is the product of these shares.
+    A draft counts only if all drafts before it are right. Its chance is the product of the shares up to it.
     """
 
-    offered: list[float] = []  # rows whose drafts before this one were right, and that had it
-    right: list[float] = []  # of these, rows of which it was right too
+    offered: list[float] = []  # by draft index: faded rows that had this draft and all drafts before it right
+    right: list[float] = []  # by draft index: the rows among these with this draft right
 
     def observe(self, drafts: Int32s, right: Int32s) -> None:
-        """Take in a result: of each row how many drafts it had, and how many were right. int32 [rows] both."""
+        """Take in a result: the number of drafts of each row, and the number of right ones. int32 [rows] both."""
         most = max(int(drafts.max(initial=0)), len(self.offered))
         self.offered += [0.0] * (most - len(self.offered))
         self.right += [0.0] * (most - len(self.right))
@@ -82,8 +86,10 @@ class Chances(msgspec.Struct):
             self.right[j] = self.right[j] * FADE + int(np.count_nonzero(had & (right > j)))
 
     def worth_drafting(self, config: SchedConfig, rows: int) -> int:
-        """Drafts of each of so many rows: while one is at least as likely to count as was asked for, and one at least,
-        or a recovery would go unnoticed. Places that were never tried count as the one before.
+        """Return how many drafts each of `rows` rows should have.
+
+        Drafts are added while their chance is at least `speculative_min_chance`. One is always tried, since otherwise
+        an improvement would not be noticed. An index with too few results has the share of the index before it.
         """
         limit, least = config.speculative_max_batch_size, config.speculative_min_chance
         if limit is not UNSET and rows > limit:
@@ -101,30 +107,73 @@ class Chances(msgspec.Struct):
 
 
 class Verifying(NamedTuple):
-    """Newest tokens and drafts to verify, of each member of a cohort. int32 [members], but `after`."""
+    """Newest tokens and drafts to verify, per member of a running batch. int32 [members] unless noted."""
 
     running_batch: RunningBatch
-    starts: Int32s  # the least
-    stops: Int32s  # the most
-    drafts: Int32s
-    after: Int64s  # the batch in flight that says where the row stands; EXACT: that is known
+    starts: Int32s  # lower bounds
+    stops: Int32s  # upper bounds
+    drafts: Int32s  # number of drafts, forced tokens included
+    after: Int64s  # int64: the batch in flight with a result that decides the position; EXACT: it is known
     deltas: PageDeltas
-    forced: Int32s = NO_ROWS  # of the drafts, those that are given; empty where none is
-    forced_tokens: Int32s = NO_ROWS  # end to end
+    forced: Int32s = NO_ROWS  # how many of the drafts are forced tokens; empty: none of any member
+    forced_tokens: Int32s = NO_ROWS  # [sum of forced], end to end
 
 
-class Speculator:
-    """Which drafts and forced tokens the next decode of a running batch verifies, and what their results change."""
+class SpeculationPart(Struct):
+    """Chances of drafts in a snapshot, where any were verified."""
+
+    chances: Chances | UnsetType = UNSET
+
+
+class Speculator(Component):
+    """Chooses the drafts and forced tokens that the next decode verifies, and applies the results."""
+
+    PART = SpeculationPart
 
     def __init__(self, scheduler: SchedulerView, jump_forward: JumpForward) -> None:
         self._scheduler = scheduler
         self.jump_forward = jump_forward
         self.chances = Chances()
 
-    def verify_next(self, running: RunningState, step: Step) -> Verifying | None:
-        """Move the members that can go on by a token and the drafts that have room, opening pages. None if none can.
+    def part(self) -> SpeculationPart:
+        """Return the state for a snapshot."""
+        return SpeculationPart(self.chances if self.chances.offered else UNSET)
 
-        The pages of one token of each are there.
+    def load(self, part: SpeculationPart, restored: Restored) -> None:
+        """Take over the state that `part` returned."""
+        if part.chances is not UNSET:
+            self.chances = part.chances
+
+    def check_state(self, facts: Facts) -> None:
+        """S7, S23: a row that may be at its end waits for a result; rows with grammars or stop texts have no drafts."""
+        if not (facts.config.speculates or facts.config.jumps):
+            return
+        running_batch, positions = self._scheduler.all_running
+        slack, _ = uncertainty(facts.in_flight, running_batch.rows, len(self._scheduler.memory.table.holders))
+        for request, most, wrong in zip(running_batch.requests, positions.tolist(), slack.tolist(), strict=True):
+            awaited = not facts.config.speculates or any(batch.names(request.row) for batch in facts.in_flight)
+            if most + 1 >= request.limit and not awaited:
+                fail(f"S7: {request.name} may be at its end {most}, limit {request.limit}, and still decodes")
+            if most - wrong < request.prompt_tokens:
+                fail(f"S7: {request.name} may be at {most - wrong}, within its prompt of {request.prompt_tokens}")
+        for batch in facts.in_flight:
+            if batch.verifies:
+                assert batch.steps is not None
+                drafts = (batch.steps - batch.least).tolist()
+                for request, row, tokens in zip(
+                    batch.samplers.requests, batch.samplers.rows.tolist(), drafts, strict=True
+                ):
+                    if tokens and request.row == row and (request.grammar is not None or request.watches_text):
+                        fail(
+                            f"S23: batch {batch.plan.batch_id} verifies drafts of {request.name}, which must have none"
+                        )
+
+    def verify_next(self, running: RunningState, step: Step) -> Verifying | None:
+        """Move members on by one token and the drafts for which there is room, and open their pages.
+
+        The pages for one token of each member are available. Members that may have reached their limit stay.
+
+        Returns: what to verify; None if no member can go on.
         """
         running_batch, positions, page_size = (
             running.batch,
@@ -141,7 +190,7 @@ class Speculator:
         forced = NO_ROWS
         if self.jump_forward.forced:
             forced = self.jump_forward.counts_of(members, most)
-            drafts += forced  # a row with forced tokens is under a grammar, and drafts nothing
+            drafts += forced  # a row with forced tokens has a grammar, and so no drafts
         table = self._scheduler.memory.table
         keeps = self._scheduler.config.keeps_draft_pages
         held = -(-most // page_size)
@@ -173,15 +222,16 @@ class Speculator:
         return Verifying(members, most - slack, stops, drafts, after, deltas, forced, tokens)
 
     def _opening(self, stops: Int32s, held: Int32s) -> Int32s:
-        """Pages that rows open to reach `stops`, beside those that they hold. int32 [rows] all three."""
+        """Return the pages that rows open to reach `stops`, beside those that they hold. int32 [rows] all three."""
         opening: Int32s = -(-stops // np.int32(self._scheduler.config.page_size)) - held
         return np.maximum(opening, ZERO) if self._scheduler.config.keeps_draft_pages else opening
 
     def jump_next(self, running: RunningState, step: Step) -> tuple[Verifying, list[int]] | None:
-        """Move the running batch of an engine without drafts on, some members by several tokens.
+        """Move the running batch of an engine without drafts on, members with forced tokens by several positions.
 
-        The pages of one token of each are there. Returns: also the members that end by length with it; None if no
-        member has forced tokens to come.
+        The pages for one token of each member are available.
+
+        Returns: what to verify, and the members that end by length with it; None if no member has forced tokens.
         """
         running_batch, starts, page_size = running.batch, running.positions, np.int32(self._scheduler.config.page_size)
         counts = self.jump_forward.counts_of(running_batch, starts)
@@ -205,7 +255,7 @@ class Speculator:
         return verifying, running.remove_ending(running_batch, stops, self._scheduler.memory.table)
 
     def _pages_to_open(self) -> int:
-        """Pages that can be had for the newest tokens and what is computed beside them, in all pools."""
+        """Return the pages available in all pools for newest tokens and drafts, less those of other microbatches."""
         memory, microbatches, config = self._scheduler.memory, self._scheduler.microbatches, self._scheduler.config
         available = memory.available_pages
         available = memory.hybrid.pages_for_drafts(available)
@@ -214,9 +264,12 @@ class Speculator:
         )
 
     def settle(self, running: RunningState, batch: InFlight, accepted: Int32s) -> None:
-        """A verifying batch is delivered: where its rows stand is known, here and in every batch behind it.
+        """Move the rows of a delivered verifying batch back by their wrong drafts, here and in every batch behind it.
 
-        int32 [samplers], as `accepted_of` has it. Pages beyond reach go back.
+        Pages that the rows can no longer reach are freed, or kept as spare pages where tables cannot shrink.
+
+        Args:
+            accepted: int32 [samplers], the result of `accepted_of`.
         """
         assert batch.steps is not None
         wrong, drafts, batch.steps = batch.steps - accepted, batch.steps - batch.least, accepted
@@ -243,9 +296,12 @@ class Speculator:
             self._scheduler.memory.pool.free(table.pages[running.batch.rows.repeat(back), index])
 
     def known_tokens(self, request: Request, outputs: int) -> int | None:
-        """Positions of a request whose KV is that of its tokens, `outputs` of them output; None: all that is computed.
+        """Return how many positions of a request have KV of its final tokens; None: all computed positions.
 
-        What batches in flight verify may turn out wrong, and what lies behind its end never was.
+        Drafts in flight may be wrong, and positions behind the end of the request do not count.
+
+        Args:
+            outputs: output tokens of the request.
         """
         if request.state is not RequestState.RUNNING:
             return None
@@ -253,19 +309,29 @@ class Speculator:
         return min(self._scheduler.computed_of(request) - unsure, request.prompt_tokens + outputs)
 
 
-def _draftable(members: RunningBatch, most: Int32s, wanted: int) -> Int32s:
-    """Drafts of each: all that are wanted, as long as none lies past its end; none where the host looks at every token.
+def _draftable(members: RunningBatch, most: Int32s, drafts_max: int) -> Int32s:
+    """Return the number of drafts of each member: `drafts_max`, but none past its end.
 
-    int32 [members], the most each can have reached, and the result.
+    Members with a grammar or stop texts have no drafts, since the host checks their tokens one by one.
+
+    Args:
+        most: int32 [members], upper bounds of their positions.
+    Returns: int32 [members].
     """
-    drafts: Int32s = np.minimum(np.int32(wanted), members.limits - np.int32(2) - most)
+    drafts: Int32s = np.minimum(np.int32(drafts_max), members.limits - np.int32(2) - most)
     if members.constrained or members.watched:
         drafts[members.special & (HAS_GRAMMAR | WATCHES_TEXT) != ZERO] = 0
     return drafts
 
 
 def uncertainty(in_flight: Iterable[InFlight], rows: Int32s, table_rows: int) -> tuple[Int32s, Int64s]:
-    """How far short of the most each of these rows can be, and which batch is the last to say. [rows] both."""
+    """Return how far each row may be below its upper bound, and the last batch with a result that decides it.
+
+    Args:
+        rows: int32 [n].
+        table_rows: rows of the request table.
+    Returns: int32 [n]; int64 [n], EXACT for a row with a known position.
+    """
     slack, after = np.zeros(table_rows, np.int32), np.full(table_rows, EXACT, np.int64)
     for batch in in_flight:
         if batch.verifies:
@@ -278,14 +344,18 @@ def uncertainty(in_flight: Iterable[InFlight], rows: Int32s, table_rows: int) ->
 
 
 def starts_after(verifying: Verifying, first: int) -> tuple[AfterBatch, ...]:
-    """Which rows of a plan start where a batch in flight leaves them. `first`: their place among the plan's rows."""
+    """Return the rows of a plan that start where a batch in flight leaves them.
+
+    Args:
+        first: index of the first verifying row in the plan.
+    """
     unknown = np.flatnonzero(verifying.after != EXACT).tolist()
     after, rows = verifying.after.tolist(), verifying.running_batch.rows.tolist()
     return tuple(AfterBatch(first + i, after[i], rows[i]) for i in unknown)
 
 
 def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> BatchPlan:
-    """The plan, its rows behind those that extend verifying drafts."""
+    """Return the plan with verification for its rows behind the extend rows."""
     method = config.speculative_method if config.speculative_method is not UNSET else "forced"
     assert method != "none"
     return replace(
@@ -306,13 +376,13 @@ def verified(plan: BatchPlan, verifying: Verifying, config: SchedConfig) -> Batc
 
 
 def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
-    """How many tokens each sampler of a verifying batch got. int32 [samplers].
+    """Return how many tokens each sampler of a verifying batch got. int32 [samplers]
 
-    Raises ContractError for counts that cannot be.
+    Raises: ContractError for counts outside the bounds of the batch.
     """
     assert batch.steps is not None
     if not event.accepted:
-        return batch.least  # none of the drafts was right
+        return batch.least  # no draft was right
     if len(event.accepted) != 4 * batch.samplers.size:
         raise ContractError(
             f"batch {event.batch_id} has {len(event.accepted)} bytes of accepted counts, expected "
@@ -330,12 +400,12 @@ def accepted_of(event: BatchFinished, batch: InFlight) -> Int32s:
 
 
 def tokens_of_result(event: BatchFinished, batch: InFlight) -> int:
-    """How many tokens the result of a verifying batch must have. Raises ContractError as `accepted_of` does."""
+    """Return how many tokens the result of a verifying batch must have. Raises ContractError like `accepted_of`."""
     return int(accepted_of(event, batch).sum())
 
 
 def stops_of(batch: InFlight) -> Int32s:
-    """Where the rows of a verifying batch in flight stop, at most, as far as results say by now. int32 [rows]"""
+    """Return upper bounds of the stops of a verifying batch in flight, given the results so far. int32 [rows]"""
     assert batch.steps is not None
     stops = batch.plan.stops.copy()
     stops[batch.plan.sample_rows] = batch.sampled_at + batch.steps - ONE

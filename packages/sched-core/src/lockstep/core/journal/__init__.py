@@ -1,4 +1,4 @@
 """The journal: records on disk, replay of a recorded run, and snapshots of an engine's whole state.
 
-Replay and snapshots import the scheduler; nothing in the core imports them. Hosts and tools may.
+Replay and snapshots import the scheduler. No other package of the core imports them; hosts and tools may.
 """

@@ -50,15 +50,17 @@ from lockstep.core.journal.records import (
 )
 from lockstep.core.journal.segments import SNAPSHOT_NAME, find_journal, list_segments, lock_folder, segment_name
 
-HEAD_LOOK_BYTES = 256 << 10  # a header and what follows it are much shorter
+HEAD_LOOK_BYTES = 256 << 10  # a header record and a snapshot record together are much shorter
 
 _decode_event = msgspec.msgpack.Decoder(ObservedEvent).decode
 
 
 def read_journal(folder: Folder, *, repair: bool = False, first_segment: int = 0) -> Journal:
-    """Open a journal, given the run folder or its `journal` folder; with `first_segment` only from that one on.
+    """Open a journal, given the run folder or its `journal` folder.
 
-    With `repair`, a torn tail is cut off before this returns; corruption raises and is left as it is.
+    Args:
+        repair: cut off a torn tail before this returns. Corruption raises and is left as it is.
+        first_segment: open only this segment and later ones.
     Raises: JournalError if there is no journal or its version is unknown; JournalCorrupt.
     """
     journal = Journal(find_journal(Path(folder)), first_segment)
@@ -69,13 +71,13 @@ def read_journal(folder: Folder, *, repair: bool = False, first_segment: int = 0
 
 
 class Journal:
-    """A journal open for reading. Nothing is kept in memory but the segment being read."""
+    """A journal open for reading. Only the segment being read is in memory."""
 
     def __init__(self, folder: Path, first_segment: int = 0) -> None:
-        """Read the list of segments and the first header. Segments before `first_segment` are not looked at."""
+        """Read the list of segments and the first header. Segments before `first_segment` are ignored."""
         self.folder = folder
         self.segments = list_segments(folder, first_segment)
-        self.first_segment = int(self.segments[0].stem)  # of those that are left
+        self.first_segment = int(self.segments[0].stem)  # number of the first segment that has not expired
         self._tail: Tail | None = None
         self._start = _start_of(self.segments[0]) if self.first_segment else _START
         first = next(_Scan(self.segments, self._start).frames(), None)
@@ -97,12 +99,12 @@ class Journal:
 
     @property
     def first_step(self) -> int:
-        """Events before the first segment that is left: 0 where none has expired."""
+        """Number of events before the first segment: 0 if no segment has expired."""
         return self._start.steps
 
     @property
     def tail(self) -> Tail:
-        """How the journal ends. Reads all of it once, framing and chain only; raises JournalCorrupt."""
+        """The end of the journal. The first use reads framing and chain of the whole journal. Raises JournalCorrupt."""
         if self._tail is None:
             scan = _Scan(self.segments, self._start)
             for frame in scan.frames():
@@ -112,9 +114,9 @@ class Journal:
         return self._tail
 
     def records(self) -> Iterator[Record]:
-        """Every record in order, each checked before it is yielded; stops at a torn tail.
+        """Yield every record in order, each checked before it is yielded; stop at a torn tail.
 
-        Raises: JournalCorrupt when it comes to the damage; JournalError at a record this version cannot read.
+        Raises: JournalCorrupt at the damage; JournalError at a record that this version cannot read.
         """
         scan = _Scan(self.segments, self._start)
         step = self.first_step
@@ -134,11 +136,11 @@ class Journal:
         self._tail = scan.tail()
 
     def events(self) -> Iterator[EventRecord]:
-        """The event records alone."""
+        """Return an iterator over the event records."""
         return (record for record in self.records() if isinstance(record, EventRecord))
 
     def load_snapshot(self, snapshot: Snapshot) -> bytes | None:
-        """The bytes of a snapshot, or None if they are missing or not those that were stored: then replay from 0."""
+        """Return the bytes of a snapshot; None if the file is missing or altered. Replay then begins at the start."""
         if not SNAPSHOT_NAME.fullmatch(snapshot.file):
             return None
         try:
@@ -172,7 +174,7 @@ class Journal:
         )
 
     def _check_segment(self, frame: Frame) -> JournalHeader:
-        """The header of a segment, which must be the one its place and the first header call for."""
+        """Return the header of a segment. Raises JournalCorrupt unless its numbers and its run match the journal."""
         path = self.segments[frame.segment]
         header = _decode_header(frame, path)
         same_run = all(
@@ -199,20 +201,20 @@ _START = _Start(0, NO_CHAIN, 0)
 
 
 def _start_of(path: Path) -> _Start:
-    """The start of a journal after its first segments have expired, from the header of the first one left."""
+    """Return the state of the chain before a segment, from its header."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise JournalError(f"cannot read {path}: {error}") from error
     if find_record(data[: HEADER_BYTES + PAYLOAD_BYTES_MAX + CRC.size], 0) != 0:
-        return _START  # no whole header: the caller reports it
+        return _START  # there is no whole header, which the caller reports
     _, _, length, sequence, chain, _ = HEADER.unpack_from(data, 0)
     payload = memoryview(data)[HEADER_BYTES : HEADER_BYTES + length]
     return _Start(sequence, chain, _decode_header(Frame(data[3], sequence, 0, 0, payload), path).first_step)
 
 
 def _decode_header(frame: Frame, path: Path) -> JournalHeader:
-    """Decode a header record, its version first: a header of another version may have any other fields."""
+    """Decode a header record. The version is read first, since a header of another version may have other fields."""
     if frame.kind != KIND_HEADER:
         raise JournalError(
             f"{path} begins with a record of kind {KIND_NAMES.get(frame.kind, frame.kind)}, which names no version; "
@@ -231,7 +233,7 @@ def _decode_header(frame: Frame, path: Path) -> JournalHeader:
 
 
 def opening_snapshot(path: Path) -> str | None:
-    """The name of the snapshot file that a segment begins with; None where it begins with none that is whole."""
+    """Return the name of the snapshot file with which a segment begins; None if it begins with no whole one."""
     try:
         with path.open("rb") as file:
             data = file.read(HEAD_LOOK_BYTES)
@@ -251,25 +253,25 @@ def opening_snapshot(path: Path) -> str | None:
 
 
 class _Scan:
-    """One pass over framing and chain: the recovery table of docs/journal.md, in its order."""
+    """One pass over framing and chain. It applies the recovery table of docs/journal.md, in the order of its rows."""
 
     def __init__(self, segments: list[Path], start: _Start = _START) -> None:
         self.segments = segments
-        self.sequence = start.sequence  # expected next
+        self.sequence = start.sequence  # sequence of the next record
         self.chain = start.chain
         self.steps = start.steps
-        self.offset = 0  # where the last whole record of the last segment ends
+        self.offset = 0  # offset in the last segment behind its last whole record
         self.file_bytes = 0
-        self.ended = False  # the last record of this segment was an end record
-        self.torn = ""  # why the tail is torn
+        self.ended = False  # whether the last record of this segment was an end record
+        self.torn = ""  # reason for a torn tail; empty if it is not torn
 
     def frames(self) -> Iterator[Frame]:
-        """Every record that passes, in order. Raises JournalCorrupt; ends at a torn tail."""
+        """Yield every record that passes the checks, in order; stop at a torn tail. Raises JournalCorrupt."""
         for segment in range(len(self.segments)):
             yield from self._segment_frames(segment)
 
     def tail(self) -> Tail:
-        """How the journal ends; call it when `frames` is used up."""
+        """Return the end of the journal. To be called after `frames` is exhausted."""
         return Tail(
             verdict="torn" if self.torn else "clean",
             closed=self.ended and not self.torn,
@@ -329,7 +331,7 @@ class _Scan:
             raise JournalError(f"cannot read {self.segments[segment]}: {error}") from error
 
     def _bad(self, segment: int, data: bytes, offset: int, reason: CorruptReason) -> None:
-        """Tell a torn tail from corruption: nothing valid may come later, here or in a later segment."""
+        """Mark a torn tail. Raises JournalCorrupt if a valid record or another segment follows the bad record."""
         name = str(self.segments[segment])
         later = find_record(data, offset + 1)
         if later is not None:
@@ -352,12 +354,12 @@ class _Scan:
 
 
 def _cut_tail(journal: Journal) -> None:
-    """Cut the last segment after its last whole record; a segment without even a header goes altogether."""
+    """Cut the last segment off behind its last whole record; delete it if it has no whole header."""
     path = journal.segments[-1]
     folder_file = os.open(journal.folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         lock_folder(folder_file, journal.folder)
-        tail = Journal(journal.folder, journal.first_segment).tail  # again, now that no other process can write
+        tail = Journal(journal.folder, journal.first_segment).tail  # read again, since no other process can write now
         if tail.verdict == "torn":
             if tail.offset:
                 file = os.open(path, os.O_WRONLY)

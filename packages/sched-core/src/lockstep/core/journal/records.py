@@ -1,20 +1,20 @@
 """The journal on disk: append-only segments of checksummed, chained records. docs/journal.md has the format in bytes.
 
     run/journal/00000000.log        segments in order; each begins with a header record
-    run/journal/snapshot-...        what snapshot records refer to, trusted only if its digest matches
+    run/journal/snapshot-...        files to which snapshot records refer; used only if their digest matches
 
-The first segments may have expired; then the first that is left begins with a snapshot, from which it can be replayed.
+The first segments may have expired. The first remaining one then begins with a snapshot, from which it can be replayed.
 
-One record. The header has its own checksum, so that a damaged length is never used; the chain makes a lost, doubled
-or moved record visible; the last checksum covers header and payload.
+Layout of a record, with offsets in bytes. The header has its own checksum, so that a damaged length is never used. The
+chain reveals a lost, doubled or moved record. The last checksum covers header and payload.
 
     # 0     3      4        8          16               32           36         36 + length   40 + length
     # | magic | kind | length | sequence | chain of the | CRC-32 of  | payload  | CRC-32 of   |
     # |       |      |        |          | record before| [0:32)     |          | all but CRCs|
 
-A crash leaves a *torn tail*: one bad stretch at the end of the last segment with no valid record after it. It is cut
-off; no durable record is lost by that. Any other mismatch is *corruption*: it is reported with its place and never
-repaired. A reader gives a payload out only after every check on it has passed.
+A crash leaves a *torn tail*: an invalid range at the end of the last segment with no valid record after it. It is cut
+off, which loses no durable record. Any other mismatch is *corruption*: it is reported with its position and never
+repaired. A reader returns a payload only after every check of it has passed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAYLOAD_BYTES_MAX = 64 << 20  # a greater length is corrupt, even with a correct
 DIGEST_BYTES = 16
 NO_CHAIN = bytes(DIGEST_BYTES)  # the chain value before the first record
 
-HEAD = struct.Struct("<3sBIQ16s")  # magic, kind, payload length, sequence, chain value of the record before
+HEAD = struct.Struct("<3sBIQ16s")  # magic, kind, payload length, sequence, chain value of the previous record
 CRC = struct.Struct("<I")
 HEADER = struct.Struct("<3sBIQ16sI")  # head and its CRC-32
 HEADER_BYTES = HEADER.size
@@ -56,12 +56,12 @@ Folder = Path | str
 """A run folder, or the `journal` folder in it."""
 
 Durability = Literal["none", "interval", "group", "every"]
-"""When records reach the disk. In every mode `flush` returns after write(), which survives the death of the process.
+"""When records reach the disk. In every mode `flush` returns after write(), so flushed records survive the process.
 
-none      whenever the kernel writes them
+none      when the kernel writes them
 interval  a thread calls fsync at most every INTERVAL_MS
-group     a thread calls fsync after each flush; flushes that come meanwhile share the next one
-every     `append` itself returns after fsync
+group     a thread calls fsync after each flush; flushes during an fsync share the next one
+every     `append` returns only after fsync
 """
 
 CorruptReason = Literal[
@@ -81,11 +81,11 @@ CorruptReason = Literal[
 
 
 class JournalError(LockstepError):
-    """The journal cannot be written or read. The message has the file, what was expected and what was found."""
+    """The journal cannot be written or read. The message contains the file, the expected and the found content."""
 
 
 class JournalCorrupt(JournalError):
-    """The journal was damaged after it was written; a torn tail is not that. Never repaired."""
+    """The journal was damaged after it was written. It is never repaired. A torn tail is no corruption."""
 
     def __init__(self, segment: str, offset: int, reason: CorruptReason, detail: str) -> None:
         super().__init__(f"{segment} is corrupt at offset {offset}: {reason}: {detail}")
@@ -108,31 +108,31 @@ CORE_VERSION = _core_version()
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that a replay needs before the first event. The first record of every segment repeats it."""
+    """The facts that a replay needs before the first event. The first record of every segment repeats them."""
 
     config: SchedConfig  # every field, defaults included
     seed: int = 0
     model_digest: str = ""
     tokenizer_digest: str = ""
-    host: dict[str, str | int | float] = {}  # which host, cost model, workload: enough for a person; no secrets
+    host: dict[str, str | int | float] = {}  # host, cost model and workload, for display only; no secrets
     core_version: str = CORE_VERSION
     behaviour_flags: tuple[str, ...] = BEHAVIOUR_FLAGS
     format_version: int = FORMAT_VERSION
-    segment: int = 0  # filled in by the writer, as are the next two
-    first_sequence: int = 0  # of this very record
+    segment: int = 0  # number of this segment; the writer fills in this field and the next three
+    first_sequence: int = 0  # sequence of this record
     previous_chain: bytes = NO_CHAIN
     first_step: int = 0  # events before this segment
-    content: Literal["full", "digests"] = "full"  # whether prompts, outputs and the like were kept, or only lengths
+    content: Literal["full", "digests"] = "full"  # full: with prompts and outputs; digests: only lengths and digests
 
 
 class OnlyVersion(msgspec.Struct):
-    """The version of a header, which is read before its other fields."""
+    """The format version of a header, which is read before its other fields."""
 
     format_version: int
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """Where a record lies. `sequence` counts records of every kind, from 0, across segments."""
+    """The position of a record. `sequence` counts records of every kind, from 0, across segments."""
 
     sequence: int
     segment: int
@@ -140,7 +140,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
 
 class HeaderRecord(Record, frozen=True, gc=False):
-    """A segment begins."""
+    """The first record of a segment."""
 
     header: JournalHeader
 
@@ -154,7 +154,7 @@ class EventRecord(Record, frozen=True, gc=False):
 
 
 class UnsealedRecord(Record, frozen=True, gc=False):
-    """An event whose step raised. It is kept for the post-mortem and has no digest."""
+    """An event whose step raised. It is stored for diagnosis and has no digest."""
 
     event: ObservedEvent
 
@@ -165,11 +165,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     file: str
     steps: int
     bytes_digest: bytes  # BLAKE2b-128 of the file
-    state_digest: bytes  # of the engine's state, as the host computed it
+    state_digest: bytes  # digest of the engine at this event, from the host
 
 
 class SnapshotRecord(Record, frozen=True, gc=False):
-    """A snapshot was taken here."""
+    """A record that refers to a snapshot of the state at this position."""
 
     snapshot: Snapshot
 
@@ -187,21 +187,21 @@ class EndRecord(Record, frozen=True, gc=False):
 
 
 class Tail(msgspec.Struct, frozen=True, kw_only=True):
-    """How a journal ends. "torn": [offset:file_bytes) of the last segment is the remains of a record that was lost."""
+    """The end of a journal. "torn": [offset:file_bytes) of the last segment is the rest of a record that was lost."""
 
     verdict: Literal["clean", "torn"]
-    closed: bool  # an end record is the last one; without it the writer died or is still writing
+    closed: bool  # whether the last record is an end record; if not, the writer crashed or is still writing
     segment: str
-    offset: int  # where the last whole record ends
+    offset: int  # end of the last whole record
     file_bytes: int
-    reason: str  # why the tail is torn; empty if it is not
+    reason: str  # reason for a torn tail; empty if it is not torn
     records: int
     steps: int
-    chain: bytes  # of the last whole record
+    chain: bytes  # chain value of the last whole record
 
     @property
     def torn_bytes(self) -> int:
-        """Bytes behind the last whole record."""
+        """Number of bytes behind the last whole record."""
         return self.file_bytes - self.offset
 
 
@@ -216,7 +216,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 
 
 def first_sequence(head: bytes) -> int:
-    """The number of the record that begins with these HEADER_BYTES bytes. 0 if they are no head of one."""
+    """Return the sequence of the record that begins with these HEADER_BYTES bytes; 0 if there are fewer bytes."""
     if len(head) < HEADER_BYTES:
         return 0
     sequence: int = HEADER.unpack(head)[3]
@@ -224,7 +224,7 @@ def first_sequence(head: bytes) -> int:
 
 
 def find_record(data: bytes, offset: int) -> int | None:
-    """The first offset at or after `offset`, at any byte, where a record with both checksums right begins."""
+    """Return the first offset at or after `offset` of a record with two right checksums; None if there is none."""
     view = memoryview(data)
     last = len(data) - RECORD_BYTES_MIN
     offset = data.find(MAGIC, offset)

@@ -1,7 +1,7 @@
 """Replay: step an engine through the events of a journal and compare its decisions with the recorded ones.
 
-The digests in a journal are the oracle: a strict replay needs nothing else. A refactoring replays every journal
-unchanged; a change of behaviour is a named flag in the header, and a journal without the flag gets the old rule.
+A strict replay compares only digests, which the journal contains. A refactoring must replay every journal unchanged. A
+change of behaviour has a named flag in the header, and a journal without the flag is replayed under the old rule.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplayedEngine(Protocol):
     """The interface of an engine that replay uses."""
 
     def step(self, event: ObservedEvent, /) -> Step:
-        """Take in one fact; return what follows."""
+        """Take in one event; return the Step that follows."""
 
 
 MakeEngine = Callable[[JournalHeader], ReplayedEngine]
@@ -44,7 +44,7 @@ RestoreEngine = Callable[[JournalHeader, bytes], ReplayedEngine]
 
 
 class Divergence(LockstepError):
-    """The replay decided differently from the journal, at this event for the first time."""
+    """The replay's decisions differ from those of the journal, at this event for the first time."""
 
     def __init__(
         self, header: JournalHeader, record: EventRecord, got_digest: bytes | None, folder: Folder, cause: str = ""
@@ -56,7 +56,7 @@ class Divergence(LockstepError):
             f"behaviour flags: {', '.join(header.behaviour_flags) or 'none'}; "
             f"written by core {header.core_version}, replayed by core {CORE_VERSION}\n"
             f"hint: lockstep journal dump {folder} --from {max(0, record.step - 5)} --until {record.step + 1} "
-            "shows what came before"
+            "shows the events before it"
         )
         self.step = record.step
         self.sequence = record.sequence
@@ -70,14 +70,14 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """The counts of a strict replay that found no difference."""
 
     header: JournalHeader
-    events: int  # in the journal, up to `until`
-    steps: int  # replayed; fewer than the events if a snapshot stood for the first ones
-    batches: int  # launched by these steps
-    unsealed: int  # events whose step had raised; not replayed
-    digest: bytes  # of the last step; empty if there was none
-    tail: Tail | None  # None if `until` came before the end
-    snapshot: Snapshot | None = None  # the one the replay started from
-    snapshot_refused: Snapshot | None = None  # the newest one, if its file is missing or altered
+    events: int  # events in the journal, up to `until`
+    steps: int  # replayed steps; fewer than the events if a snapshot replaced the first ones
+    batches: int  # batches launched by these steps
+    unsealed: int  # events whose recorded step raised; they are not replayed
+    digest: bytes  # digest of the last step; empty if there was none
+    tail: Tail | None  # None if the replay stopped at `until`
+    snapshot: Snapshot | None = None  # the snapshot from which the replay started
+    snapshot_refused: Snapshot | None = None  # the newest snapshot, if its file is missing or altered
 
 
 def replay(
@@ -90,11 +90,12 @@ def replay(
     """Replay steps [0:until) strictly and count them.
 
     Args:
-        make_engine: from the header; by default `Engine(header.config)`.
+        make_engine: builds an engine from the header; by default `Engine(header.config)`.
         until: stop before this step, counted from 0; None replays all. A torn tail ends at its last whole record.
-        restore: from the header and the bytes of a snapshot; with it, replay starts at the newest one before `until`,
-            or from the start if that one is not what was stored.
-    Raises: Divergence at the first difference; JournalError; JournalCorrupt, after what precedes the damage was equal.
+        restore: builds an engine from the header and the bytes of a snapshot. With it, replay starts at the newest
+            snapshot before `until`, or at the first event if that file is missing or altered.
+    Raises: Divergence at the first difference; JournalError; JournalCorrupt at the damage, if the steps before it were
+        equal.
     """
     journal = read_journal(folder)
     snapshot, refused, engine = None, None, None
@@ -146,10 +147,11 @@ def fold(
     until: int | None = None,
     strict: bool = True,
 ) -> Iterator[tuple[ObservedEvent, Step]]:
-    """Each event of a journal with the Step that follows from it: the source of metrics and explanations.
+    """Yield each event of a journal with its Step: the source of metrics and explanations.
 
-    With `strict`, the default, raises Divergence instead of yielding a Step that is not the recorded one. Without it
-    the same events are stepped through another engine, and digests are ignored.
+    Args:
+        strict: raise Divergence instead of yielding a Step that differs from the recorded one. If false, digests are
+            ignored, so that an engine with other settings can step through the same events.
     """
     journal = read_journal(folder)
     engine = _first_engine(journal, make_engine)
@@ -172,12 +174,12 @@ def _step(engine: ReplayedEngine, journal: Journal, record: EventRecord, *, stri
 
 
 def engine_at_start(journal: Journal) -> Engine:
-    """The engine before the first event that is left of a journal: a new one, or that of its first snapshot.
+    """Return the engine before the first remaining event of a journal: a new one, or that of the first snapshot.
 
-    Raises: JournalError where the beginning has expired and the snapshot behind it cannot be used.
+    Raises: JournalError if the beginning has expired and the snapshot behind it is missing or altered.
     """
     from lockstep.core.journal.snapshot import restore
-    from lockstep.core.scheduler.engine import Engine  # here, so that journals can be read without an engine
+    from lockstep.core.scheduler.engine import Engine  # imported here, so that reading a journal needs no engine
 
     refuse_unreplayable(journal.header)
     if not journal.first_step:
@@ -186,8 +188,8 @@ def engine_at_start(journal: Journal) -> Engine:
     data = journal.load_snapshot(opening) if opening is not None else None
     if opening is None or data is None:
         raise JournalError(
-            f"{journal.segments[0]}: what came before it has expired, and the snapshot that it begins with is gone or "
-            "altered"
+            f"{journal.segments[0]}: the segments before it have expired, and the snapshot at its beginning is missing "
+            "or altered"
         )
     try:
         engine = restore(data)
@@ -199,7 +201,7 @@ def engine_at_start(journal: Journal) -> Engine:
 
 
 def _opening(journal: Journal) -> Snapshot | None:
-    """The snapshot that stands right behind a journal's first header."""
+    """Return the snapshot of the record right behind a journal's first header; None if there is none."""
     records = journal.records()
     next(records)
     second = next(records, None)
@@ -216,15 +218,15 @@ def _first_engine(journal: Journal, make_engine: MakeEngine | None) -> ReplayedE
     if getattr(made, "digest", None) != engine.digest:
         raise JournalError(
             f"the first {journal.first_step} events of {journal.folder} have expired, so that it can only be replayed "
-            "as it was decided, from the snapshot behind them\nhint: lockstep journal verify does"
+            "with its own settings, from the snapshot behind them\nhint: lockstep journal verify replays it"
         )
     return made
 
 
 def refuse_unreplayable(header: JournalHeader) -> None:
-    """Raise JournalError for a journal that cannot be decided again: under unknown rules, or without its content."""
+    """Raise JournalError for a journal that cannot be replayed: with unknown behaviour flags, or without prompts."""
     if header.content != "full":
-        raise JournalError("the journal has digests of prompts and outputs only, and cannot be decided again")
+        raise JournalError("the journal has only digests of prompts and outputs, and cannot be replayed")
     unknown = [flag for flag in header.behaviour_flags if flag not in BEHAVIOUR_FLAGS]
     if unknown:
         raise JournalError(
@@ -237,7 +239,7 @@ def _make_engine(header: JournalHeader, make_engine: MakeEngine | None) -> Repla
     refuse_unreplayable(header)
     if make_engine is not None:
         return make_engine(header)
-    from lockstep.core.scheduler.engine import Engine  # here, so that journals can be read without an engine
+    from lockstep.core.scheduler.engine import Engine  # imported here, so that reading a journal needs no engine
 
     return Engine(header.config)
 
@@ -257,9 +259,9 @@ _ITEMS_MAX = 8
 
 
 def event_line(event: ObservedEvent) -> str:
-    """An event in one bounded line: its name and the fields that are not at their default, `time_us` left out.
+    """Return an event in one line of bounded length: its name and the fields without their default, except `time_us`.
 
-    Bytes, long text and long tuples are counted, not shown: a prompt must not end up in a log by way of an error.
+    Bytes, long texts and long tuples are counted, not shown, so that no prompt gets into a log through an error.
     """
     return _struct_line(event, skip=("time_us",))
 

@@ -1,4 +1,4 @@
-"""The folder of a journal: names of its files, the list of its segments, and the lock of its one writer."""
+"""The folder of a journal: names of its files, the list of its segments, and the lock of its single writer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SNAPSHOT_NAME = re.compile(r"snapshot-\d{12,}")
 
 
 def segment_name(segment: int) -> str:
-    """The file name of segment number `segment`."""
+    """Return the file name of segment number `segment`."""
     return f"{segment:08d}.log"
 
 
 def snapshot_name(sequence: int) -> str:
-    """The file name of the snapshot that record `sequence` refers to."""
+    """Return the file name of the snapshot to which record `sequence` refers."""
     return f"snapshot-{sequence:012d}"
 
 
 def find_journal(folder: Path) -> Path:
-    """The folder of segments of a run, given either of the two."""
+    """Return the folder of segments, given a run folder or this folder itself. Raises JournalError if there is none."""
     if not folder.exists():
         raise JournalError(f"{folder} does not exist")
     if not folder.is_dir():
@@ -36,6 +36,10 @@ def find_journal(folder: Path) -> Path:
 
 
 def list_segments(folder: Path, first_segment: int) -> list[Path]:
+    """Return the paths of all segments from `first_segment` on, in order.
+
+    Raises: JournalCorrupt for a wrong file name or a missing segment; JournalError if there is no segment.
+    """
     names = sorted(path.name for path in folder.glob("*.log"))
     for name in names:
         if not _SEGMENT_NAME.fullmatch(name):
@@ -50,6 +54,7 @@ def list_segments(folder: Path, first_segment: int) -> list[Path]:
 
 
 def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -58,7 +63,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder_file: int, folder: Path) -> None:
-    """Let one process at a time change a journal. The lock goes with the descriptor, so a dead writer holds none."""
+    """Lock a journal for this process. The lock ends with the descriptor, so a crashed writer leaves no lock.
+
+    Raises: JournalError if another process holds the lock.
+    """
     try:
         fcntl.flock(folder_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -1,4 +1,4 @@
-"""What a host needs of a journal, and the journal of a run that is not recorded."""
+"""The interface of a journal for hosts, and the sink of runs that are not recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.core.contract.events import ObservedEvent
 
 
 class JournalSink(Protocol):
-    """Where a host records its events; `JournalWriter` is one."""
+    """The sink to which a host writes its events, for example a `JournalWriter`."""
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Record one event and the digest of its Step."""
@@ -17,11 +17,11 @@ class JournalSink(Protocol):
         """Record an event whose step raised."""
 
     def flush(self) -> None:
-        """Give the appended records to the kernel."""
+        """Write the appended records to the kernel."""
 
 
 class NoJournal:
-    """Discards every record, for runs that are never replayed; engines of such runs need no digests."""
+    """A sink that discards every record, for runs that are never replayed. Their engines need no digests."""
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
         """Discard the event."""

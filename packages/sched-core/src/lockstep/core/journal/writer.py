@@ -1,7 +1,7 @@
 """Writing a journal: one `JournalWriter` appends records, rotates segments and syncs them to disk.
 
-The writer fails stop. After a failed write or fsync nothing is retried, because the kernel may have dropped the pages
-it could not write: every later call raises, and what is on disk stays a valid journal up to its last whole record.
+The writer is fail-stop. A failed write or fsync is never retried, because the kernel may have dropped the pages that it
+could not write. Every later call raises, and the files on disk stay a valid journal up to the last whole record.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from lockstep.core.journal.records import (
 from lockstep.core.journal.segments import lock_folder, segment_name, snapshot_name, sync_folder
 
 SEGMENT_BYTES = 64 << 20
-BUFFER_BYTES = 256 << 10  # the writer gives this much to the kernel at a time, unless flushed earlier
-INTERVAL_MS = 50  # between two fsyncs with durability "interval"
+BUFFER_BYTES = 256 << 10  # buffered bytes at which the writer calls write(), unless it is flushed earlier
+INTERVAL_MS = 50  # time between two fsyncs with durability "interval"
 
 _fresh_chain = blake2b(digest_size=DIGEST_BYTES).copy  # a copy costs a third of the constructor
 
 
 class JournalWriter:
-    """Appends to one journal. One thread appends; with "interval" and "group" a second one only calls fsync.
+    """Appends to one journal. One thread appends; with "interval" and "group" a second thread only calls fsync.
 
         # appended ........ written ........ durable
         # | in the buffer   | write() returned | fsync returned        records; durable <= written <= appended
 
-    A torn tail is legal only in the last segment, so a rotation syncs the old segment before it creates the next: the
-    one moment (every SEGMENT_BYTES) at which a caller may wait for a disk in these modes.
+    A torn tail is legal only in the last segment, so a rotation syncs the old segment before it creates the next one.
+    In these modes a caller waits for the disk only then, once per SEGMENT_BYTES.
     """
 
-    # Tests put a failing disk here.
+    # Tests replace these to simulate a failing disk.
     _os_write = staticmethod(os.write)
     _os_fsync = staticmethod(os.fsync)
 
@@ -72,24 +72,28 @@ class JournalWriter:
         steps: int = 0,
         chain: bytes = NO_CHAIN,
     ) -> None:
-        """Use `create`, `resume` or `go_on`; the last four arguments continue an existing journal."""
+        """Open a new segment. Callers use `create`, `resume` or `go_on`.
+
+        Args:
+            segment, sequence, steps, chain: the end of the existing journal that is continued.
+        """
         self.folder = folder
         self.header = header
         self.durability: Durability = durability
         self._segment_bytes = segment_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._segment = segment
-        self._sequence = sequence  # of the next record
-        self._not_events = sequence - steps
+        self._sequence = sequence  # sequence of the next record
+        self._not_events = sequence - steps  # number of records that are no events
         self._chain = chain
         self._buffer = bytearray()
-        self._spill_bytes = 0  # the buffer is written when it reaches this
+        self._spill_bytes = 0  # size at which the buffer is written
         self._file = -1
         self._file_bytes = 0
-        self._segment_began = 0  # the first sequence behind its header
+        self._segment_began = 0  # sequence of the first record behind the segment's header
         self._written = sequence
         self._durable = sequence
-        self._failure = ""  # why every call raises
+        self._failure = ""  # the reason with which every call raises; empty: no failure
         self._closed = False
         self._file_lock = threading.Lock()  # held while the segment is synced or replaced
         self._wake = threading.Event()
@@ -115,7 +119,7 @@ class JournalWriter:
         durability: Durability = "none",
         segment_bytes: int = SEGMENT_BYTES,
     ) -> JournalWriter:
-        """Start a journal in the run folder `folder`, which is made if missing.
+        """Start a journal in the run folder `folder`, which is created if missing.
 
         Raises: JournalError if the run already has a journal, or if the first segment cannot be written.
         """
@@ -135,9 +139,9 @@ class JournalWriter:
     def resume(
         cls, folder: Folder, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
     ) -> JournalWriter:
-        """Continue an existing journal, in a new segment after its last whole record; a torn tail is cut off.
+        """Continue an existing journal in a new segment behind its last whole record. A torn tail is cut off.
 
-        The header stays the same, except for the version of the core that writes from here on.
+        The header stays the same, except for the version of the core that writes the new segment.
         """
         return cls.go_on(read_journal(folder, repair=True), durability=durability, segment_bytes=segment_bytes)
 
@@ -145,7 +149,7 @@ class JournalWriter:
     def go_on(
         cls, journal: Journal, *, durability: Durability = "none", segment_bytes: int = SEGMENT_BYTES
     ) -> JournalWriter:
-        """Continue a journal that was read, and repaired, already; otherwise like `resume`."""
+        """Continue a journal that was already read and repaired. Otherwise like `resume`."""
         tail = journal.tail
         if tail.verdict == "torn":
             raise JournalError(f"{journal.folder} has a torn tail, which must be cut off first")
@@ -162,26 +166,26 @@ class JournalWriter:
 
     @property
     def records(self) -> int:
-        """Records appended so far, of every kind, headers included."""
+        """Number of records appended so far, of every kind, headers included."""
         return self._sequence
 
     @property
     def steps(self) -> int:
-        """Events appended with a digest so far."""
+        """Number of events appended with a digest so far."""
         return self._sequence - self._not_events
 
     @property
     def records_written(self) -> int:
-        """Records whose write() returned: they survive the death of this process."""
+        """Number of records whose write() returned: they survive the end of this process."""
         return self._written
 
     @property
     def records_durable(self) -> int:
-        """Records whose fsync returned: they survive the loss of power."""
+        """Number of records whose fsync returned: they survive a loss of power."""
         return self._durable
 
     def append(self, event: ObservedEvent, digest: bytes) -> None:
-        """Write one event and the 16-byte digest of its Step. It leaves the process with the next `flush`."""
+        """Append one event and the 16-byte digest of its Step. The next `flush` writes it at the latest."""
         if self._failure:
             raise JournalError(self._failure)
         if len(digest) != DIGEST_BYTES:
@@ -189,7 +193,7 @@ class JournalWriter:
         self._put(KIND_EVENT, digest + self._encode(event))
 
     def append_unsealed(self, event: ObservedEvent) -> None:
-        """Write an event whose step raised, so that the post-mortem has it, and flush."""
+        """Append an event whose step raised, for diagnosis, and flush."""
         self._check()
         self._put(KIND_UNSEALED, self._encode(event))
         self._not_events += 1
@@ -202,12 +206,15 @@ class JournalWriter:
             self._write_buffer()
 
     def sync(self) -> None:
-        """Return once every appended record is on disk, whatever the durability."""
+        """Return once every appended record is on disk, under any durability."""
         self.flush()
         self._sync()
 
     def snapshot(self, data: bytes, state_digest: bytes) -> Snapshot:
-        """Store the engine's state after the last appended event, and refer to it. Durable as the journal is."""
+        """Store the engine's state after the last appended event in a file, and append a record that refers to it.
+
+        The file is as durable as the journal.
+        """
         self._check()
         snapshot = Snapshot(
             file=snapshot_name(self._sequence),
@@ -237,25 +244,28 @@ class JournalWriter:
 
     @property
     def segment(self) -> int:
-        """Number of the segment that is written now."""
+        """Number of the current segment."""
         return self._segment
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of this segment that have been written."""
+        """Written bytes of the current segment."""
         return self._file_bytes
 
     def begin_segment(self, data: bytes, state_digest: bytes) -> Snapshot:
-        """Store a snapshot at the beginning of a segment of its own, so that those before it may expire."""
+        """Begin a new segment with a snapshot, so that the segments before it may expire."""
         self.flush()
         if self._sequence != self._segment_began:
             self._rotate()
         return self.snapshot(data, state_digest)
 
     def drop_before(self, segment: int, snapshots: set[str]) -> None:
-        """Delete the segments below this one, which must begin with a snapshot, and all snapshots but these.
+        """Delete the segments before `segment`, which must begin with a snapshot, and all other files of snapshots.
 
-        The oldest goes first, so that what is left is a journal at every moment.
+        The oldest segment is deleted first, so that the rest is a journal at every moment.
+
+        Args:
+            snapshots: names of the snapshot files to keep.
         """
         self._check()
         try:
@@ -266,7 +276,7 @@ class JournalWriter:
                 if path.name not in snapshots:
                     path.unlink()
         except OSError as error:
-            self._fail(f"cannot delete what has expired in {self.folder}", error)
+            self._fail(f"cannot delete the expired files in {self.folder}", error)
 
     def close(self, reason: str = "closed") -> None:
         """Write the end record and close the files. Closing a closed journal does nothing."""
@@ -299,8 +309,8 @@ class JournalWriter:
             raise JournalError(self._failure)
 
     def _put(self, kind: int, payload: bytes) -> None:
-        # The hot path. The header's CRC seeds the last one: that equals a CRC over [0:32) and payload. A CRC over
-        # data that includes the data's own CRC would be a constant, and cover nothing.
+        # The hot path. The CRC of the header is the initial value of the last CRC, which then equals a CRC over [0:32)
+        # and payload. A CRC over data that contains its own CRC would be constant and cover nothing.
         length = len(payload)
         if length > PAYLOAD_BYTES_MAX:
             raise JournalError(f"a record's payload has at most {PAYLOAD_BYTES_MAX} bytes, got {length}")

@@ -1,4 +1,4 @@
-"""Batches: what a plan is made of, and what is remembered of it until its result is delivered."""
+"""Batches in flight: the parts of an extend, and the facts of a launched plan that are needed until its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.requests.table import ONE, Int32s, Request, RunningBatch
 
 
 class ExtendPart(Struct, frozen=True):
-    """One request's share of an extend: positions [start:stop)."""
+    """The positions [start:stop) of one request in an extend."""
 
     request: Request
     start: int
@@ -20,7 +20,7 @@ class ExtendPart(Struct, frozen=True):
 
 
 class InFlight:
-    """A launched batch whose result was not delivered yet."""
+    """A launched batch that is not collected yet."""
 
     __slots__ = (
         "dead",
@@ -39,17 +39,17 @@ class InFlight:
         self.plan = plan
         self.requests = requests  # by position in the plan
         self.samplers = samplers  # the rows that sample, as columns
-        self.sampled_at: Int32s = NO_ROWS
-        self.steps: Int32s | None = None  # tokens that each sampler samples, if not one
-        self.tokens = samplers.size  # how many its result has; -1: that says so itself
-        self.verifies = plan.speculation is not None  # only its result says where its rows stand then
-        self.forced: Int32s | None = None  # per sampler: tokens that its grammar forces, if any does
+        self.sampled_at: Int32s = NO_ROWS  # per sampler: the position of its first sampled token
+        self.steps: Int32s | None = None  # per sampler: the number of tokens it samples; None: one each
+        self.tokens = samplers.size  # tokens in the result of the batch; -1: known only from the result
+        self.verifies = plan.speculation is not None  # if true, the positions of its rows follow only from its result
+        self.forced: Int32s | None = None  # per sampler: tokens that its grammar forces; None: no grammar forces any
         if plan.speculation is not None:
-            self.steps = np.ones(samplers.size, np.int32)  # until it is delivered, the most
+            self.steps = np.ones(samplers.size, np.int32)  # upper bounds until the result is delivered
             verifying = plan.sample_rows >= plan.extend_rows
             self.steps[verifying] += plan.speculation.draft_lengths
-            self.sampled_at = plan.stops.take(plan.sample_rows) - self.steps + ONE  # the most, for the first of them
-            self.tokens = -1  # its result says
+            self.sampled_at = plan.stops.take(plan.sample_rows) - self.steps + ONE  # upper bounds
+            self.tokens = -1
             if plan.speculation.forced_lengths.size:
                 self.forced = np.zeros(samplers.size, np.int32)
                 self.forced[verifying] = plan.speculation.forced_lengths
@@ -60,20 +60,22 @@ class InFlight:
             self.sampled_at = plan.stops
         else:
             self.steps = plan.stops - plan.starts
-            self.sampled_at = plan.starts + ONE  # the first of them
+            self.sampled_at = plan.starts + ONE
             self.tokens = int(self.steps.sum())
         self.ending = ending  # samplers that end by length with this batch
-        self.dead: list[int] = []  # rows whose request left after the launch
+        self.dead: list[int] = []  # rows that their request left after the launch
 
     @property
     def least(self) -> Int32s:
-        """Tokens that each sampler gets at least: one, and those that are forced. int32 [samplers]"""
+        """Lower bound of the tokens of each sampler: one plus its forced tokens. int32 [samplers]"""
         return self.samplers.ones if self.forced is None else self.forced + ONE
 
     @property
     def starts(self) -> Int32s:
-        """Where its rows start, the most that results leave open: exact for rows that are in no batch before it.
-        [rows]"""
+        """Upper bounds of the positions at which its rows start. int32 [rows]
+
+        They are exact for rows that are in no earlier batch in flight.
+        """
         if not self.verifies:
             return self.plan.starts
         starts = self.plan.starts.copy()
@@ -82,26 +84,25 @@ class InFlight:
         return starts
 
     def forced_of(self, sampler: int) -> list[int]:
-        """The tokens that are forced of a sampler."""
+        """Return the token ids that the grammar of a sampler forces in this batch."""
         if self.forced is None or not self.forced[sampler]:
             return []
         assert self.plan.speculation is not None
         return self.plan.speculation.forced_of(int(self.plan.sample_rows[sampler]) - self.plan.extend_rows)
 
     def tokens_of(self, row: int) -> int:
-        """How many tokens it samples for this row, at most."""
-        mine = self.samplers.rows == row
-        return int(np.count_nonzero(mine)) if self.steps is None else int(self.steps[mine].sum())
+        """Return the largest number of tokens that the batch samples for this row."""
+        of_row = self.samplers.rows == row
+        return int(np.count_nonzero(of_row)) if self.steps is None else int(self.steps[of_row].sum())
 
     def alive(self) -> Iterator[tuple[int, Request]]:
-        """Its rows whose request is still there: position in the plan, request."""
+        """Yield (index in the plan, request) of each row that its request still has."""
         for i, (request, row) in enumerate(zip(self.requests, self.plan.rows.tolist(), strict=True)):
             if request.row == row and row not in self.dead:
                 yield i, request
 
     def ending_requests(self) -> Iterator[Request]:
-        """The requests that this batch ends whatever it samples: by length, or because only the prompt was to be
-        computed."""
+        """Yield the requests that end with this batch whatever it samples: by length, or as prefill only."""
         for i in self.ending:
             request, row = self.samplers.requests[i], int(self.samplers.rows[i])
             if request.row == row and row not in self.dead:
@@ -109,7 +110,7 @@ class InFlight:
         yield from self.computed_requests()
 
     def computed_requests(self) -> list[Request]:
-        """The requests that end with this batch, with their prompts."""
+        """Return the prefill-only requests that end with this batch, which computes the last of their prompts."""
         rows = [(self.requests[i], int(self.plan.rows[i])) for i in self.plan.pooled_rows.tolist()]
         return [request for request, row in rows if request.row == row and row not in self.dead]
 
@@ -119,6 +120,6 @@ class InFlight:
 
 
 def new_tokens_of(parts: list[ExtendPart]) -> Int32s:
-    """The ids that the parts compute, end to end."""
+    """Return the token ids that the parts compute, end to end. int32 [new tokens]"""
     ids = [np.frombuffer(p.request.tokens, np.int32, p.stop - p.start, 4 * p.start) for p in parts]
     return ids[0] if len(ids) == 1 else np.concatenate(ids)

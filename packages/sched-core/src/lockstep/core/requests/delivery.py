@@ -1,7 +1,7 @@
-"""What becomes of a batch's tokens: which requests end by them, and which tokens are sent now.
+"""Delivery of a batch's tokens: which requests end by them, and which tokens are sent now.
 
-A request that watches its text for stop texts may have to hold back tokens that could be the beginning of one. So what
-it was sent does not follow from what it has: `Request.sent` remembers. For all others it does, see `sent_by`.
+Tokens of a request with stop texts are held back while they may be the beginning of a stop text. The number of its sent
+tokens is therefore stored, in `Request.sent`. For all other requests it follows from their output, see `sent_by`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from lockstep.core.requests.table import ONE, Int32s, Request
 
 
 def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int, FinishReason]:
-    """The requests that end with a batch of one token per sampler, and why, in order. Precedence: see
-    events.FinishReason."""
+    """Return the finish reasons by sampler index, ascending, for a batch of one token per sampler.
+
+    The precedence of reasons is that of events.FinishReason.
+    """
     samplers = batch.samplers
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
     for i in event.grammar_ended:
@@ -38,9 +40,13 @@ def verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> dict[int,
 
 
 def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
-    """Of a batch with several tokens per sampler, end to end: the ends, and how many tokens of each count.
+    """Return finish reasons and token counts for a batch with several tokens per sampler.
 
-    What a request sampled behind its end never was.
+    Tokens that were sampled behind the end of a request are dropped.
+
+    Args:
+        tokens: int32 [tokens], those of all samplers end to end.
+    Returns: finish reasons by sampler index, ascending; int32 [samplers], the number of tokens that are kept.
     """
     ends: dict[int, FinishReason] = dict.fromkeys(batch.ending, "length")
     stops, counts = stopped(batch, tokens)
@@ -52,7 +58,10 @@ def step_verdicts(batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReas
 
 
 def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
-    """Of a batch with several tokens per sampler: rows with a stop token, and how many tokens of each count."""
+    """Return the samplers with a stop token, and how many tokens of each sampler are kept. int32 [samplers]
+
+    For a batch with several tokens per sampler; `tokens` has them end to end.
+    """
     samplers, steps = batch.samplers, batch.steps
     assert steps is not None
     counts, ends = steps.copy(), []
@@ -61,7 +70,7 @@ def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
         step = step_numbers(steps)
         outputs = (batch.sampled_at - samplers.prompts)[members] + step + ONE
         hits = (tokens[:, None] == samplers.stops[members]).any(axis=1) & (outputs >= samplers.min_new[members])
-        for at in np.flatnonzero(hits)[::-1].tolist():  # the first of each member is the last to be seen
+        for at in np.flatnonzero(hits)[::-1].tolist():  # in reverse, so that the first hit of each sampler remains
             i = int(members[at])
             ends.append(i)
             counts[i] = step[at] + ONE
@@ -69,9 +78,14 @@ def stopped(batch: InFlight, tokens: Int32s) -> tuple[list[int], Int32s]:
 
 
 def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple[dict[int, FinishReason], Int32s]:
-    """Of a batch that verified drafts, its tokens end to end: the ends, and how many tokens of each count.
+    """Return finish reasons and token counts for a batch that verified drafts.
 
-    The precedence holds token by token. Rows that are reported on by their place have one token: they had no drafts.
+    The precedence of reasons holds token by token. Rows in `grammar_ended` and `text_stops` have one token each, since
+    rows with a grammar or with stop texts have no drafts.
+
+    Args:
+        tokens: int32 [tokens], those of all samplers end to end.
+    Returns: finish reasons by sampler index, ascending; int32 [samplers], the number of tokens that are kept.
     """
     samplers, steps = batch.samplers, batch.steps
     assert steps is not None
@@ -90,18 +104,18 @@ def run_verdicts(event: BatchFinished, batch: InFlight, tokens: Int32s) -> tuple
 
 
 def step_numbers(steps: Int32s) -> Int32s:
-    """0 .. steps[i] - 1 for each i, end to end."""
+    """Return 0 .. steps[i] - 1 for each i, end to end. int32 [sum of steps]"""
     firsts = steps.cumsum(dtype=np.int32) - steps
     return np.arange(int(steps.sum()), dtype=np.int32) - firsts.repeat(steps)
 
 
 def dead_samplers(batch: InFlight) -> list[int]:
-    """Samplers whose request left after the launch: what they sampled is dropped."""
+    """Return the indices of samplers that their request left after the launch. Their tokens are dropped."""
     return [i for row in batch.dead for i in np.flatnonzero(batch.samplers.rows == row).tolist()]
 
 
 def check_reports(event: BatchFinished, batch: InFlight, sampled: int) -> None:
-    """Raise ContractError when a result names a row that did not sample, or says of it what cannot be of this row."""
+    """Raise ContractError if a result names a row that did not sample, or reports a fact that this row cannot have."""
     samplers = batch.samplers
     for i in (*event.invalid, *event.text_stops, *event.grammar_ended, *(i for i, _ in event.text_held)):
         if not 0 <= i < sampled:
@@ -127,12 +141,16 @@ def message(
     outputs: Int32s,
     counts: Int32s | None = None,
 ) -> StreamTokens | None:
-    """What is sent now: every token of steady cohorts, otherwise at each request's own cadence and at its end.
+    """Return the message with the tokens that are sent now; None if there are none.
+
+    A steady batch sends every token. Otherwise each request sends at its own interval and at its end.
 
     Args:
-        tokens: int32, as delivered; before: int32 [samplers], outputs each had; ends: the verdicts on them.
+        tokens: int32 [tokens], as delivered.
+        before: int32 [samplers], output tokens that each request had before.
+        ends: finish reasons by sampler index.
         outputs: int32 [rows, width], the output table, `tokens` included.
-        counts: int32 [samplers], how many tokens of each count, if not one.
+        counts: int32 [samplers], the number of tokens that are kept of each sampler; None: one each.
     """
     samplers = batch.samplers
     if samplers.steady and not batch.dead and counts is None:
@@ -157,9 +175,10 @@ def message(
 
 
 def _watched(event: BatchFinished, batch: InFlight, have: Int32s, offsets: Int32s) -> tuple[Int32s, Int32s]:
-    """What has been sent after this message and before it, where some rows watch their text. int32 [samplers] each.
+    """Return the tokens sent after this message and before it, for a batch with stop texts. int32 [samplers] each.
 
-    Those rows remember what they are sent; a row that ends, and so is sent the rest, does not ask again.
+    `Request.sent` of rows with stop texts is updated. A row that ends is sent its remaining tokens by the caller; its
+    `sent` is not read again.
     """
     samplers = batch.samplers
     free = have.copy()
@@ -175,13 +194,13 @@ def _watched(event: BatchFinished, batch: InFlight, have: Int32s, offsets: Int32
 
 
 def first_sent(request: Request, held: bool) -> int:
-    """How many tokens a request is sent with its first one, which its text may hold back: 1, or 0 for later."""
+    """Return how many tokens are sent when a request has its first one: 1, or 0 if it is `held` or not due yet."""
     every = request.stream_every if request.streams else -request.stream_every
     return 0 if held else int(sent_by(np.array([1], np.int32), np.array([every], np.int32))[0])
 
 
 def sent_to(request: Request, outputs: int) -> int:
-    """Output tokens a request was sent by the time it has `outputs` of them."""
+    """Return how many output tokens a request with `outputs` of them was sent."""
     if request.watches_text:
         return request.sent
     every = request.stream_every if request.streams else -request.stream_every
@@ -189,10 +208,14 @@ def sent_to(request: Request, outputs: int) -> int:
 
 
 def sent_by(outputs: Int32s, every: Int32s) -> Int32s:
-    """Output tokens sent by the time there are `outputs` of them and more to come. int32 [n] both, and the result.
+    """Return how many output tokens are sent of requests that have `outputs` of them and have not ended.
 
-    A streaming request sends its first token at once and then every `every` tokens. One that does not stream
-    (`every` negative) sends after every whole -`every`, to show that it lives.
+    A streaming request is sent its first token at once and then every `every` tokens. A request that does not stream
+    (`every` negative) is sent tokens after every whole -`every`, as a sign of progress.
+
+    Args:
+        outputs, every: int32 [n].
+    Returns: int32 [n].
     """
     interval = np.abs(every)
     first = np.where(every > 0, ONE, interval)

@@ -1,7 +1,7 @@
-"""What a plan holds of requests that need more than tokens: spans of media, logprobs of the prompt, hidden states.
+"""Parts of a plan for requests that need more than tokens: spans of media, prompt logprobs, hidden states.
 
-All of it is about extends. How far each request was served is in its `Extras`: a position whose result was delivered
-is not asked about again after a retraction, and none whose result was lost is left out.
+All of them concern extends. The `Extras` of a request store how far its results were delivered. After a retraction, a
+position with a delivered result is not requested again, and a position with a lost result is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.core.requests.table import Extras, Request
 
 
 class PlanExtras(NamedTuple):
-    """The fields of a BatchPlan that say what is special about its rows."""
+    """The fields of a BatchPlan for media, prompt logprobs and hidden states of its rows."""
 
     media_spans: tuple[MediaSpan, ...] = ()
     logprob_spans: tuple[LogprobSpan, ...] = ()
@@ -30,7 +30,7 @@ NO_EXTRAS = PlanExtras()
 
 
 def plan_extras(parts: list[ExtendPart]) -> PlanExtras:
-    """What an extend of these parts has to say, beside tokens."""
+    """Return the media, logprob and hidden-state spans of an extend of these parts."""
     special = [(i, part) for i, part in enumerate(parts) if part.request.extras is not None]
     if not special:
         return NO_EXTRAS
@@ -42,7 +42,7 @@ def plan_extras(parts: list[ExtendPart]) -> PlanExtras:
 
 
 def delivered(request: Request, stop: int) -> None:
-    """The results of the request's positions up to `stop` are on the host."""
+    """Record that the results of the request's positions [0:stop) are delivered to the host."""
     extras = request.extras
     if extras is None:
         return
@@ -55,12 +55,12 @@ def delivered(request: Request, stop: int) -> None:
 
 
 def spans_within(spans: Iterable[PromptSpan], tokens: int) -> tuple[PromptSpan, ...]:
-    """Those of the first so many tokens, the last one cut short if it must be."""
+    """Return the spans within the first `tokens` tokens. A span that crosses this end is cut short."""
     return tuple(msgspec.structs.replace(span, stop=min(span.stop, tokens)) for span in spans if span.start < tokens)
 
 
 def put_behind(request: Request, kept: int, spans: tuple[PromptSpan, ...]) -> None:
-    """A turn's own prompt stands behind `kept` tokens with these spans: what it asked of its positions moves along."""
+    """Move the extras of a turn's own prompt behind the `kept` tokens of its session, which have these spans."""
     before = spans_within(spans, kept)
     extras = request.extras
     if extras is None and before:
@@ -76,19 +76,19 @@ def put_behind(request: Request, kept: int, spans: tuple[PromptSpan, ...]) -> No
 
 
 def kept(request: Request) -> None:
-    """The request was retracted with its output: what came with each token of it was delivered with the token."""
+    """Record that a retracted request keeps its output. The hidden states of its output tokens were delivered."""
     extras = request.extras
     if extras is not None and extras.hidden_from is not None and request.outputs:
         extras.hidden_from = request.prompt_tokens + request.outputs - 1
 
 
 def wants_logprobs(request: Request) -> bool:
-    """Whether any logprobs may come for it."""
+    """Return whether any logprobs of prompt or output are requested."""
     return request.extras is not None and request.extras.logprobs
 
 
 def with_extras(taken: RowTaken, extras: Extras) -> RowTaken:
-    """What the executor needs of the row's holder for as long as it has the row."""
+    """Return `taken` with the extras of the row's holder, which the executor stores as long as it has the row."""
     return msgspec.structs.replace(
         taken,
         logprobs=extras.logprobs,

@@ -1,36 +1,38 @@
 """Microbatches: one running batch for each launch slot of an engine (docs/distributed.md).
 
-A decode needs the newest token of its row first, so one running batch keeps one pipeline stage busy at a time. An
-engine whose layers are spread over stages therefore has `pp_size + pp_async_batch_depth` running batches, each with
-launches of its own; the batch that is launched next enters the first stage while the others go on behind it:
+A decode needs the newest token of its row, so one running batch keeps one pipeline stage busy at a time. An engine with
+layers on several stages therefore has `pp_size + pp_async_batch_depth` running batches, and each is launched by itself.
+The batch that is launched next enters the first stage while earlier ones are in later stages:
 
     stage 1   | m0 | m1 | m2 | m0 | m1 ...        m0, m1, m2: decodes of three microbatches
     stage 2   .    | m0 | m1 | m2 | m0 ...
 
-`LaneReady(microbatch)` offers a slot of that microbatch and of no other. Each may have `overlap_depth + 1` batches in
-flight. The stages run batches in the order of their launches, and results come in that order over all microbatches:
-deferred frees need no notion of microbatches.
+`LaneReady(microbatch)` offers a launch slot of that microbatch and of no other. Each may have `overlap_depth + 1`
+batches in flight. The stages run batches in launch order, and results arrive in that order over all microbatches.
+Deferred frees therefore do not depend on microbatches.
 
-**Places.** A request takes a *place* in the microbatch whose launch admits it, of `pp_max_micro_batch_size`, and keeps
-it until it ends or is retracted. Only the chunked-prefill request moves, before it decodes: its next chunk goes with
-whichever microbatch is launched next and has a place, and its place goes along. So the chunks of a long prompt follow
-each other through the stages; where no other microbatch has a place, they wait for its own.
+**Places.** Each microbatch has `pp_max_micro_batch_size` *places*. A request takes one in the microbatch whose launch
+admits it, and keeps it until it ends or is retracted. Only the chunked request moves, before it decodes: its next chunk
+is launched with the next microbatch that has a free place, and its place moves to that microbatch. So the chunks of a
+long prompt follow each other through the stages. If no other microbatch has a place, they wait for the request's own.
 
-**What is shared**: the waiting queue, the pages, rows and limits of the engine, and the choice of a request to retract,
-made among all members. A decode that others gave pages up for goes before every prefill, of other microbatches too.
+**Shared by all microbatches** are the waiting queue, the pages, rows and limits of the engine, and the choice of a
+request to retract, made among all members. A decode for which pages were freed by a retraction goes before every
+prefill, including those of other microbatches.
 
-The running batches are a list, `states`; `at` is the number of the one whose launch is planned, or was planned last. An
-engine without pipeline stages has a list of one, with places for every request.
+The running batches are a list, `states`; `at` is the index of the one whose launch is planned, or was planned last. An
+engine without pipeline stages has a list of one, with places for all requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 
+from lockstep.core.contract.checks import fail, same
 from lockstep.core.contract.config import SchedConfig
 from lockstep.core.contract.errors import ContractError
 from lockstep.core.contract.events import BatchFinished, LaneReady, RequestId
@@ -55,6 +57,8 @@ class RunningStateImage(Struct, forbid_unknown_fields=True, rename={"running_bat
 
 
 class MicrobatchesImage(Struct, forbid_unknown_fields=True):
+    """All microbatches in a snapshot. The fields are those of `Microbatches`; `columns` has one entry each."""
+
     at: int
     members: list[tuple[RequestId, int]]
     full: list[int]
@@ -62,20 +66,33 @@ class MicrobatchesImage(Struct, forbid_unknown_fields=True):
     columns: list[RunningStateImage]
 
 
+class RunningPart(Struct):
+    """The running batches in a snapshot: the one whose launch is planned, and all of them where there are several."""
+
+    running_batch: list[int]
+    positions: bytes
+    decode_owed: bool
+    horizon: int
+    decode_launches: int
+    extended_at: int
+    forced_at: int
+    microbatches: MicrobatchesImage | UnsetType = UNSET
+
+
 OWN: dict[str, str] = {
     "running_batch": "the requests that decode together, as columns",
-    "positions": "where each of them decodes next",
-    "horizon": "its decodes until one of them ends by length or outgrows the tables",
-    "decode_owed": "pages were given up for its next decode: that goes before any prefill, anywhere",
-    "decode_launches": "its decodes so far, by which `prefill_decode_interval` and `retract_every` count",
-    "extended_at": "how many these were when it last extended",
-    "forced_at": "and when a retraction was last forced in it",
+    "positions": "the next position of each of these requests",
+    "horizon": "decode launches until one of them ends by length or outgrows the tables",
+    "decode_owed": "pages were freed for its next decode, which goes before any prefill of any microbatch",
+    "decode_launches": "its decode launches so far; `prefill_decode_interval` and `retract_every` count them",
+    "extended_at": "`decode_launches` at its last extend",
+    "forced_at": "`decode_launches` at its last forced retraction",
 }
-"""What each microbatch has of its own, see `RunningState`; docs/distributed.md shows it."""
+"""The state of each microbatch, see `RunningState`, with meanings. docs/distributed.md contains this table."""
 
 
 def table_text() -> str:
-    """OWN in Markdown; what docs/distributed.md shows."""
+    """Return OWN as the Markdown table of docs/distributed.md."""
     rows = [("of each microbatch", "means"), ("---", "---"), *((f"`{name}`", text) for name, text in OWN.items())]
     return "\n".join(f"| {name} | {text} |" for name, text in rows)
 
@@ -84,21 +101,22 @@ class Microbatches:
     """The running batches of one engine, and the microbatch in which each running request has its place."""
 
     def __init__(self, config: SchedConfig) -> None:
-        self.several = config.pipelines  # whether launches are of one of several microbatches
-        self.size = ENDLESS if config.pp_max_micro_batch_size is UNSET else config.pp_max_micro_batch_size  # places
+        self.several = config.pipelines  # whether there is more than one microbatch
+        # places of each microbatch
+        self.size = ENDLESS if config.pp_max_micro_batch_size is UNSET else config.pp_max_micro_batch_size
         self.count = config.microbatches
         self.states = [RunningState(config.prefill_decode_interval) for _ in range(self.count)]
         self.at = 0  # the microbatch whose launch is planned, or was planned last
         self.current = self.states[0]  # its running batch
         self.members: dict[RequestId, int] = {}  # microbatch of each running request, in the order of admission
-        self.places = [0] * self.count  # taken, by microbatch
-        self.passes: list[tuple[int, int]] = []  # end and duration of recent passes that later ones ran beside
-        self.full: set[int] = set()  # where admission ran out of memory or places; not tried again before a free
+        self.places = [0] * self.count  # taken places by microbatch
+        self.passes: list[tuple[int, int]] = []  # end and duration in us of passes that overlap later ones in time
+        self.full: set[int] = set()  # microbatches in which admission ran out of memory or places, until a free
 
     # ---------------------------------------------------------------------------------------------------- the launches
 
     def turn_to(self, number: int) -> RunningState:
-        """Make a microbatch the one whose launch is planned."""
+        """Make this microbatch the one whose launch is planned, and return its running batch."""
         self.at = number
         self.current = self.states[number]
         return self.current
@@ -111,11 +129,11 @@ class Microbatches:
             raise ContractError(f"LaneReady for microbatch {event.microbatch}: there are {self.count}, counted from 0")
 
     def begin_launch(self, number: int, any_full: bool) -> bool:
-        """Turn to the microbatch of an offered slot, or of a round that data-parallel ranks agreed on.
+        """Turn to the microbatch of an offered slot, or of an agreed round of data-parallel ranks.
 
         Args:
-            any_full: whether any microbatch is full, as of the last launch; false clears all of them.
-        Returns: whether admission to this microbatch ran out before.
+            any_full: whether any microbatch is full, as of the last launch; false clears `full`.
+        Returns: whether admission to this microbatch had run out of memory or places.
         """
         if not any_full:
             self.full.clear()
@@ -123,7 +141,7 @@ class Microbatches:
         return number in self.full
 
     def end_launch(self, full: bool) -> bool:
-        """Note whether admission to the microbatch of this launch ran out. Returns: whether any is full."""
+        """Record whether admission to the microbatch of this launch ran out. Returns: whether any is full."""
         if full:
             self.full.add(self.at)
         else:
@@ -131,13 +149,12 @@ class Microbatches:
         return bool(self.full)
 
     def in_flight(self, batches: Iterable[InFlight]) -> int:
-        """Batches in flight of the microbatch whose launch is planned."""
+        """Return the number of batches in flight of the microbatch whose launch is planned."""
         return sum(batch.plan.microbatch == self.at for batch in batches)
 
     def ran_undisturbed(self, event: BatchFinished) -> bool:
-        """Whether a pass took as long as it does by itself: one behind a longer one waits for it at each stage."""
-        if not self.several:
-            return True
+        """Return whether the duration of a pass of one of several microbatches is its own: a pass behind a longer one
+        waits for it at each stage."""
         took_us = event.finished_us - event.started_us
         self.passes = [one for one in self.passes if one[0] > event.started_us]
         longest_us = max([other_us for _, other_us in self.passes], default=0)
@@ -145,7 +162,7 @@ class Microbatches:
         return took_us >= longest_us
 
     def owes_elsewhere(self) -> bool:
-        """Whether pages were given up for the decode of another microbatch, which is still to come."""
+        """Return whether a decode of another microbatch is owed and not launched yet."""
         return any(own.decode_owed and own.batch.size and i != self.at for i, own in enumerate(self.states))
 
     @property
@@ -156,26 +173,26 @@ class Microbatches:
     # ---------------------------------------------------------------------------------------------------------- places
 
     def has_place(self, request: Request | None = None) -> bool:
-        """Whether a newcomer may join the microbatch whose launch is planned, or `request` is in it already."""
+        """Return whether the microbatch whose launch is planned has a free place, or contains `request` already."""
         return self.places[self.at] < self.size or (
             request is not None and self.members.get(request.request_id) == self.at
         )
 
     def free_places(self, in_flight: Iterable[InFlight], leaving: list[Request]) -> int:
-        """Places in the microbatch whose launch is planned once all in flight is delivered and `leaving` have left."""
+        """Return the free places of the planned microbatch once all in flight is delivered and `leaving` have left."""
         return self._free_then(in_flight, leaving)[self.at]
 
     def has_place_for_newcomer(self, in_flight: Iterable[InFlight], least: Request) -> bool:
-        """Whether a newcomer is to start in the microbatch whose launch is planned.
+        """Return whether a new request is to start in the microbatch whose launch is planned.
 
-        It is if a place is free there or comes free; or if none is anywhere, and `least`, the running request that is
-        to leave first, has its place there.
+        This holds if a place is free there or becomes free with the batches in flight. It also holds if no microbatch
+        has such a place, and `least`, the running request that is to be preempted first, has its place there.
         """
         free = self._free_then(in_flight, [])
         return free[self.at] > 0 or (max(free) <= 0 and self.members[least.request_id] == self.at)
 
     def _free_then(self, in_flight: Iterable[InFlight], leaving: list[Request]) -> list[int]:
-        """Free places by microbatch once all in flight is delivered and `leaving` have left."""
+        """Return the free places by microbatch once all in flight is delivered and `leaving` have left."""
         free = [self.size - taken for taken in self.places]
         ending = [request for batch in in_flight for request in batch.ending_requests()]
         for request in (*ending, *leaving):
@@ -183,7 +200,7 @@ class Microbatches:
         return free
 
     def take_place(self, request: Request) -> None:
-        """Give a request a place in the microbatch whose launch is planned; one that it has elsewhere is given back."""
+        """Assign a place in the microbatch whose launch is planned. A place in another microbatch is freed."""
         before = self.members.get(request.request_id)
         if before is not None:
             self.places[before] -= 1
@@ -191,18 +208,18 @@ class Microbatches:
         self.places[self.at] += 1
 
     def give_place(self, request: Request) -> None:
-        """Take a request's place back: it leaves, or only waits until its KV has been sent."""
+        """Free the place of a request that leaves, or that only waits until its KV has been sent."""
         number = self.members.pop(request.request_id, None)
         if number is not None:
             self.places[number] -= 1
         self.full.clear()
 
     def state_of(self, request: Request) -> RunningState:
-        """The running batch in which a request has its place."""
+        """Return the state of the running batch in which a request has its place."""
         return self.states[self.members[request.request_id]]
 
     def states_of(self, requests: list[Request]) -> list[RunningState]:
-        """The running batches in which some of these requests decode, by number."""
+        """Return the states of the running batches in which any of these requests decode, by ascending index."""
         if not self.several:
             return self.states
         numbers = sorted({self.members[request.request_id] for request in requests if request.decodes})
@@ -211,12 +228,12 @@ class Microbatches:
     # ---------------------------------------------------------------------------------------------- all running batches
 
     def pages_of_others(self, page_size: int, ahead: int) -> int:
-        """Pages without which the other microbatches do not decode their next `ahead` tokens."""
+        """Return the pages that the other microbatches need to decode their next `ahead` tokens."""
         others = [own for i, own in enumerate(self.states) if i != self.at and own.batch.size]
         return sum(pages_ahead(own.batch, own.positions, page_size, ahead) for own in others)
 
     def together(self) -> tuple[RunningBatch, Int32s]:
-        """All members of all running batches, and the next position of each. int32 [members]"""
+        """Return all members of all running batches, and the next position of each. int32 [members]"""
         if not self.several:
             return self.current.batch, self.current.positions
         batch = EMPTY_BATCH
@@ -226,11 +243,11 @@ class Microbatches:
         return batch, np.concatenate([own.positions for own in self.states])
 
     def of_current(self) -> NDArray[np.bool_]:
-        """Which members, as `together` has them, decode in the microbatch whose launch is planned. bool [members]"""
+        """Return a mask of the members of the planned microbatch, in the order of `together`. bool [members]"""
         return np.repeat(np.arange(self.count) == self.at, [own.batch.size for own in self.states])
 
     def victim(self, config: SchedConfig) -> Request:
-        """The request to retract, of all that decode: see `choose_victim`; the newest is the last one admitted."""
+        """Return the decoding request to retract, see `choose_victim`. The newest is the one admitted last."""
         batch, positions = self.together()
         if self.several and config.retraction_policy == "newest":
             decoding = {request.request_id: request for request in batch.requests}
@@ -239,8 +256,60 @@ class Microbatches:
 
     # --------------------------------------------------------------------------------------------------------- snapshot
 
-    def image(self) -> MicrobatchesImage:
-        """All of it."""
+    def part(self) -> RunningPart:
+        """Return the state for a snapshot."""
+        current = self.current
+        horizon, decode_owed, decode_launches, extended_at, forced_at = current.numbers
+        return RunningPart(
+            [request.request_id for request in current.batch.requests],
+            current.positions.tobytes(),
+            decode_owed,
+            horizon,
+            decode_launches,
+            extended_at,
+            forced_at,
+            self._image() if self.several else UNSET,
+        )
+
+    def load(self, part: RunningPart, requests: Mapping[RequestId, Request]) -> None:
+        """Take over the state that `part` returned. Without several microbatches the places are restored apart."""
+        if part.microbatches is not UNSET:
+            self._load(part.microbatches, requests)
+            return
+        numbers = (part.horizon, part.decode_owed, part.decode_launches, part.extended_at, part.forced_at)
+        self.current.load([requests[number] for number in part.running_batch], part.positions, numbers)
+
+    def check_state(self, in_flight: Sequence[InFlight], holders: list[RequestId], batches_max: int) -> None:
+        """S18, S24, S30: a running request has a place in one microbatch, in which it decodes.
+
+        Each microbatch has at most `batches_max` batches in flight.
+
+        Args:
+            holders: requests with rows that do not only wait until their KV is sent.
+            batches_max: the most batches of one microbatch in flight.
+        """
+        same("S30 requests with a place", sorted(self.members), sorted(holders))
+        places = [list(self.members.values()).count(number) for number in range(self.count)]
+        same("S30 places", self.places, places)
+        if max(places) > self.size:
+            fail(f"S24: {max(places)} requests in a microbatch of {self.size}")
+        for number, running in enumerate(self.states):
+            for request in running.batch.requests:
+                if self.members.get(request.request_id) != number:
+                    fail(f"S30: {request.name} decodes in microbatch {number}, its place is in another")
+            same(f"S30 positions of microbatch {number}", running.positions.size, running.batch.size)
+            launched = [batch for batch in in_flight if batch.plan.microbatch == number]
+            if len(launched) > batches_max:
+                fail(f"S24: {len(launched)} batches of microbatch {number} in flight")
+            for batch in launched:
+                for request, row in zip(batch.samplers.requests, batch.samplers.rows.tolist(), strict=True):
+                    alive = request.row == row and row not in batch.dead
+                    if alive and self.members.get(request.request_id, number) != number:
+                        name, number_of = request.name, batch.plan.batch_id
+                        fail(f"S30: batch {number_of} of microbatch {number} samples {name}, of another")
+
+    def _image(self) -> MicrobatchesImage:
+        """Return all microbatches for a snapshot."""
         columns = [
             RunningStateImage(
                 [request.request_id for request in own.batch.requests], own.positions.tobytes(), *own.numbers
@@ -249,8 +318,8 @@ class Microbatches:
         ]
         return MicrobatchesImage(self.at, list(self.members.items()), sorted(self.full), list(self.passes), columns)
 
-    def load(self, image: MicrobatchesImage, requests: dict[RequestId, Request]) -> None:
-        """Become what `image` stored."""
+    def _load(self, image: MicrobatchesImage, requests: Mapping[RequestId, Request]) -> None:
+        """Take over all microbatches of a snapshot."""
         self.full, self.passes = set(image.full), list(image.passes)
         for number, (own, stored) in enumerate(zip(self.states, image.columns, strict=True)):
             numbers = (

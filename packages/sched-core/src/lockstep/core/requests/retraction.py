@@ -1,4 +1,4 @@
-"""Which request gives pages back when the next decode does not fit."""
+"""Retraction: which request loses its pages when the next decode does not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST = -(2**63)
 
 
 def importance(request: Request, config: SchedConfig) -> int:
-    """What requests are ordered by under policy priority; the larger goes first."""
+    """Return the key by which the policy `priority` orders requests; the larger goes first."""
     value = request.priority if request.priority is not None else config.default_priority_value
     if value is None:
         return LEAST
@@ -21,11 +21,11 @@ def importance(request: Request, config: SchedConfig) -> int:
 
 
 def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: Int32s) -> int:
-    """The member to retract. Index into the cohort, which must have at least two members: one always runs on.
+    """Return the index of the member to retract. The running batch must have at least two members: one runs on.
 
-    length    fewest output tokens first (least work lost), then the longest prompt (most pages back), then the newest
-    newest    the latest to join, as vLLM: those before it keep their places
-    priority  the least important first, and of these as under length
+    length    fewest output tokens first (least work lost), then the longest prompt (most pages freed), then the newest
+    newest    the member that joined last, as in vLLM; the members before it keep their positions in the batch
+    priority  the least important first; among equally important ones by the rule of `length`
     """
     if config.retraction_policy == "newest":
         return running_batch.size - 1
@@ -38,7 +38,7 @@ def choose_victim(config: SchedConfig, running_batch: RunningBatch, positions: I
 
 
 def goes_before(split: Request, running_batch: RunningBatch, config: SchedConfig) -> bool:
-    """Whether the request whose prompt is split is to be retracted before any member of the cohort."""
+    """Return whether the chunked request `split` is to be retracted before any member of the running batch."""
     if config.retraction_policy == "priority":
         return importance(split, config) < min(importance(member, config) for member in running_batch.requests)
     return config.retraction_policy == "newest"
@@ -47,9 +47,10 @@ def goes_before(split: Request, running_batch: RunningBatch, config: SchedConfig
 def pages_ahead(
     running_batch: RunningBatch, positions: Int32s, page_size: int, steps: int, spare: Int32s | None = None
 ) -> int:
-    """Pages that the next `steps` decodes open, of each member only as far as its last token needs.
+    """Return the pages that the next `steps` decodes open, for each member only up to its last computed position.
 
-    `spare`: pages that each member holds already behind those of its positions, int32 [members]; None: none.
+    Args:
+        spare: int32 [members], pages that each member holds already behind those of its positions; None: none.
     """
     reach = np.minimum(positions + steps, running_batch.limits - 1)
     opening = -(-reach // page_size) + (-positions // page_size)
@@ -59,14 +60,21 @@ def pages_ahead(
 
 
 def pages_to_come(positions: Int32s, limits: Int32s, page_size: int) -> int:
-    """Pages that these requests will still open if they run to their limits. int32 [n] both; columns of a cohort."""
+    """Return the pages that the members of a running batch open if they run to their limits.
+
+    Args:
+        positions: int32 [n], the next position of each member.
+        limits: int32 [n], positions of prompt and output together at which each ends by length.
+    """
     return int((-(-(limits - 1) // page_size) + (-positions // page_size)).sum())
 
 
 def members_growing(positions: Int32s, page_mask: Int32s) -> NDArray[np.intp]:
-    """Members whose next token opens a new page: every one whose last page is exactly full. Indices into the cohort.
+    """Return the indices of members with an exactly full last page: their next token opens a new page.
 
-    `page_mask` is one less than the page size, without dimensions.
+    Args:
+        positions: int32 [members], the next position of each member.
+        page_mask: int32 [], the page size minus 1.
     """
     growing: NDArray[np.intp] = (positions & page_mask == ZERO).nonzero()[0]
     return growing

@@ -1,8 +1,8 @@
-"""The running batch of an engine, or of one of its microbatches, as it moves.
+"""The changing state of a running batch, of an engine or of one of its microbatches.
 
-`RunningBatch` (table.py) holds which requests decode together and what does not change while they do. `RunningState`
-holds where each of them stands, and what the launches of this batch count and remember. An engine has a list of them:
-one per microbatch, and a single one without pipeline stages (microbatches.py).
+`RunningBatch` (table.py) holds the requests that decode together and their facts that do not change meanwhile.
+`RunningState` holds the next position of each of them, and the counts of this batch's launches. An engine has one per
+microbatch, and a single one without pipeline stages (microbatches.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.core.requests.table import EMPTY_BATCH, ONE, Int32s, Request, Requ
 
 
 class RunningState:
-    """A running batch, the next position of each member, and what its launches count."""
+    """A running batch, the next position of each member, and the counts of its launches."""
 
     __slots__ = (
         "batch",
@@ -30,19 +30,23 @@ class RunningState:
         self.batch: RunningBatch = EMPTY_BATCH
         self.positions: Int32s = NO_ROWS  # per member: the next position to compute
         self.horizon = 0  # decode launches until a member ends by length or outgrows the tables
-        self.decode_owed = False  # a retraction made room for its next decode, which goes before any prefill
+        self.decode_owed = False  # its next decode goes before any prefill, after a retraction or a wait for pages
         self.decode_launches = 0
-        self.extended_at = -prefill_decode_interval  # decode launches when an extend was last launched
-        self.forced_at = -1  # decode launches when a retraction was last forced
+        self.extended_at = -prefill_decode_interval  # value of `decode_launches` at the last extend
+        self.forced_at = -1  # value of `decode_launches` at the last forced retraction
 
     def place(self, batch: RunningBatch, positions: Int32s, table: RequestTable) -> None:
-        """Replace the members; the tables become wide enough for the next decode of each. int32 [members]"""
+        """Replace the members, and widen the tables for the next decode of each.
+
+        Args:
+            positions: int32 [members], the next position of each.
+        """
         self.batch = batch
         self.positions = positions
         if not batch.size:
             return
         outputs_had, to_come = positions - batch.prompts, batch.limits - positions
-        # finding the greatest is a quarter of the cost of reducing to it
+        # argmax and one access cost a quarter of `max`
         furthest, outputs = int(positions[positions.argmax()]), int(outputs_had[outputs_had.argmax()])
         table.reserve(furthest // table.page_size + 1, outputs + 2)
         to_length = int(to_come[to_come.argmin()]) - 1
@@ -50,8 +54,10 @@ class RunningState:
         self.horizon = min(to_length, to_width)
 
     def join(self, prefilled: RunningBatch, positions: Int32s, table: RequestTable) -> list[int]:
-        """Add requests whose prompt is launched to its end: each decodes next, from its position on. int32 [prefilled]
+        """Add requests with a completely launched prompt: each decodes next, from its position on.
 
+        Args:
+            positions: int32 [prefilled], the next position of each.
         Returns: indices into `prefilled` of requests that end with their first token and so do not join.
         """
         ends = positions + ONE >= prefilled.limits
@@ -66,7 +72,7 @@ class RunningState:
         return ending
 
     def remove(self, rows: list[int], table: RequestTable) -> None:
-        """Take the members in these rows out, all at once; each request notes the position at which it stands."""
+        """Remove the members in these rows, and store the next position of each in its request."""
         batch, positions = self.batch, self.positions
         goes = batch.rows == rows[0] if len(rows) == 1 else np.isin(batch.rows, rows)
         for i in goes.nonzero()[0].tolist():
@@ -76,9 +82,12 @@ class RunningState:
         self.place(batch.only(staying), positions.take(staying), table)
 
     def remove_ending(self, batch: RunningBatch, stops: Int32s, table: RequestTable) -> list[int]:
-        """Move members on to `stops`, and take out those that end by length with this launch: no forward is spent on
-        them again. int32 [members]
+        """Move the members of `batch` on to `stops`, and remove those that end by length with this launch.
 
+        No further forward is spent on a removed member.
+
+        Args:
+            stops: int32 [members], the next position of each.
         Returns: indices of the members that end.
         """
         ended = stops + ONE >= batch.limits
@@ -93,31 +102,31 @@ class RunningState:
         return ending
 
     def advance(self, stops: Int32s, table: RequestTable) -> list[int]:
-        """Move every member on by one position, to `stops`. Returns: indices of members that end by length with it."""
+        """Move every member on by one position, to `stops`. Returns: indices of members that end by length."""
         self.positions = stops
         self.horizon -= 1
         return self.remove_ending(self.batch, stops, table) if self.horizon <= 0 else []
 
     def move_to(self, positions: Int32s) -> None:
-        """Set where the members stand without looking for ends, which results decide. int32 [members]"""
+        """Set the next position of each member, int32 [members]. Ends are not decided here but by results."""
         self.positions = positions
 
     def advanced_by(self, launches: int, positions: Int32s) -> None:
-        """Take over that many decode launches, each of one token of every member, which end at `positions`."""
+        """Record `launches` decode launches of one token of every member, which end at `positions`."""
         self.positions = positions
         self.horizon -= launches
         self.decode_launches += launches
 
     def owe_decode(self) -> None:
-        """The next launch of this batch is a decode, before any prefill."""
+        """Make the next launch of this batch a decode, before any prefill."""
         self.decode_owed = True
 
     def position_of(self, request: Request) -> int:
-        """The next position of a member."""
+        """Return the next position of a member."""
         return int(self.positions[(self.batch.rows == request.row).argmax()])
 
     def load(self, requests: list[Request], positions: bytes, numbers: tuple[int, bool, int, int, int]) -> None:
-        """Become what a snapshot stored: members, packed int32 positions, and the counts in the order of NUMBERS."""
+        """Restore the members, packed int32 positions, and counts in the order of `numbers` from a snapshot."""
         self.batch = RunningBatch.of(requests)
         self.positions = np.frombuffer(positions, np.int32)
         self.horizon, self.decode_owed, self.decode_launches, self.extended_at, self.forced_at = numbers
@@ -126,5 +135,5 @@ class RunningState:
 
     @property
     def numbers(self) -> tuple[int, bool, int, int, int]:
-        """What a snapshot stores beside members and positions, in the order that `load` expects."""
+        """The counts that a snapshot stores beside members and positions, in the order that `load` expects."""
         return self.horizon, self.decode_owed, self.decode_launches, self.extended_at, self.forced_at

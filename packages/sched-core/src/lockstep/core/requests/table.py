@@ -1,8 +1,8 @@
-"""Requests: their lifecycle, the rows they hold, and the columns of those that decode together.
+"""Requests: their lifecycle, their rows, and the columns of requests that decode together.
 
-A request waits as a plain object. Admission gives it a *row*: its line in the page table and the output table, kept
-until nothing in flight uses it. Once its whole prompt is launched it joins the *cohort*, the requests that decode
-together, whose facts are columns in batch order, so that one decode step costs a few array operations.
+A waiting request is a plain object. Admission assigns a *row* to it: its index in the page table and the output table,
+kept until nothing in flight uses it. Once its whole prompt is launched, it joins the *running batch*, the requests that
+decode together. Their facts are columns in batch order, so that one decode step costs a few array operations.
 
     WAITING --admitted--> PREFILLING --prompt launched--> RUNNING --finished--> FINISHED
        ^                       |                             |
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,9 +38,7 @@ from lockstep.core.contract.events import (
     TokenIds,
     TokenRuns,
 )
-
-if TYPE_CHECKING:
-    from lockstep.core.kv.radix import Found, RadixNode
+from lockstep.core.requests.radix_node import Found, RadixNode
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -48,35 +46,35 @@ Int64s = NDArray[np.int64]
 NO_ROW = -1
 TOKEN_IDS = 2**31  # ids fit an int32
 NO_IDS = np.empty(0, np.int32)
-# Operands for columns: arrays without dimensions. NumPy converts a scalar anew at every use, which costs more than the
-# addition.
+# Operands for columns: arrays without dimensions. NumPy converts a Python scalar at every use, which costs more than
+# the addition itself.
 ZERO: Int32s = np.array(0, np.int32)
 ONE: Int32s = np.array(1, np.int32)
 ZERO.flags.writeable = ONE.flags.writeable = False
-FLAT_ROWS_MIN = 256  # entries of a table from which on one flat index costs less than a pair of them
+FLAT_ROWS_MIN = 256  # number of table entries from which on one flat index array costs less than a pair of them
 HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE = 1, 2, 4  # bits of RunningBatch.special
-FACTS = 7  # columns of a cohort
-NO_TOKEN = -1  # fills the stop-token columns of requests with fewer of them
+FACTS = 7  # columns of a running batch
+NO_TOKEN = -1  # fills the stop-token columns of requests with fewer stop tokens
 OUTPUTS_MAX = 2**31 - 1
 NO_REQUEST: RequestId = -1
 VERSION_MARK = "\0"  # between a namespace and the version of the weights, in the keys of the radix cache
 
 
 class Adapter(NamedTuple):
-    """What a request runs on: the model with this adapter (LoRA) added."""
+    """A version of an adapter (LoRA), applied to the rows of a request."""
 
     name: str
     version: int
 
 
 BASE = Adapter("", 0)
-"""The model itself."""
+"""The model without an adapter."""
 
 
 class RequestState(IntEnum):
-    """Where a request is in its life. FINISHED absorbs."""
+    """The lifecycle position of a request. FINISHED is final."""
 
-    ARRIVING = 0  # between its arrival and the verdict on it, inside one step
+    ARRIVING = 0  # between its arrival and its acceptance or rejection, inside one step
     WAITING = 1
     PREFILLING = 2
     RUNNING = 3
@@ -100,25 +98,25 @@ TRANSITIONS: dict[tuple[RequestState, type[Decided]], RequestState] = {
 
 
 class Extras(msgspec.Struct):
-    """What few requests ask, and how much of it they were given. Ordinary requests have none of this."""
+    """Rare features that a request uses, and how far their results were delivered. Ordinary requests have none."""
 
-    pooled: bool = False  # one vector over all positions, so that all of them are computed together
+    pooled: bool = False  # the result is one vector over all positions, so all of them are computed together
     spans: tuple[PromptSpan, ...] = ()
     token_type_ids: bytes = b""
-    logprobs: bool = False  # of its output
-    logprobs_from: int | None = None  # prompt logprobs are still wanted from this position on; None: not at all
-    hidden_from: int | None = None  # the same for hidden states
-    leader: RequestId = NO_REQUEST  # the sample whose prompt it waits for
-    awaits_media: bool = False  # held for them
+    logprobs: bool = False  # logprobs of its output are requested
+    logprobs_from: int | None = None  # position from which prompt logprobs are still due; None: none are due
+    hidden_from: int | None = None  # position from which hidden states are still due; None: none are due
+    leader: RequestId = NO_REQUEST  # the leading sample, whose prompt it waits for
+    awaits_media: bool = False  # it waits for its encoded media, before the waiting queue
 
     @property
     def media(self) -> dict[bytes, int]:
-        """What an encoder must see: tokens by digest."""
+        """The media that need an encoder: encoder tokens by digest."""
         return {span.digest: span.encoder_tokens for span in self.spans if span.encoder_tokens}
 
     @property
     def cacheable_tokens(self) -> int | None:
-        """Leading tokens of which nothing but KV is wanted, so that cached KV will do; None: all of them."""
+        """Leading tokens for which only KV is needed, so that cached KV suffices; None: all of them."""
         if self.pooled:
             return 0
         wanted = [start for start in (self.logprobs_from, self.hidden_from) if start is not None]
@@ -126,7 +124,7 @@ class Extras(msgspec.Struct):
 
 
 class Accepted(NamedTuple):
-    """What the engine keeps of an arrival, once everything asked for is valid, supported and fits."""
+    """The parts of a valid, supported and fitting arrival that its `Request` stores."""
 
     tokens: bytes  # the prompt's ids, packed int32
     namespace: str
@@ -137,7 +135,7 @@ class Accepted(NamedTuple):
 
 
 class Request:
-    """One prompt and its continuation. While it has a row, output beyond `tokens` is in the output table."""
+    """One prompt and its continuation. While the request has a row, output beyond `tokens` is in the output table."""
 
     __slots__ = (
         "adapter",
@@ -157,13 +155,13 @@ class Request:
         "grammar_due_us",
         "grammar_outputs",
         "handle",
-        "holds",
         "ignore_eos",
         "label",
         "matched",
         "max_new_tokens",
         "min_new_tokens",
         "namespace",
+        "open_prerequisites",
         "outputs",
         "prefilled_before",
         "priority",
@@ -202,78 +200,79 @@ class Request:
         self.min_new_tokens = min(arrived.min_new_tokens, accepted.max_new_tokens)
         self.ignore_eos = arrived.ignore_eos
         self.stop_token_ids = stops
-        self.watches_text = bool(arrived.stop_texts)  # the host looks for stop texts, and may hold tokens back
-        self.sent = 0  # output tokens sent so far, if it watches its text; otherwise they follow from its cadence
+        self.watches_text = bool(arrived.stop_texts)  # the host searches its text for stop texts, may hold tokens back
+        self.sent = 0  # output tokens sent so far, if `watches_text`; otherwise `delivery.sent_by` computes them
         self.grammar = arrived.grammar
-        self.grammar_due_us: int | None = None  # while its grammar is compiled: when it gives up
-        self.grammar_outputs = OUTPUTS_MAX  # output tokens its grammar takes: past these it admits nothing more
+        self.grammar_due_us: int | None = None  # while its grammar is compiled: when the request is rejected, in us
+        self.grammar_outputs = OUTPUTS_MAX  # output tokens that its matcher takes: the grammar ended with the last one
         self.sampling = arrived.sampling
-        self.session = arrived.session  # of this turn; cleared when the session closes before its end
+        self.session = arrived.session  # the session of this turn; "" once the session is closed
         self.session_start = arrived.session_start
         self.streams = arrived.stream
         self.stream_every = 1
         self.tokens = accepted.tokens  # int32 ids of its prompt and of the output it had when it began to wait
         self.prompt_tokens = len(accepted.tokens) // 4
-        self.outputs = 0  # of these, output; what it has by now is Engine.outputs_of
+        self.outputs = 0  # output tokens in `tokens`; SchedulerState.outputs_of counts all
         self.state = RequestState.ARRIVING
-        self.holds = 0  # things that must come before it may join the line
-        self.epoch = 0  # rises whenever it leaves a row; the executor is told with each row it takes
+        self.open_prerequisites = 0  # prerequisites that are still missing before it may join the waiting queue
+        self.epoch = 0  # rises whenever it leaves a row; RowTaken carries it to the executor
         self.row = NO_ROW
-        self.decodes = False  # whether it is a member of the engine's cohort
-        self.computed = 0  # positions with launched KV, unless it is in a running batch: then see its positions
+        self.decodes = False  # whether it is a member of a running batch
+        self.computed = 0  # positions with launched KV; of a member of a running batch see RunningState.positions
         self.chunks = 0
         self.handle: RadixNode | None = None  # its lock on the radix cache
         self.protected_pages = 0  # leading pages of its row that the radix cache owns
-        self.cached_tokens = -1  # of its prompt, at its first admission; -1: never admitted
-        self.matched: Found | None = None  # its prefix in the radix cache as last looked up, see ordering.matched
-        self.prefilled_before = 0  # Engine.prefilled_tokens when it arrived
-        self.bypassed = 0  # requests admitted before it since it waits, though they stood behind it in the line
-        self.behind: RequestId = -1  # the request that computes its prefix, when last it was put off for that
+        self.cached_tokens = -1  # cached tokens of its prompt at its first admission; -1: never admitted
+        self.matched: Found | None = None  # its prefix in the radix cache at the last match, see ordering.matched
+        self.prefilled_before = 0  # `prefilled_tokens` of the ordering when it arrived
+        self.bypassed = 0  # requests behind it in the waiting queue that were admitted before it
+        self.behind: RequestId = -1  # the request that computes its prefix, at its last deferral for that reason
         self.extras = msgspec.structs.replace(accepted.extras) if accepted.extras is not None else None
-        self.deferred: DeferReason | None = None  # what was last said about why it waits alone
+        self.deferred: DeferReason | None = None  # the last reported deferral reason of this request alone
 
     @property
     def name(self) -> str:
-        """What people call it: the client's label, or r and its id."""
+        """The client's label, or "r" and the request id."""
         return self.label or f"r{self.request_id}"
 
     @property
     def ran(self) -> bool:
-        """Whether it was ever admitted."""
+        """Whether the request was ever admitted."""
         return self.cached_tokens >= 0
 
     @property
     def limit(self) -> int:
-        """Positions of prompt and output together at which it ends by length."""
+        """Positions of prompt and output together at which the request ends by length."""
         return self.prompt_tokens + self.max_new_tokens
 
     @property
     def reach(self) -> int:
-        """Positions that are computed for it at most: its last token is never fed back."""
+        """The most positions that are computed for the request: its last token is never fed back."""
         return max(self.limit - 1, self.prompt_tokens)
 
     @property
     def extend_stop(self) -> int:
-        """Positions that an extend must compute before it can decode: its prompt and the output that it kept."""
+        """Positions that extends must compute before the request can decode: its prompt and its kept output."""
         return self.prompt_tokens + self.outputs
 
     @property
     def prefill_only(self) -> bool:
-        """Whether it ends when its prompt is computed, without drawing a token."""
+        """Whether the request ends when its prompt is computed, without drawing a token."""
         return not self.max_new_tokens
 
     @property
     def cacheable_tokens(self) -> int:
-        """Leading tokens whose KV may be taken from the radix cache: all but one, if no more is needed of them."""
+        """Leading tokens with KV that may come from the radix cache: all but the last, fewer if results are due."""
         most = len(self.tokens) // 4 - 1
         limit = self.extras.cacheable_tokens if self.extras is not None else None
         return most if limit is None else min(most, limit)
 
     @property
     def needs_plain_extend(self) -> bool:
-        """Whether its extends must not share a batch with decodes.
+        """Whether the extends of this request must not share a batch with decodes.
 
-        More than KV is wanted of their positions, or embeddings are given in place of tokens. Media are placeholders.
+        This holds if more than KV is due for their positions, or if embeddings take the place of tokens. Media do not
+        require it, since placeholders represent them.
         """
         extras = self.extras
         if extras is None:
@@ -281,11 +280,11 @@ class Request:
         return extras.cacheable_tokens is not None or any(span.kind == "embedding" for span in extras.spans)
 
     def leave_session(self) -> None:
-        """The session of this turn is closed: the request goes on, or ends, as one without a session."""
+        """Detach the request from its closed session: it goes on, or ends, like a request without a session."""
         self.session = ""
 
     def advance(self, event: Decided) -> None:
-        """Move along TRANSITIONS. Raises InvariantError for a pair the table does not have."""
+        """Move to the state that TRANSITIONS has for `event`. Raises InvariantError for a pair that is not there."""
         following = TRANSITIONS.get((self.state, type(event)))
         if following is None:
             raise InvariantError(f"{self.name} cannot take {type(event).__name__} while {self.state.name}")
@@ -293,7 +292,10 @@ class Request:
 
 
 def prompt_bytes(prompt: Prompt) -> bytes:
-    """The prompt's ids as packed int32. Raises ValueError when they were not kept. Ask prompt_length first."""
+    """Return the prompt's ids as packed int32. Call prompt_length first, which validates the prompt.
+
+    Raises: ValueError for a TokenDigest, which has no ids.
+    """
     match prompt:
         case TokenIds(ids):
             return ids
@@ -304,7 +306,7 @@ def prompt_bytes(prompt: Prompt) -> bytes:
 
 
 def prompt_length(prompt: Prompt) -> int:
-    """Tokens of a prompt, without spelling it out. Raises ValueError when it is malformed."""
+    """Return the number of tokens of a prompt without expanding it. Raises ValueError for a malformed prompt."""
     match prompt:
         case TokenIds(ids):
             if len(ids) % 4:
@@ -322,7 +324,7 @@ def prompt_length(prompt: Prompt) -> int:
 
 
 def expand_runs(runs: tuple[int, ...]) -> Int32s:
-    """Spell out (first, count, first, count, ...) as int32 ids."""
+    """Expand (first, count, first, count, ...) to int32 ids."""
     pieces = [np.arange(first, first + count, dtype=np.int32) for first, count in _pairs(runs)]
     return pieces[0] if len(pieces) == 1 else np.concatenate((NO_IDS, *pieces))
 
@@ -334,10 +336,11 @@ def _pairs(runs: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 class RequestTable:
-    """Rows of requests: the device's page table, mirrored here, the output tokens, and the holder of each row.
+    """Rows of requests: a mirror of the device's page table, the output tokens, and the holder of each row.
 
-    `pages` [rows, pages_width] and `outputs` [rows, outputs_width] grow by doubling as longer requests come. A row's
-    pages are valid up to what its holder has launched, its outputs up to what was delivered; the rest is left over.
+    `pages` int32 [rows, pages_width] and `outputs` int32 [rows, outputs_width] grow by doubling. The pages of a row are
+    valid up to the launched positions of its holder, its outputs up to the delivered tokens. The rest is stale data of
+    earlier holders.
     """
 
     def __init__(self, rows_max: int, page_size: int) -> None:
@@ -351,10 +354,11 @@ class RequestTable:
         self.spare: Int32s = np.zeros(rows, np.int32)  # pages of each row behind those of its positions: refused drafts
 
     def row_available(self) -> bool:
+        """Return whether a row is free or can be added."""
         return bool(self.free_rows) or len(self.holders) < self.rows_max
 
     def take_row(self, request: Request) -> int:
-        """Give the request a row and lay the output it kept out there."""
+        """Assign a row to the request, copy its kept output into the output table, and return the row."""
         if not self.free_rows:
             self._add_rows()
         row = self.free_rows.pop()
@@ -365,7 +369,7 @@ class RequestTable:
         return row
 
     def free_row(self, row: int) -> None:
-        """Take the row back. Its holder may have moved on to another row long ago."""
+        """Free the row. The request that held it may have another row by now."""
         self.holders[row] = None
         self.free_rows.append(row)
 
@@ -377,40 +381,50 @@ class RequestTable:
             self.outputs = _widened(self.outputs, self.outputs.shape[0], _doubled(self.outputs.shape[1], outputs))
 
     def write_outputs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
-        """outputs[rows, numbers] = tokens; int32 [n] all three."""
+        """Set outputs[rows, numbers] = tokens; int32 [n] all three."""
         if rows.size < FLAT_ROWS_MIN:
             self.outputs[rows, numbers] = tokens
             return
         self.outputs.reshape(-1)[rows * np.int64(self.outputs.shape[1]) + numbers] = tokens
 
     def write_runs(self, rows: Int32s, numbers: Int32s, tokens: Int32s) -> None:
-        """outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
+        """Set outputs[rows, numbers] = tokens; int32 [members], [launches, members] and [launches, members]."""
         self.outputs[rows, numbers] = tokens
 
-    def held_pages(self, row: int, computed: int) -> int:
-        """Return how many pages a row holds whose holder has `computed` positions."""
-        return -(-computed // self.page_size) + int(self.spare[row])
-
-    def hold(self, row: int, request: Request) -> None:
-        """Note the holder of a row that is being restored."""
-        self.holders[row] = request
-
     def write_pages(self, rows: Int32s, index: Int32s, pages: Int32s) -> None:
-        """pages[rows, index] = pages; int32 [n] all three."""
+        """Set pages[rows, index] = pages; int32 [n] all three."""
         if rows.size < FLAT_ROWS_MIN:
             self.pages[rows, index] = pages
             return
         self.pages.reshape(-1)[rows * np.int64(self.pages.shape[1]) + index] = pages
 
+    def held_pages(self, row: int, computed: int) -> int:
+        """Return how many pages a row holds whose holder has `computed` positions."""
+        return -(-computed // self.page_size) + int(self.spare[row])
+
+    def row_image(self, row: int, pages: int, outputs: int) -> tuple[bytes, bytes]:
+        """Return the first pages and outputs of a row, packed int32."""
+        return self.pages[row, :pages].tobytes(), self.outputs[row, :outputs].tobytes()
+
+    def load_row(self, row: int, holder: Request, pages: bytes, outputs: bytes) -> None:
+        """Restore a row: its holder, and what `row_image` returned."""
+        self.holders[row] = holder
+        self.pages[row, : len(pages) // 4] = np.frombuffer(pages, np.int32)
+        self.outputs[row, : len(outputs) // 4] = np.frombuffer(outputs, np.int32)
+
     def resize(self, rows: int, pages_width: int, outputs_width: int) -> None:
-        """Take exactly this shape; for a table that is being restored."""
+        """Replace the tables by empty ones of this shape, to restore them from a snapshot."""
         self.holders = [None] * rows
         self.pages = np.zeros((rows, pages_width), np.int32)
         self.outputs = np.zeros((rows, outputs_width), np.int32)
         self.spare = np.zeros(rows, np.int32)
 
     def first_tokens(self, row: int, known: bytes, prompt_tokens: int, count: int) -> bytes:
-        """The first `count` tokens of a row's holder, packed int32: the `known` ones it came with, then its output."""
+        """Return the first `count` tokens of a row's holder as packed int32.
+
+        Args:
+            known: packed int32 tokens that the holder had when it took the row; its later output follows.
+        """
         have = len(known) // 4
         if count <= have:
             return known[: 4 * count]
@@ -420,7 +434,7 @@ class RequestTable:
         have = len(self.holders)
         rows = min(self.rows_max, have * 2)
         if rows == have:
-            raise InvariantError(f"all {have} rows are taken; admission must ask row_available first")
+            raise InvariantError(f"all {have} rows are taken; admission must check row_available first")
         self.holders.extend([None] * (rows - have))
         self.free_rows.extend(range(rows - 1, have - 1, -1))
         self.outputs = _widened(self.outputs, rows, self.outputs.shape[1])
@@ -441,9 +455,9 @@ def _widened(table: Int32s, rows: int, width: int) -> Int32s:
 
 
 class RunningBatch:
-    """The requests that decode together, as columns in batch order. Immutable: membership changes make a new one.
+    """The requests that decode together, as columns in batch order. Immutable: a change of membership makes a new one.
 
-    Its arrays are shared by every plan launched from it. Where each member stands is `Engine.positions`, which moves.
+    Every plan launched from it shares its arrays. The changing position of each member is `RunningState.positions`.
     """
 
     __slots__ = (
@@ -469,22 +483,22 @@ class RunningBatch:
         self.size = len(requests)
         self.request_ids = request_ids
         self._ids_digest: bytes | None = None
-        self.facts = facts  # [FACTS, size]; the columns are its lines
+        self.facts = facts  # [FACTS, size]; each column of the batch is one row of this array
         self.rows: Int32s = facts[0]
         self.prompts: Int32s = facts[1]
-        self.limits: Int32s = facts[2]  # positions of prompt and output together at which each ends by length
+        self.limits: Int32s = facts[2]  # positions of prompt and output together at which each member ends by length
         self.ignores_eos: Int32s = facts[5]  # 0 or 1
         self.stops = stops  # [size, widest] stop tokens, NO_TOKEN where a request has fewer
         special = int(np.bitwise_or.reduce(facts[6])) if np.count_nonzero(facts[6]) else 0
         self.constrained = bool(special & HAS_GRAMMAR)
         self.watched = bool(special & WATCHES_TEXT)
-        self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # a message for every token of each
+        self.steady = not special & (WATCHES_TEXT | HAS_CADENCE)  # every token of every member is sent at once
         self.everyone: Int32s = _counting(self.size)
         self.ones: Int32s = _ones(self.size)
 
     @property
     def min_new(self) -> Int32s:
-        """Per member: output tokens before which only its length ends it."""
+        """Per member: output tokens before which only its length ends the request."""
         column: Int32s = self.facts[3]
         return column
 
@@ -496,32 +510,32 @@ class RunningBatch:
 
     @property
     def special(self) -> Int32s:
-        """Per member: HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE, what few requests ask for."""
+        """Per member: the bits HAS_GRAMMAR, WATCHES_TEXT, HAS_CADENCE of rarely used features."""
         column: Int32s = self.facts[6]
         return column
 
     @property
     def has_grammar(self) -> NDArray[np.bool_]:
-        """Per member: whether its output must parse."""
+        """Per member: whether a grammar constrains its output."""
         has: NDArray[np.bool_] = self.special & HAS_GRAMMAR != 0
         return has
 
     @property
     def watches_text(self) -> NDArray[np.bool_]:
-        """Per member: whether the host looks for stop texts in its output."""
+        """Per member: whether the host searches its output for stop texts."""
         watches: NDArray[np.bool_] = self.special & WATCHES_TEXT != 0
         return watches
 
     @property
     def ids_digest(self) -> bytes:
-        """Stands for `request_ids` in the digests of steps, if they are many."""
+        """Digest of `request_ids`, which replaces them in the digests of steps of large batches."""
         if self._ids_digest is None:
             self._ids_digest = ids_digest(self.request_ids)
         return self._ids_digest
 
     @staticmethod
     def of(requests: list[Request]) -> RunningBatch:
-        """Gather the columns of these requests, in this order."""
+        """Return the running batch of these requests, in this order."""
         facts = [
             (
                 r.row,
@@ -544,7 +558,7 @@ class RunningBatch:
         )
 
     def joined_by(self, other: RunningBatch) -> RunningBatch:
-        """This cohort with another's members behind it."""
+        """Return a running batch with these members, followed by those of `other`."""
         if not self.size:
             return other
         widest = max(self.stops.shape[1], other.stops.shape[1])
@@ -558,7 +572,7 @@ class RunningBatch:
         )
 
     def only(self, staying: NDArray[np.intp]) -> RunningBatch:
-        """These of its members: indices, ascending."""
+        """Return a running batch of the members at these indices, which ascend."""
         return RunningBatch(
             list(map(self.requests.__getitem__, staying.tolist())),
             self.request_ids.take(staying),
@@ -568,7 +582,7 @@ class RunningBatch:
 
 
 def _trimmed(stops: Int32s) -> Int32s:
-    """Without the columns that no member left needs."""
+    """Return `stops` without the columns that none of its members uses."""
     return stops[:, (stops != NO_TOKEN).any(axis=0)] if stops.shape[1] else stops
 
 
@@ -600,13 +614,28 @@ _COUNTING.flags.writeable = _ONES.flags.writeable = False
 
 
 def _counting(size: int) -> Int32s:
-    """0, 1, 2, ... size - 1; read only."""
+    """Return the read-only array 0, 1, 2, ... size - 1."""
     return _COUNTING[:size] if size <= _COUNTING.size else np.arange(size, dtype=np.int32)
 
 
 def _ones(size: int) -> Int32s:
-    """As many ones; read only."""
+    """Return a read-only array of `size` ones."""
     return _ONES[:size] if size <= _ONES.size else np.ones(size, np.int32)
 
 
 EMPTY_BATCH = RunningBatch.of([])
+
+
+def _gone() -> Request:
+    request = Request.__new__(Request)
+    request.row = -1
+    request.state = RequestState.FINISHED
+    request.label, request.request_id = "gone", -1
+    request.streams, request.stream_every = True, 1
+    request.extras = None
+    request.decodes = False
+    return request
+
+
+GONE = _gone()
+"""Holder of a restored row whose request has ended while a batch or a deferred free still names the row."""

@@ -1,4 +1,4 @@
-"""What an arriving request must satisfy, and which parts of the contract this engine does not serve yet."""
+"""Validation of arriving requests: what they must satisfy, and which parts of the contract are not supported yet."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lockstep.core.requests.table import (
 )
 
 STOP_TOKENS_MAX = 64
-"""Stop tokens one request may have; each is a column of every decode step's comparison."""
+"""The most stop tokens of one request. Each adds a column to the comparison of every decode step."""
 
-PARTS_MARK = "\1"
+PARTS_MARK = "\1"  # first character of a namespace that is made of parts
 
 
 class RequestRefused(LockstepError):
@@ -43,7 +43,10 @@ class RequestRefused(LockstepError):
 
 
 def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Accepted:
-    """What becomes of an arrival that runs on this adapter. Raises Refused."""
+    """Validate an arrival that runs on this adapter and return the parts that are stored.
+
+    Raises: RequestRefused for an arrival that is malformed, not supported or too long.
+    """
     _refuse_unsupported(event, config)
     if event.adapter and not config.max_loras:
         raise RequestRefused("unsupported", f"`adapter` is {event.adapter!r}, but LoRA is off (`max_loras` is not set)")
@@ -57,14 +60,14 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
     _refuse_malformed(event)
     _refuse_inconsistent(event, length, config)
     most = _fitting_tokens(event, length, config)
-    tokens = prompt_bytes(event.prompt)  # only now: nothing is spelled out that is too long to run
+    tokens = prompt_bytes(event.prompt)  # after the checks of length, so that no prompt too long to run is expanded
     if isinstance(event.prompt, TokenIds) and int(np.frombuffer(tokens, np.int32).min()) < 0:
         raise RequestRefused("bad_request", "`prompt` holds a negative token id")
     if most < length:
         tokens = tokens[-4 * most :] if config.truncate_input == "left" else tokens[: 4 * most]
     room = config.request_tokens_max - most
     if config.role == "prefill":
-        room = min(room, 1)  # the decode engine draws the others
+        room = min(room, 1)  # the decode engine draws all further tokens
     return Accepted(
         tokens,
         cache_namespace(event, adapter, config),
@@ -76,14 +79,15 @@ def accepted(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> Ac
 
 
 def stop_tokens_of(event: RequestArrived, config: SchedConfig) -> tuple[int, ...]:
-    """Tokens that end a request: its own, and the model's unless it ignores them."""
+    """Return the tokens that end a request: its own, and the model's unless the request ignores them."""
     return event.stop_token_ids if event.ignore_eos else (*config.eos_token_ids, *event.stop_token_ids)
 
 
 def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig) -> str:
-    """Inside which prefixes are shared: the host's namespace, and behind it all that makes equal tokens differ.
+    """Return the namespace within which prefixes are shared.
 
-    Every part says its length, and a text made of parts opens with PARTS_MARK, as no other does: no two coincide.
+    It consists of the host's namespace and of everything that makes the KV of equal tokens differ. Every part contains
+    its length. Only a text made of parts starts with PARTS_MARK, so two different namespaces never coincide.
     """
     parts: list[tuple[str, str]] = []
     if config.isolate_tenants:
@@ -99,7 +103,7 @@ def cache_namespace(event: RequestArrived, adapter: Adapter, config: SchedConfig
 
 
 def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
-    """What is special about it; None for nothing."""
+    """Return the extras of an arrival; None if it has none."""
     top_logprobs = event.sampling.top_logprobs if event.sampling is not None else 0
     start, pooled = event.logprob_start, event.kind == "embed"
     wants = pooled or top_logprobs > 0 or start is not None or event.return_hidden_states
@@ -116,11 +120,11 @@ def _extras(event: RequestArrived, prompt_tokens: int) -> Extras | None:
 
 
 def _refuse_unsupported(event: RequestArrived, config: SchedConfig) -> None:
-    for field, asked in (
+    for field, used in (
         ("transfer_room", event.transfer_room is not None and not config.hands_over),
         ("prompt", type(event.prompt) is TokenDigest),
     ):
-        if asked:
+        if used:
             value = getattr(event, field)
             raise RequestRefused("unsupported", f"`{field}` is {value!r}, which this engine does not support yet")
 
@@ -177,7 +181,7 @@ def _refuse_malformed(event: RequestArrived) -> None:
 
 
 def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig) -> None:
-    """What must agree with the prompt's length: logprob_start, token types, spans."""
+    """Raise RequestRefused if logprob_start, token types or spans do not agree with the prompt's length."""
     start = event.logprob_start
     if start is not None and not 0 <= start <= length:
         raise RequestRefused("bad_request", f"`logprob_start` must be between 0 and {length}, got {start}")
@@ -189,7 +193,7 @@ def _refuse_inconsistent(event: RequestArrived, length: int, config: SchedConfig
 
 
 def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig) -> None:
-    """Raise Refused for spans that do not go together, or whose media the encoder cache cannot hold at once."""
+    """Raise RequestRefused for malformed or overlapping spans, and for media that exceed the encoder cache."""
     at, sizes = 0, dict[bytes, int]()
     for span in spans:
         where = f"`spans` has [{span.start}:{span.stop})"
@@ -212,7 +216,10 @@ def refuse_spans(spans: tuple[PromptSpan, ...], length: int, config: SchedConfig
 
 
 def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> int:
-    """Tokens of the prompt that are kept: all, or what the limits leave if it may be cut."""
+    """Return how many tokens of the prompt are kept: all, or those within the limits if the prompt may be cut.
+
+    Raises: RequestRefused for a prompt that is too long and may not be cut.
+    """
     answers = event.max_new_tokens > 0
     bound = bool(event.spans or event.token_type_ids or event.session) or event.logprob_start is not None
     if config.truncate_input != "no" and not bound:
@@ -222,9 +229,11 @@ def _fitting_tokens(event: RequestArrived, tokens: int, config: SchedConfig) -> 
 
 
 def refuse_too_long(tokens: int, answers: bool, config: SchedConfig, spans: tuple[PromptSpan, ...] = ()) -> None:
-    """Raise Refused for a prompt longer than the limits allow; one that `answers` needs room for a token of output.
+    """Raise RequestRefused for a prompt that is longer than the limits allow.
 
-    `tokens` are those behind the expansion of media: what the spans take of them is said.
+    Args:
+        tokens: length of the prompt after the expansion of media. The message contains how many belong to spans.
+        answers: whether the request has output, and so needs room for one more token.
     """
     if tokens <= config.prompt_tokens_max(answers):
         return

@@ -1,10 +1,10 @@
-"""Parses a JSON value, or a Python literal, while it comes, and emits the certain part of it as JSON.
+"""Parses a JSON value or a Python literal piece by piece, and emits the part that is certain as JSON.
 
     input  | {"city": "Zü | rich", "days": 1 | 2, "sunny": tr | ue}        parsed character by character by ROWS, so
     output | {"city": "Zü | rich", "days": 1 | 2, "sunny":    | true}      the result does not depend on the cuts
 
 Control characters inside a string, which models write and JSON forbids, are emitted as escapes. Any other invalid JSON
-ends the value: nothing is guessed.
+makes the value bad; no repair is tried.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NUMBER_ROWS = {
     "exponent": dict.fromkeys(DIGITS, "exponent"),
 }
 MORE_DIGITS, RUN_OF_DIGITS = frozenset(("digits", "fraction", "exponent")), re.compile("[0-9]+")
-"""States in which a digit changes nothing but the number."""
+"""States that a digit does not change, and a run of digits, which is taken in one step."""
 
 NUMBER_ENDS = frozenset(("zero", "digits", "fraction", "exponent"))
-"""States in which a number may end; the next character is then read as what follows a value."""
+"""States in which a number may end. The character after it is then parsed as one behind a value."""
 
 BEGIN = {"{": "first key", "[": "first item", "-": "minus", **NUMBER_ROWS["minus"]}
 ROWS: dict[str, dict[str, str]] = {
@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, str]] = {
     "behind member": {",": "next key", "}": "close"},
     **NUMBER_ROWS,
 }
-"""State -> character -> next state. Quotes and words, which differ between languages, are in `Language`."""
+"""State -> character -> next state. `Language` has the quotes and words, which differ between languages."""
 
 SPACED = frozenset(("value", "first item", "first key", "next key", "colon", "behind item", "behind member"))
 KEYS = frozenset(("first key", "next key"))
@@ -65,7 +65,7 @@ class Language:
         quotes: characters that delimit strings.
         keywords: names of true, false and null -> their JSON.
         escapes: character after a backslash -> its JSON, or the number of hexadecimal digits that follow.
-        unknown_escapes: whether the backslash of an unknown escape stands for itself.
+        unknown_escapes: whether the backslash of an unknown escape is kept as a backslash.
     """
 
     quotes: str
@@ -99,10 +99,10 @@ PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f{'' if quote == chr(34) else c
 
 
 class Literal:
-    """One value of a language, parsed as its text comes.
+    """One value of a language, parsed piece by piece.
 
     `state` is "whole" after its end, and "bad" once it cannot be a value; `depth` counts open brackets; `in_key` is
-    whether the current or last string is the name of a member. `pending` is text that was taken and is not certain yet:
+    whether the current or last string is the name of a member. `pending` is text that was taken and is not emitted yet:
     the beginning of a word or of an escape.
     """
 
@@ -119,9 +119,9 @@ class Literal:
         return len(self._closers)
 
     def run(self, text: str, at: int) -> tuple[int, str]:
-        """Take a stretch of one kind from `at` on. Returns its end and its JSON.
+        """Take one token of the value from position `at` on, such as a run of digits. Returns its end and its JSON.
 
-        Nothing is taken when the state becomes whole (the character after a number ends it) or bad.
+        No text is taken if the state becomes bad, or whole because the character at `at` ends a number.
         """
         letter = text[at]
         if self.state == "string":
@@ -142,7 +142,7 @@ class Literal:
         return self._letter(letter, at)
 
     def end(self) -> str:
-        """Take in the end of the text. Returns the state: whole, bad, or an unfinished one."""
+        """Handle the end of the text. Returns the state: whole, bad, or another one if the value is unfinished."""
         if self.state in NUMBER_ENDS and not self._closers:
             self.state = "whole"
         return self.state
@@ -231,7 +231,7 @@ class Literal:
 
 
 def as_json(text: str, language: Language = JSON) -> str | None:
-    """A whole text as one value in JSON; None if it is not exactly one value."""
+    """Return a whole text as one value in JSON; None if it is not exactly one value."""
     literal, at, emitted = Literal(language), 0, []
     while at < len(text) and literal.state not in ("whole", "bad"):
         at, piece = literal.run(text, at)
@@ -240,7 +240,7 @@ def as_json(text: str, language: Language = JSON) -> str | None:
 
 
 class Members:
-    """A JSON object, with its members emitted one after the other.
+    """A JSON object, parsed piece by piece, with its members emitted one after the other.
 
     After each `run`, `piece` is new JSON of the value of `key`, and `over` whether that value ended with it.
     """
@@ -253,7 +253,7 @@ class Members:
         self._key_text: list[str] = []
 
     def run(self, text: str, at: int) -> int:
-        """Take a stretch from `at` on. Returns its end. The state becomes bad for text that is not an object."""
+        """Take one token of the object from `at` on, and return its end. Another value sets `literal.state` to bad."""
         literal = self.literal
         before, depth, in_key = literal.state, literal.depth, literal.in_key
         self.piece, self.over = "", False

@@ -2,12 +2,12 @@
 
     HERMES       content ──"<tool_call>"──> call ──(the object ends)──> close ──"</tool_call>"──> content
 
-A state defines what its text is (`kind`) and the texts at which it is left (`rules`). Text that no rule allows is not a
-call: the part of it that was taken returns to the answer. A new format is a new table, its name in TOOL_FORMATS, and a
-line in SIGNS if templates reveal it.
+A state defines the meaning of its text (`kind`) and the texts at which it ends (`rules`). Text that no rule allows is
+not a call: the part of it that was taken becomes content. A new format is a new table, its name in TOOL_FORMATS, and a
+line in SIGNS if chat templates identify it.
 
-Sources: the chat templates that the models are published with; for Llama 3.1 Meta's description of its prompt format,
-for Mistral the documentation of its tokenizers.
+Sources: the chat templates of the published models; for Llama 3.1 Meta's description of its prompt format, for Mistral
+the documentation of its tokenizers.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ class State:
 
     Args:
         then: next state after a value that ends by itself.
-        other: of "space": next state for text that matches no rule; "" if a rule must match.
-        trims: of "space": white space before `other` belongs to the format; of "thought": white space at both ends
-            does;
-            of "value": one line end at each end does.
+        other: for "space": next state for text that matches no rule; "" if a rule must match.
+        trims: which white space belongs to the format. For "space": that before `other`; for "thought": that at both
+            ends; for "value": one line end at each end.
     """
 
     kind: Kind
@@ -71,7 +70,7 @@ class State:
 
     @cached_property
     def pattern(self) -> re.Pattern[str] | None:
-        """Matches the first text of a rule; None without rules."""
+        """Pattern of the texts of all rules; None without rules."""
         if not self.rules:
             return None
         longest_first = sorted((rule.text for rule in self.rules), key=len, reverse=True)
@@ -94,13 +93,13 @@ class State:
 
 @dataclass(frozen=True)
 class Format:
-    """States by name. The state "content" always exists; text that is not a call returns to it.
+    """States by name. The state "content" always exists; after text that is not a call, it is entered.
 
     Args:
         start: state at the beginning of an answer.
         argument_names: names that the member with the arguments of a call may have.
-        marked: calls stand between texts that occur nowhere else. Otherwise only an object that names one of the
-            request's tools and has arguments is a call.
+        marked: calls are enclosed in texts that occur nowhere else. Otherwise only an object with the name of one of
+            the request's tools and with arguments is a call.
         id_characters: length of the call ids (letters and digits) that the model's template accepts; 0: any length.
     """
 
@@ -111,7 +110,7 @@ class Format:
     id_characters: int = 0
 
     def texts(self) -> frozenset[str]:
-        """The texts of all rules: tokens with these texts must be decoded even where a tokenizer marks them special."""
+        """Return the texts of all rules. Tokens with these texts must be decoded even if they are special tokens."""
         return frozenset(rule.text for state in self.states.values() for rule in state.rules)
 
 
@@ -145,7 +144,7 @@ LLAMA3 = Format(
     start="start",
     marked=False,
 )
-"""`{"name": "f", "parameters": {...}}; {...}`, the whole answer, perhaps after <|python_tag|>: Llama 3.1 to 3.3."""
+"""`{"name": "f", "parameters": {...}}; {...}`, the whole answer, optionally after <|python_tag|>: Llama 3.1 to 3.3."""
 
 MISTRAL = Format(
     {
@@ -207,7 +206,7 @@ GLM = Format(
 )
 """`<tool_call>f<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>`: GLM 4.5."""
 
-_CALL, _CALLS = "<｜tool▁call▁{}｜>", "<｜tool▁calls▁{}｜>"  # noqa: RUF001 - full-width bars are what these models write
+_CALL, _CALLS = "<｜tool▁call▁{}｜>", "<｜tool▁calls▁{}｜>"  # noqa: RUF001 - these models use full-width bars
 _SEP = "<｜tool▁sep｜>"  # noqa: RUF001
 
 DEEPSEEK = Format(
@@ -259,7 +258,7 @@ SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters":', "llama3_json"),
 )
-"""Texts in chat templates that teach a format -> the format; the first match decides."""
+"""Texts in chat templates -> the format that such a template prescribes; the first match applies."""
 
 
 # ------------------------------------------------------------------------------------------------------------- thoughts
@@ -267,10 +266,10 @@ SIGNS = (
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The texts that a model writes around its thoughts.
+    """The texts around the thoughts of a model.
 
     Args:
-        begun: an answer begins within the thoughts, without `begin`, whatever the prompt ends with.
+        begun: answers begin within the thoughts, without `begin`, regardless of the end of the prompt.
     """
 
     begin: str
@@ -292,24 +291,24 @@ THOUGHTS: Mapping[str, Thoughts] = {
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """The formats of calls and of thoughts of the served model; None: the model has none, or none is known."""
+    """The formats of tool calls and thoughts of the served model; None: there is none, or it is unknown."""
 
     tools: Format | None = None
     thoughts: Thoughts | None = None
 
     def names(self) -> tuple[str, str]:
-        """Names of the formats."""
+        """Return the names of both formats; "none" for None."""
         tools = next((name for name, one in TOOL_FORMATS.items() if one is self.tools), "none")
         return tools, next((name for name, one in THOUGHTS.items() if one == self.thoughts), "none")
 
     def texts(self) -> frozenset[str]:
-        """Texts that must be decoded even where a tokenizer marks them special."""
+        """Return the texts that must be decoded even if a tokenizer marks them special."""
         tools = frozenset[str]() if self.tools is None else self.tools.texts()
         return tools if self.thoughts is None else tools | {self.thoughts.begin, self.thoughts.end}
 
 
 def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
-    """The formats with these names; auto takes them from a chat template, none takes no format. Raises KeyError."""
+    """Return the formats of these names; "auto": by the chat template, "none": no format. Raises KeyError."""
     template = template or ""
     return ChatFormats(
         find_tools(template) if tools == "auto" else None if tools == "none" else TOOL_FORMATS[tools],
@@ -318,33 +317,33 @@ def choose(tools: str, thoughts: str, template: str | None) -> ChatFormats:
 
 
 def find_tools(template: str) -> Format | None:
-    """The format that a chat template teaches; None if it reveals none."""
+    """Return the format that a chat template prescribes; None if it contains no sign of one."""
     return next((TOOL_FORMATS[name] for sign, name in SIGNS if sign in template), None)
 
 
 def find_thoughts(template: str) -> Thoughts | None:
-    """The texts around the thoughts that a chat template removes, or requests."""
+    """Return the texts around thoughts that occur in a chat template; None if there are none."""
     for thoughts in THOUGHTS.values():
         if thoughts.end in template:
             return thoughts if thoughts.begin in template else replace(thoughts, begun=True)
     return None
 
 
-Opening = Literal["unsaid", "open", "closed"]
+Opening = Literal["neither", "open", "closed"]
 
 
 def opening(thoughts: Thoughts, prompt: str, *, going_on: bool = False) -> Opening:
-    """How the prompt leaves the thoughts of its answer: opened, closed, or neither.
+    """Return how a prompt leaves the thoughts of its answer: open, closed, or neither.
 
     Args:
-        going_on: the answer continues a message that the model has begun.
+        going_on: the answer continues an incomplete message of the model.
     """
     if going_on:
         return "open" if prompt.rfind(thoughts.begin) > prompt.rfind(thoughts.end) else "closed"
     written = prompt.rstrip()
     if written.endswith(thoughts.begin):
         return "open"
-    return "closed" if written.endswith(thoughts.end) else "unsaid"
+    return "closed" if written.endswith(thoughts.end) else "neither"
 
 
 @cache
@@ -357,8 +356,8 @@ def _thinking(begin: str, end: str, goes_on: str) -> Mapping[str, State]:
     }
 
 
-def with_thoughts(format: Format, thoughts: Thoughts, how: Opening) -> Format:  # noqa: A002 - it is one
-    """A format with answers that begin with thoughts, or within them."""
+def with_thoughts(format: Format, thoughts: Thoughts, how: Opening) -> Format:  # noqa: A002 - the noun of this module
+    """Return a format of answers that begin with thoughts, or within them."""
     if how == "closed":
         return format
     states = {**format.states, **_thinking(thoughts.begin, thoughts.end, format.start)}
