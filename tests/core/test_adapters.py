@@ -87,7 +87,7 @@ def test_base_model_runs_beside_all_adapters_if_it_does_not_count(beside: bool, 
 
 def test_base_beside_loras_is_left_out_of_journals_unless_it_is_on() -> None:
     assert SchedConfig(max_loras=2, base_beside_loras=False) == SchedConfig(max_loras=2)
-    with pytest.raises(ConfigError, match="`base_beside_loras` is true, but LoRA is off"):
+    with pytest.raises(ConfigError, match="or true with `max_loras`; got `True` with `None`"):
         SchedConfig(base_beside_loras=True)
-    with pytest.raises(ConfigError, match="`base_beside_loras` must be true or false"):
+    with pytest.raises(ConfigError, match="`base_beside_loras` must be false, or true with"):
         SchedConfig(max_loras=2, base_beside_loras=1)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ NO_OPTIONS = {
         "hybrid",
         "dp_ranks",
         "dp_rank",
+        "base_beside_loras",
         "tables_append_only",
     },  # options of their own, or what follows from others
     RouterConfig: {"policy"},  # `--router`

@@ -762,15 +762,11 @@ def _settle_jumps(config: SchedConfig) -> None:
 
 def _settle_adapters(config: SchedConfig) -> None:
     """Check `base_beside_loras`; false is unset, so that journals do not have it."""
-    beside = config.base_beside_loras
-    if beside is msgspec.UNSET:
-        return
-    if not isinstance(beside, bool):
-        raise ConfigError(f"`base_beside_loras` must be true or false, got `{beside}`")
-    if not beside:
+    beside, most = config.base_beside_loras, config.max_loras
+    if beside is False:
         msgspec.structs.force_setattr(config, "base_beside_loras", msgspec.UNSET)
-    elif not config.max_loras:
-        raise ConfigError("`base_beside_loras` is true, but LoRA is off\nhint: set max_loras, or drop it")
+    elif beside is not msgspec.UNSET and not (beside is True and most):
+        raise ConfigError(f"`base_beside_loras` must be false, or true with `max_loras`; got `{beside}` with `{most}`")
 
 
 TRANSFER_SETTINGS: dict[str, Any] = {

@@ -402,6 +402,10 @@ class RequestTable:
         """Return how many pages a row holds whose holder has `computed` positions."""
         return -(-computed // self.page_size) + int(self.spare[row])
 
+    def spare_of(self, rows: Int32s) -> Int32s | None:
+        """Return the pages of rows behind those of their positions, int32 [rows]; None if no row has any."""
+        return self.spare[rows] if self.spare.any() else None
+
     def row_image(self, row: int, pages: int, outputs: int) -> tuple[bytes, bytes]:
         """Return the first pages and outputs of a row, packed int32."""
         return self.pages[row, :pages].tobytes(), self.outputs[row, :outputs].tobytes()

@@ -274,12 +274,8 @@ class SchedulerState:
         """Return the pages that the next decode of a running batch at these positions opens, drafts included."""
         if self.ahead_hoped == 1:
             return members_growing(positions, self.page_mask).size
-        spare = self.spare_of(running_batch)
+        spare = self.memory.table.spare_of(running_batch.rows)
         return pages_ahead(running_batch, positions, self.config.page_size, self.ahead_hoped, spare)
-
-    def spare_of(self, running_batch: RunningBatch) -> Int32s | None:
-        """Return the pages of each member behind those of its positions, int32 [members]; None where rows keep none."""
-        return self.memory.table.spare[running_batch.rows] if self.config.keeps_draft_pages else None
 
     def comes_by_transfer(self, request: Request) -> bool:
         """Whether a transfer decides if and when the prompt is computed here. No media are requested before that."""
