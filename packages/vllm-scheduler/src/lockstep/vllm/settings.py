@@ -4,7 +4,7 @@ Settings of Lockstep come from `--additional-config '{"lockstep": {...}}'`, or f
 variable LOCKSTEP_VLLM_CONFIG names:
 
     profile = "vllm"              # a family of scheduling settings: docs/profiles.md
-    journal = "/var/log/engine"   # a run folder for the journal; absent: no journal
+    journal = "/var/log/engine"   # a run folder for the journal, engine-1 for data-parallel rank 1; absent: no journal
     mean_request_tokens = 3000    # prompt and output; divides KV blocks between full attention and windows
     journal_tokens = false        # true: the journal holds token ids; false: pseudonyms with the same shared prefixes
 
