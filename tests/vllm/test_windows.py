@@ -19,4 +19,4 @@ def test_answers_of_a_model_with_windows_equal_those_of_vllm(mode: str, tmp_path
     assert not outcome.differ, outcome
     assert outcome.retracted
     assert not outcome.running_at_end
-    assert outcome.work[1][0] < 1.15 * outcome.work[0][0]
+    assert outcome.work[1][0] < 1.25 * outcome.work[0][0]
